@@ -1,0 +1,1 @@
+"""One model on one device: encode chunks, fuse their KV, decode. Start in `engine.py`."""

@@ -1,0 +1,1 @@
+"""Policies: which rows of a prompt are computed again."""

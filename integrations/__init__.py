@@ -1,0 +1,1 @@
+"""Adapters between the engine and other libraries; nothing here is imported by `ragblend` itself."""

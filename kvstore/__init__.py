@@ -1,0 +1,1 @@
+"""What a chunk's KV is, and where it is kept."""

@@ -1,0 +1,27 @@
+"""RAGBlend: question answering over your own documents that starts fast.
+
+The public names, imported on first use, so that `import ragblend` costs nothing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Engine": "ragblend.engine.engine",
+    "Literal": "ragblend.engine.prompt",
+    "Chunk": "ragblend.engine.prompt",
+    "Prompt": "ragblend.engine.prompt",
+    "RagBlendError": "ragblend.kvstore.errors",
+}
+__all__ = ["Chunk", "Engine", "Literal", "Prompt", "RagBlendError"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ragblend' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
