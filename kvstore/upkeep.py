@@ -1,0 +1,177 @@
+"""Looking a whole store over: what open sweeps, what check reports, what gc removes.
+
+`sweep`, `collect` and `adopt` need the writer's lock: only then is a file without a row surely a leftover.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ragblend.kvstore.blob import BlobDamage
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import CorruptBlobError, StoreError
+from ragblend.kvstore.index import Index, Row
+from ragblend.kvstore.layout import QUARANTINE_FOLDER, ValueFile, move_to_quarantine, value_files
+from ragblend.kvstore.reader import ChunkReader, open_verified
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is not as the store would have left it.
+
+    kind: index, foreign-row, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable,
+    orphan-file, temporary-file, foreign-file, open-to-others.
+    """
+
+    kind: str
+    key: ChunkKey | None
+    path: Path
+    message: str
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What gc removed: files and their bytes."""
+
+    files: int
+    bytes: int
+
+
+def check_files(root: Path, index: Index, files: list[ValueFile], rows: list[Row]) -> Iterator[Problem]:
+    """Everything wrong in a snapshot of files and rows; reads every byte of every value."""
+    for line in index.integrity():
+        yield Problem("index", None, index.path, line)
+    by_name = {file.filename: file for file in files}
+    for row in rows:
+        yield from check_row(root, row, by_name.get(str(row.filename)))
+    named = {row.filename for row in rows if row.digest}
+    for file in files:
+        yield from _check_file(root, file, file.filename in named)
+
+
+def check_row(root: Path, row: Row, file: ValueFile | None) -> Iterator[Problem]:
+    """What is wrong with one row and its value: nothing, or the first thing found."""
+    if row.digest is None:
+        yield Problem(
+            "foreign-row", None, root, f"row {row.rowid} (mode {row.mode!r}) was not written by this store"
+        )
+        return
+    key, path = ChunkKey(row.digest), root / str(row.filename)
+    if file is None:
+        yield Problem("missing-file", key, path, "the index names a file that is not there")
+    elif file.nbytes != row.size:
+        yield Problem("bad-length", key, path, f"the file has {file.nbytes} bytes, the index says {row.size}")
+    else:
+        try:
+            _read_through(path, key)
+        except FileNotFoundError:
+            return  # evicted since the snapshot
+        except BlobDamage as damage:
+            yield Problem(damage.kind, key, path, str(damage))
+        except OSError as error:
+            yield Problem("unreadable", key, path, f"reading failed: {error.strerror}")
+
+
+def _check_file(root: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]:
+    key = ChunkKey(file.digest) if file.digest else None
+    if key is None:
+        yield Problem(
+            "foreign-file", None, root / file.filename, "this store gives no such name; gc leaves it"
+        )
+    elif file.temporary:
+        yield Problem(
+            "temporary-file", key, root / file.filename, "left by an interrupted put; gc removes it"
+        )
+    elif not has_row:
+        yield Problem("orphan-file", key, root / file.filename, "no row names this file; gc removes it")
+    if file.mode & 0o077:
+        yield Problem("open-to-others", key, root / file.filename, f"mode {file.mode:o}, expected 600")
+
+
+def _read_through(path: Path, key: ChunkKey) -> None:
+    with open_verified(path, key, None, lambda what: None) as reader:
+        for _ in layers_of(reader):
+            pass
+
+
+def layers_of(reader: ChunkReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Every layer's K and V, each in new memory."""
+    g, tokens = reader.geometry, len(reader.token_ids)
+    for layer in range(g.layers):
+        keys = torch.empty((g.kv_heads, tokens, g.key_size), dtype=g.torch_dtype)
+        values = torch.empty((g.kv_heads, tokens, g.value_size), dtype=g.torch_dtype)
+        reader.read_layer(layer, keys, values)
+        yield keys, values
+
+
+def sweep(root: Path, index: Index) -> int:
+    """Remove leftovers of killed puts, and put aside rows that cannot be true; how many of those there were."""
+    files = {file.filename: file for file in value_files(root)}
+    refused, kept = 0, set()
+    for row in index.rows():
+        file = files.get(str(row.filename))
+        if row.digest and file and file.nbytes == row.size:
+            kept.add(row.filename)
+        elif refuse_row(root, index, row):
+            refused += 1
+    for file in value_files(root):
+        if file.digest and file.filename not in kept:
+            (root / file.filename).unlink(missing_ok=True)
+    return refused
+
+
+def refuse_row(root: Path, index: Index, row: Row) -> bool:
+    """Quarantine what a row holds and remove the row; False when somebody else did."""
+    if row.digest is not None:
+        move_to_quarantine(root, str(row.filename))
+    return index.remove(row.rowid, row.filename)
+
+
+def adopt(root: Path, index: Index) -> int:
+    """Enter value files into a new index, after the old one was set aside; how many.
+
+    Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
+    delete unlinks the file before the row.
+    """
+    adopted = 0
+    for file in value_files(root):
+        if file.digest is None or file.temporary:
+            continue
+        try:
+            open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
+        except (CorruptBlobError, OSError):
+            continue
+        adopted += index.insert(file.digest, file.filename, file.nbytes)
+    return adopted
+
+
+def collect(root: Path, index: Index) -> GcReport:
+    """Remove files without a row, temporary files and the quarantine."""
+    named = {row.filename for row in index.rows() if row.digest}
+    doomed = [
+        root / file.filename for file in value_files(root) if file.digest and file.filename not in named
+    ]
+    return remove_files([*doomed, *(root / QUARANTINE_FOLDER).iterdir()])
+
+
+def remove_files(paths: Collection[Path]) -> GcReport:
+    """Unlink every path; StoreError, after trying all, if one cannot be."""
+    files, nbytes, failed = 0, 0, []
+    for path in paths:
+        try:
+            size = path.lstat().st_size
+            os.unlink(path)
+            files, nbytes = files + 1, nbytes + size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failed.append(f"{path} ({error.strerror})")
+    if failed:
+        raise StoreError(
+            f"deleting {len(paths)} files: {len(failed)} could not be removed, first {failed[0]}. They hold what was "
+            "to be deleted: check the folder's permissions and run `ragblend store gc`."
+        )
+    return GcReport(files, nbytes)
