@@ -6,7 +6,7 @@
     padding  to 64 bytes, then crc32 of all of the above
     payload  layer 0: K (H, T, D), V (H, T, D); layer 1: ...   one contiguous run per layer
 
-The header repeats the key and the token ids, so that a file under a wrong name is found out before it is used.
+The header repeats the key and the token ids: a file under a wrong name is found out before it is used.
 CRC-32 is there for accidents (3-4 GB/s in zlib); who can write to the folder is trusted (it is 0700).
 """
 
@@ -14,8 +14,8 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,13 +129,10 @@ def parse_header(raw: bytes, header_nbytes: int, file_nbytes: int) -> BlobHeader
     return header
 
 
-def tensor_bytes(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+def tensor_bytes(tensor: Tensor) -> Any:
     """A contiguous CPU tensor's own memory as uint8 (numpy has no bfloat16): no copy, writable."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-    )
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
+    assert tensor.device.type == "cpu", tensor.device
     return tensor.detach().view(torch.uint8).numpy()
 
 
@@ -175,4 +172,4 @@ class Blob:
 def layer_pieces(chunk: ChunkKV, layer: int) -> Iterator[memoryview]:
     """One layer's K and V as flat bytes; copies (one tensor) only what is not contiguous on the CPU."""
     for tensor in (chunk.keys[layer], chunk.values[layer]):
-        yield memoryview(tensor_bytes(tensor.detach().cpu().contiguous()).reshape(-1))
+        yield memoryview(tensor_bytes(tensor.detach().cpu().contiguous())).cast("B")

@@ -1,20 +1,23 @@
 """diskcache behind a Disk that refuses pickle.
 
-diskcache 5.6.3 unpickles whatever row it finds (CVE-2025-69872), drops ten values at a time and believes file lengths.
-Here a key is a `str`, a value is a `Blob`, a row is BINARY or refused; eviction and the sweep of orphans are ours.
+diskcache 5.6.3 unpickles whatever row it finds (CVE-2025-69872), drops ten values at a time and believes
+file lengths. Here a key is a `str`, a value is a `Blob`, a row is BINARY or refused; eviction and the sweep
+of orphans are ours.
 
-synchronous is NORMAL, not FULL: in WAL mode a commit outlives a killed process either way. FULL would add an fsync to
-every put, and to the writes of every open, to save the newest rows from a power cut; KV is rebuildable, and as the
-file is fsynced *before* its row commits, a lost row is a miss and an orphan file, never a row without its bytes.
+synchronous is NORMAL, not FULL: in WAL mode a commit outlives a killed process either way. FULL would add
+an fsync to every put, and to the twenty writes of every open, to save the newest rows from a power cut; KV
+is rebuildable, and as the file is fsynced *before* its row commits, a lost row is a miss and an orphan,
+never a row without bytes.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diskcache import Cache, Disk  # type: ignore[import-untyped]
-from diskcache.core import MODE_BINARY, UNKNOWN  # type: ignore[import-untyped]
+from diskcache import Cache, Disk
+from diskcache.core import MODE_BINARY, UNKNOWN
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, UsageError
@@ -35,7 +38,11 @@ def digest_in(filename: object) -> str | None:
 
 
 class BlobDisk(Disk):  # type: ignore[misc]
-    """Only `str` keys and `Blob` values; reads give the path, and every other row raises before it is decoded."""
+    """Only `str` keys and `Blob` values; reads give the path, any other row raises before it is decoded."""
+
+    last_written: str | None = (
+        None  # the file of the latest store(), for cleaning up when its row does not commit
+    )
 
     def put(self, key: object) -> tuple[str, bool]:
         if type(key) is not str:
@@ -54,19 +61,17 @@ class BlobDisk(Disk):  # type: ignore[misc]
         if type(value) is not Blob or type(key) is not str or read:
             raise UsageError(f"a value of the KV store is a Blob, not {type(value).__name__}")
         filename = f"{VALUES_FOLDER}/{key[:2]}/{key}-{os.urandom(8).hex()}.kv"
+        self.last_written = filename
         path = Path(self._directory, filename)
         make_private_folder(path.parent)
-        self.last_written = filename
         write_durably(path, value.pieces(), value.nbytes)
         return value.nbytes, MODE_BINARY, filename, None
-
-    last_written: str | None = None
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> Path:
         """The value's path, unopened; CorruptBlobError for any row that `store` did not make."""
         if mode != MODE_BINARY or value is not None or digest_in(filename) is None:
             raise CorruptBlobError(
-                f"the index holds a row of mode {mode!r}, which this store did not write; it was not unpickled"
+                f"the index holds a row of mode {mode!r}, not written by this store; it was not unpickled"
             )
         return Path(self._directory, str(filename))
 
@@ -76,10 +81,8 @@ class BlobDisk(Disk):  # type: ignore[misc]
     def remove(self, file_path: object) -> None:
         """Unlink one value file; what cannot be unlinked stays as an orphan, which check() and gc() see."""
         if digest_in(file_path) is not None:
-            try:
+            with contextlib.suppress(OSError):
                 Path(self._directory, str(file_path)).unlink()
-            except OSError:
-                pass
 
 
 def open_cache(root: Path, timeout_s: float) -> Any:
@@ -97,6 +100,8 @@ def open_cache(root: Path, timeout_s: float) -> Any:
         sqlite_journal_mode="wal",
         sqlite_synchronous=1,
         sqlite_auto_vacuum=1,
+        sqlite_cache_size=2**13,
+        disk_pickle_protocol=0,  # never used; given so that no setting is taken from the file
         sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
         sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
     )

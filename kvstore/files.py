@@ -1,6 +1,6 @@
 """Files and folders that only their owner can read, written whole or not at all.
 
-KV can be inverted to text: modes are set by chmod, because the umask of the process must not decide about secrets.
+KV can be inverted to text: modes are set by chmod, because a umask must not decide about secrets.
 """
 
 import errno
@@ -12,6 +12,7 @@ from ragblend.kvstore.errors import StoreError, StoreFullError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
 
 
 def make_private_folder(path: Path) -> None:
@@ -72,7 +73,11 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
 
 
 def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
-    os.posix_fallocate(fd, 0, nbytes)  # a full disk says so before 70 MB are written, not after
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # a full disk says so before 70 MB are written, not after
+    except OSError as error:
+        if error.errno not in _CANNOT_ALLOCATE:
+            raise
     written = 0
     for piece in pieces:
         while piece:

@@ -1,7 +1,7 @@
-"""Our own view of diskcache's table: plain SQL for what its interface does not give (sizes, order, exact removal).
+"""Our own view of diskcache's table: plain SQL for what its interface lacks (sizes, order, exact removal).
 
-The order of use is diskcache's `access_time` column, which its policy "none" never writes after the insert. Touches
-wait in memory and are written in one go at the next change, so that a hit costs no write and no fsync.
+The order of use is diskcache's `access_time` column, which its policy "none" never writes after the insert.
+Touches wait in memory and are written in one go at the next change: a hit costs no write and no fsync.
 """
 
 import math
@@ -13,15 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskcache.core import MODE_BINARY  # type: ignore[import-untyped]
+from diskcache import Timeout
+from diskcache.core import MODE_BINARY
 
 from ragblend.kvstore.disk import INDEX_NAME, digest_in
-from ragblend.kvstore.errors import StoreError
+from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.policy import Entry
 
+BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL, access_time"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
-_INSERT = "INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename) VALUES (?, 1, ?, ?, ?, ?, ?)"
+_INSERT = """INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename)
+    VALUES (?, 1, ?, ?, ?, ?, ?)"""
 
 
 @dataclass(frozen=True)
@@ -124,17 +127,27 @@ class Index:
     def integrity(self) -> list[str]:
         """What SQLite finds wrong with its own file."""
         with self._connection() as sql:
-            found = [str(line) for (line,) in sql.execute("PRAGMA integrity_check(20)")]
-        return [] if found == ["ok"] else found
+            return integrity(sql, 20)
 
     def truncate_log(self) -> None:
-        """Empty the write-ahead log, in which the bytes of deleted rows would linger; not while others read."""
+        """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
         with self._connection() as sql:
             sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         with self._lock:
             self._sql.close()
+
+
+def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
+    """What SQLite finds wrong with a file; also what it raises when the file is too damaged to look at."""
+    try:
+        found = [str(line) for (line,) in sql.execute(f"PRAGMA integrity_check({at_most})")]
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise
+        return [str(error)]
+    return [] if found == ["ok"] else found
 
 
 def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]) -> None:
@@ -151,8 +164,19 @@ def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]
 
 
 def index_failed(error: Exception, path: Path) -> StoreError:
-    """The named error for an exception out of SQLite."""
+    """The named error for an exception out of SQLite or diskcache."""
+    if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
+        error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in BUSY or isinstance(error, Timeout):
+        return StoreLockedError(
+            f"using {path}: another program kept it locked. Close that program, or try again."
+        )
+    if code == sqlite3.SQLITE_FULL:
+        return StoreFullError(
+            f"writing to {path}: the disk is full. Free some space; what is stored is untouched."
+        )
     return StoreError(
-        f"using the KV store's index {path} failed: {error}. If it persists, close every program that uses this home "
-        "and run `ragblend store repair`; KV can be rebuilt, no document is in there."
+        f"using {path} failed: {error}. If it persists, close every program that uses this home and run "
+        "`ragblend store repair`; KV can be rebuilt, and no document is in there."
     )

@@ -1,7 +1,8 @@
 """Token ids + model fingerprint + encoding prefix + salt -> the SHA-256 that a chunk's KV is found by.
 
-Canonical bytes: a domain, the format version, then every field as (name length, name, value length, value). With the
-lengths inside, no two different inputs share bytes, which joined text or JSON (1 or 1.0, escapes) would not promise.
+Canonical bytes: the format version, a domain, then every field as (name length, value length, name, value).
+With the lengths inside, no two inputs share bytes, which joined text or JSON (1 or 1.0, escapes) would not
+promise.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ def _canonical(domain: str, fields: Iterable[tuple[str, bytes]]) -> bytes:
 class ModelFingerprint:
     """What must be equal for one model's KV to be usable by another.
 
-    weights, tokenizer: hex digests of the content (never a name); rope: canonical JSON of the RoPE parameters.
+    weights, tokenizer: hex digests of the content (never a name); rope: canonical JSON of RoPE's parameters.
     """
 
     weights: str
@@ -71,7 +72,7 @@ class ModelFingerprint:
 def chunk_key(
     model: ModelFingerprint, prefix_ids: Sequence[int], salt: str, token_ids: Sequence[int]
 ) -> ChunkKey:
-    """The address of the KV of `token_ids`, encoded by `model` behind `prefix_ids`, in the collection `salt`."""
+    """The address of the KV of `token_ids`, encoded by `model` behind `prefix_ids`, in collection `salt`."""
     fields = [
         ("model", bytes.fromhex(model.digest)),
         ("prefix", pack_tokens(prefix_ids)),

@@ -51,14 +51,14 @@ def check_format(root: Path) -> bool:
     if line != _FORMAT_LINE:
         raise StoreFormatError(
             f"opening the KV store at {root}: expected {_FORMAT_LINE.decode().strip()!r}, "
-            f"found {line.decode('utf-8', 'replace').strip()!r}. It was made by another version, or is no store. "
-            "If it is RAGBlend's, remove that folder and run `ragblend store repair`: KV is rebuilt from the documents."
+            f"found {line.decode('utf-8', 'replace').strip()!r}. Another version made it, or it is no store. "
+            "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which builds KV anew."
         )
     return True
 
 
 def prepare(root: Path) -> None:
-    """Make or tighten every folder and file that must exist before SQLite opens; SQLite copies the mode of cache.db."""
+    """Make or tighten all that must exist before SQLite opens; it gives its logs the mode of cache.db."""
     if not check_format(root):  # first of all: a folder with anything else in it and no FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
         write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
@@ -101,8 +101,16 @@ def move_to_quarantine(root: Path, filename: str) -> None:
     trim_quarantine(root)
 
 
-def set_index_aside(root: Path, token: str) -> None:
+def keep_evidence(root: Path, inline: bytes) -> None:
+    """Put what a refused row held inline into the quarantine."""
+    name = f"row-{os.urandom(8).hex()}.bin"
+    write_durably(root / QUARANTINE_FOLDER / name, [memoryview(inline)], len(inline))
+    trim_quarantine(root)
+
+
+def set_index_aside(root: Path) -> None:
     """Move a damaged index, its log and its shared memory out of the way."""
+    token = os.urandom(8).hex()
     for suffix in ("", "-wal", "-shm"):
         try:
             (root / (INDEX_NAME + suffix)).rename(root / QUARANTINE_FOLDER / f"index-{token}.db{suffix}")

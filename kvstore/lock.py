@@ -1,7 +1,7 @@
 """One change at a time: a lock over threads (RLock) and processes (flock) that a killed holder gives back.
 
-Readers never take it. Whoever holds it knows that a temporary file, or a file without a row, is left over from a
-crash, and not another process's put that has yet to commit.
+Readers never take it. Whoever holds it knows that a temporary file, or a file without a row, is left over
+from a crash, and not another process's put that has yet to commit.
 """
 
 import fcntl
@@ -61,7 +61,7 @@ class WriterLock:
     def _message(self) -> str:
         holder = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
         return (
-            f"changing the KV store at {self.path.parent} waited too long: process {holder} is writing to it. "
+            f"changing the KV store at {self.path.parent} timed out: process {holder} is writing to it. "
             "Try again when it is done, or stop that process."
         )
 

@@ -1,25 +1,35 @@
-"""Opening a store: format, folders, an index that can be trusted, and the leftovers of whoever was killed here."""
+"""Opening a store: format, folders, an index that can be trusted, leftovers of whoever was killed here."""
 
-import os
+import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diskcache import Timeout  # type: ignore[import-untyped]
-from diskcache.core import DEFAULT_SETTINGS, METADATA  # type: ignore[import-untyped]
+from diskcache import Timeout
+from diskcache.core import DEFAULT_SETTINGS, METADATA
 
 from ragblend.kvstore.disk import INDEX_NAME, open_cache
-from ragblend.kvstore.errors import StoreLockedError
-from ragblend.kvstore.files import make_private_folder, write_failed
-from ragblend.kvstore.index import COLUMNS, Index, index_failed
-from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside
+from ragblend.kvstore.errors import StoreError
+from ragblend.kvstore.files import make_private_folder
+from ragblend.kvstore.index import BUSY, Index, index_failed, integrity
+from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.upkeep import adopt, sweep
 
+log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
-_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_NOT_DAMAGE = {
+    *BUSY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+}
 _SETTINGS = {*DEFAULT_SETTINGS, *METADATA, "sqlite_secure_delete"}
+_COLUMNS = (
+    "rowid, key, raw, store_time, expire_time, access_time, access_count, tag, size, mode, filename, value"
+)
 
 
 @dataclass(frozen=True)
@@ -34,36 +44,39 @@ class Opened:
 
 def open_index(root: Path) -> Opened:
     """Everything open and swept; StoreFormatError, StoreLockedError or StoreError otherwise."""
-    check_format(root)  # before anything is made or tightened in a folder that is not ours
     try:
+        check_format(root)  # before anything is made or tightened in a folder that is not ours
         make_private_folder(root)
         lock = WriterLock(root / LOCK_NAME, TIMEOUT_S)
     except OSError as error:
-        raise write_failed(error, root, 0) from error
+        raise _open_failed(error, root) from error
     try:
         with lock.hold():
             return _open_locked(root, lock)
-    except OSError as error:
+    except BaseException as error:
         lock.close()
-        raise write_failed(error, root, 0) from error
-    except BaseException:
-        lock.close()
+        if isinstance(error, OSError):
+            raise _open_failed(error, root) from error
         raise
+
+
+def _open_failed(error: OSError, root: Path) -> StoreError:
+    return StoreError(
+        f"opening the KV store at {root} failed: {error}. Check that the folder can be written to and that "
+        "the disk has room, or choose another home (RAGBLEND_HOME)."
+    )
 
 
 def _open_locked(root: Path, lock: WriterLock) -> Opened:
     prepare(root)
-    damaged = why_untrusted(root / INDEX_NAME)
+    damaged = why_untrusted(root)
     if damaged:
-        set_index_aside(root, os.urandom(8).hex())
+        log.warning("the KV index at %s is set aside, its values are entered anew: %s", root, damaged)
+        set_index_aside(root)
         prepare(root)
     try:
         cache, index = open_cache(root, TIMEOUT_S), Index(root, TIMEOUT_S)
-    except Timeout as error:
-        raise StoreLockedError(
-            f"opening the KV store at {root}: its index stayed locked; try again"
-        ) from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, Timeout) as error:
         raise index_failed(error, root / INDEX_NAME) from error
     try:
         if damaged:
@@ -75,37 +88,29 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
         raise
 
 
-def why_untrusted(path: Path) -> str | None:
-    """What is wrong with the index; None when it is sound, or new and empty.
+def why_untrusted(root: Path) -> str | None:
+    """What is wrong with the index; None when it is sound, or new and empty like the rest.
 
     Looked at with plain SQLite, before diskcache acts on what its Settings table says.
     """
+    path = root / INDEX_NAME
     sql = sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)
     try:
-        return _why_untrusted(sql)
+        return _why_untrusted(sql, root)
     except sqlite3.Error as error:
-        if error.sqlite_errorcode & 0xFF in _BUSY:
-            raise StoreLockedError(
-                f"opening {path}: another program keeps it locked; close that program"
-            ) from error
-        if error.sqlite_errorcode & 0xFF in (
-            sqlite3.SQLITE_IOERR,
-            sqlite3.SQLITE_FULL,
-            sqlite3.SQLITE_CANTOPEN,
-        ):
-            raise index_failed(error, path) from error  # the disk's fault, not the index's
+        if error.sqlite_errorcode & 0xFF in _NOT_DAMAGE:
+            raise index_failed(error, path) from error  # the disk's fault, or another program's
         return str(error)
     finally:
         sql.close()
 
 
-def _why_untrusted(sql: sqlite3.Connection) -> str | None:
-    lines = [str(line) for (line,) in sql.execute("PRAGMA quick_check(1)")]
-    if lines != ["ok"]:
-        return lines[0]
-    tables = {name for (name,) in sql.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables:
-        return None
+def _why_untrusted(sql: sqlite3.Connection, root: Path) -> str | None:
+    problems = integrity(sql, 1)
+    if problems:
+        return problems[0]
+    if not sql.execute("SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]:
+        return "it is empty, but there are values" if any(file.digest for file in value_files(root)) else None
     unknown = {key for (key,) in sql.execute("SELECT key FROM Settings")} - _SETTINGS
-    sql.execute(f"SELECT {COLUMNS} FROM Cache LIMIT 1")
+    sql.execute(f"SELECT {_COLUMNS} FROM Cache LIMIT 1").fetchall()
     return f"unknown settings {sorted(map(str, unknown))}" if unknown else None

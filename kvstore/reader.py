@@ -1,6 +1,6 @@
 """An open value: layers read straight from the file into the caller's tensors, checked on the way.
 
-The file stays open, so that it may be evicted, replaced or unlinked meanwhile: a reader finishes what it began.
+The file stays open, so it may be evicted, replaced or unlinked meanwhile: a reader finishes what it began.
 """
 
 import os
@@ -23,7 +23,7 @@ Damaged = Callable[[str], None]
 
 
 class ChunkReader:
-    """One chunk's KV on disk; a context manager. `KVStore.open_chunk` makes it, with the header already verified."""
+    """One chunk's KV on disk; a context manager. `KVStore.open_chunk` makes it, its header verified."""
 
     def __init__(self, fd: int, header: BlobHeader, path: Path, damaged: Damaged) -> None:
         self.header = header
@@ -45,10 +45,11 @@ class ChunkReader:
         return self.header.geometry
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with one layer's bits.
+        """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with a layer's KV.
 
-        They may be slices of larger tensors, strided over H: each (T, D) head is contiguous. Several threads may read
-        at once. Raises CorruptBlobError (the file is then in quarantine, and the tensors hold nothing of use).
+        They may be slices of larger tensors, strided over H: each (T, D) head is contiguous. Several
+        threads may read at once. Raises CorruptBlobError (the file is then in quarantine, the tensors hold
+        nothing of use).
         """
         self._assert_fits(layer, keys, values)
         buffers: list[Any] = [tensor_bytes(head) for tensor in (keys, values) for head in tensor]
@@ -94,7 +95,7 @@ class ChunkReader:
 
     @contextmanager
     def _open_fd(self) -> Iterator[int]:
-        """The descriptor, which `close` leaves alone meanwhile: its number could be another file's a moment later."""
+        """The descriptor, which `close` leaves alone meanwhile: its number could soon be another file's."""
         with self._state:
             if self._closed:
                 raise StoreError(f"reading {self._path} after its reader was closed; open the chunk again")
@@ -109,10 +110,9 @@ class ChunkReader:
     def _assert_fits(self, layer: int, keys: Tensor, values: Tensor) -> None:
         g, tokens = self.geometry, len(self.token_ids)
         assert 0 <= layer < g.layers, layer
-        assert keys.shape == (g.kv_heads, tokens, g.key_size) and keys.dtype == g.torch_dtype, keys.shape
-        assert values.shape == (g.kv_heads, tokens, g.value_size) and values.dtype == g.torch_dtype, (
-            values.shape
-        )
+        assert keys.shape == (g.kv_heads, tokens, g.key_size), keys.shape
+        assert values.shape == (g.kv_heads, tokens, g.value_size), values.shape
+        assert keys.dtype == values.dtype == g.torch_dtype, (keys.dtype, values.dtype)
 
     def _damage(self, what: str) -> CorruptBlobError:
         with self._state:

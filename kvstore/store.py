@@ -1,23 +1,23 @@
 """KVStore: where chunks' KV is kept on disk, found by key, checked at every use and evicted by last use.
 
-Whatever is wrong with a stored value makes a miss: it is put in quarantine and counted, and the caller encodes the
-chunk again. Errors are raised only for what the caller must know: no room, no access, another format.
+Whatever is wrong with a stored value makes a miss: it is put in quarantine and counted, and the caller
+encodes the chunk again. Errors are raised only for what the caller must know: no room, no access, another
+format.
 """
 
 import logging
 import sqlite3
-import threading
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diskcache import Timeout  # type: ignore[import-untyped]
+from diskcache import Timeout
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError, StoreLockedError
+from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import write_failed
 from ragblend.kvstore.index import Index, index_failed
 from ragblend.kvstore.layout import files_of, value_files
@@ -25,6 +25,7 @@ from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.opening import open_index
 from ragblend.kvstore.policy import choose_victims, least_recently_used
 from ragblend.kvstore.reader import ChunkReader, open_verified
+from ragblend.kvstore.stats import Counters, StoreStats
 from ragblend.kvstore.upkeep import (
     GcReport,
     Problem,
@@ -33,23 +34,11 @@ from ragblend.kvstore.upkeep import (
     layers_of,
     refuse_row,
     remove_files,
+    repair,
 )
 
 log = logging.getLogger(__name__)
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """entries and bytes are the store's; hits to quarantined are this process's, since it opened the store."""
-
-    entries: int
-    bytes: int
-    budget_bytes: int
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    quarantined: int = 0
 
 
 class KVStore:
@@ -58,36 +47,40 @@ class KVStore:
     def __init__(self, root: Path, budget_bytes: int, lock: WriterLock, cache: Any, index: Index) -> None:
         self.root, self.budget_bytes = root, budget_bytes
         self._lock, self._cache, self._index = lock, cache, index
-        self._counted = StoreStats(0, 0, budget_bytes)
-        self._counting = threading.Lock()
+        self._counters = Counters()
         self._closed = False
 
     @classmethod
     def open(cls, root: Path, budget_bytes: int) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
-        budget_bytes bounds the values' bytes, at every put. Raises StoreFormatError for a folder of another format,
-        StoreLockedError, StoreError.
+        budget_bytes bounds the values' bytes, at every put. Raises StoreFormatError for a folder of another
+        format, StoreLockedError, StoreError.
         """
         opened = open_index(Path(root))
         store = cls(Path(root), budget_bytes, opened.lock, opened.cache, opened.index)
-        store._count(quarantined=opened.refused)
+        store._counters.add(quarantined=opened.refused)
         return store
 
     # --- reading
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the index has this key; the value is not looked at."""
-        row = self._live_index().row(key.digest)
+        index = self._live_index()
+        try:
+            row = index.row(key.digest)
+        except StoreError as error:
+            log.warning("%s", error)
+            return False
         return row is not None and row.digest == key.digest
 
     def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | None:
         """A reader with length, header, key and token ids verified; None is a miss (absent, or damaged)."""
         reader = self._open(key, tuple(token_ids))
         if reader is None:
-            self._count(misses=1)
+            self._counters.add(misses=1)
         else:
-            self._count(hits=1)
+            self._counters.add(hits=1)
             self._index.touch(key.digest)
         return reader
 
@@ -108,9 +101,7 @@ class KVStore:
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
-                return open_verified(
-                    path, key, token_ids, lambda what, path=path: self._spoiled(key, path, what)
-                )
+                return open_verified(path, key, token_ids, partial(self._spoiled, key, path))
             except FileNotFoundError:
                 if path == missing:  # twice the same: not an eviction in between
                     self._quarantine(key, path, "the index names a file that is not there")
@@ -129,28 +120,26 @@ class KVStore:
             self._quarantine(key, None, str(error))
             return None
         except (sqlite3.Error, Timeout) as error:
-            log.warning(
-                "%s", index_failed(error, self._index.path)
-            )  # a miss: the caller can go on without the store
+            log.warning("%s", index_failed(error, self._index.path))  # a miss: the caller goes on without us
             return None
         assert path is None or isinstance(path, Path)
         return path
 
     def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
         """A layer of an open value is damaged: what was counted a hit is a miss."""
-        self._count(hits=-1, misses=1)
+        self._counters.add(hits=-1, misses=1)
         self._quarantine(key, path, what)
 
     def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
         """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
-        self._count(quarantined=1)
+        self._counters.add(quarantined=1)
         log.warning("KV of chunk %s goes to quarantine and will be encoded anew: %s", key.digest[:12], why)
         try:
             with self._lock.hold(_QUARANTINE_WAIT_S):
                 row = self._live_index().row(key.digest)
                 if row is not None and (path is None or self.root / str(row.filename) == path):
                     refuse_row(self.root, self._index, row)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             log.warning("it stays for now: %s", error)  # whoever reads it next finds the same
 
     # --- changing
@@ -158,14 +147,14 @@ class KVStore:
     def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
         """Store (or replace) a value; it is on disk and in the index when this returns.
 
-        Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed then),
-        StoreLockedError, StoreError.
+        Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed
+        then), StoreLockedError, StoreError.
         """
         blob = Blob.of(key, chunk)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
-                f"storing a chunk of {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the whole "
-                f"budget of the store at {self.root} ({self.budget_bytes:,}). Raise the budget, or make chunks smaller."
+                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the whole "
+                f"budget of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
         with self._lock.hold():
             self._live_index().flush_touches()
@@ -178,16 +167,14 @@ class KVStore:
             self._cache.set(digest, blob)
         except OSError as error:
             raise write_failed(error, self.root / self._cache.disk.last_written, blob.nbytes) from error
-        except (sqlite3.Error, Timeout) as error:
+        except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
             self._cache.close()  # a failed COMMIT leaves this thread's connection inside its transaction
             self._drop_if_unnamed(digest, self._cache.disk.last_written)
-            if isinstance(error, Timeout):
-                raise StoreLockedError(
-                    f"storing KV at {self.root}: the index stayed locked; try again"
-                ) from error
-            raise index_failed(error, self._index.path) from error
+            if isinstance(error, sqlite3.Error | Timeout):
+                raise index_failed(error, self._index.path) from error
+            raise
 
-    def _drop_if_unnamed(self, digest: str, filename: str) -> None:
+    def _drop_if_unnamed(self, digest: str, filename: str | None) -> None:
         row = self._index.row(digest)
         if row is None or row.filename != filename:
             self._cache.disk.remove(filename)
@@ -200,23 +187,22 @@ class KVStore:
         order = least_recently_used(entry for entry in entries if entry.digest != spare)
         for victim in choose_victims(order, excess):
             self._forget_row(victim.digest)
-            self._count(evictions=1)
+            self._counters.add(evictions=1)
 
     def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, its quarantined copies too; bytes freed. StoreError if a file stays."""
+        """Remove every byte of a value, quarantined copies too; bytes freed. StoreError if a file stays."""
         with self._lock.hold():
             self._live_index()
-            report = remove_files(
-                files_of(self.root, key.digest)
-            )  # before the row: a kill in between leaves a miss
+            # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
+            report = remove_files(files_of(self.root, key.digest))
             self._forget_row(key.digest)
             self._index.truncate_log()
             return report.bytes
 
     def _forget_row(self, digest: str) -> None:
         try:
-            self._cache.delete(digest, retry=True)
-        except sqlite3.Error as error:
+            self._cache.delete(digest)  # retry=True would go round for ever on a read-only disk
+        except (sqlite3.Error, Timeout) as error:
             self._cache.close()
             raise index_failed(error, self._index.path) from error
 
@@ -230,39 +216,24 @@ class KVStore:
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._lock.hold():
             files, rows = list(value_files(self.root)), self._live_index().rows()
-        return list(check_files(self.root, self._index, files, rows))
+        return list(check_files(self.root, self._live_index(), files, rows))
 
     def repair(self) -> list[Problem]:
-        """What check() found, after quarantining and removing what can be; the rest heals by encoding again."""
+        """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
         problems = self.check()
-        bad = {problem.key.digest for problem in problems if problem.key}
         with self._lock.hold():
-            for row in self._index.rows():
-                if row.digest is None or row.digest in bad:
-                    refuse_row(self.root, self._index, row)
-                    self._count(quarantined=1)
-            collect_orphans = [file for file in value_files(self.root) if file.digest in bad]
-            remove_files([self.root / file.filename for file in collect_orphans])
+            self._counters.add(quarantined=repair(self.root, self._live_index(), problems))
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
-        """Remove files without a row, temporary files, the quarantine and, given `keep`, every other key's value."""
+        """Remove orphans, temporary files, the quarantine and, given `keep`, every other key's value."""
         with self._lock.hold():
             wanted = None if keep is None else {key.digest for key in keep}
-            dropped = [row for row in self._live_index().rows() if row.digest and wanted is not None]
-            dropped = [row for row in dropped if wanted is not None and row.digest not in wanted]
-            removed = remove_files([self.root / str(row.filename) for row in dropped])
-            for row in dropped:
-                self._index.remove(row.rowid, row.filename)
-            rest = collect(self.root, self._index)
-            self._index.truncate_log()
-        return GcReport(removed.files + rest.files, removed.bytes + rest.bytes)
+            return collect(self.root, self._live_index(), wanted)
 
     def stats(self) -> StoreStats:
-        """Entries and bytes of the store; the counters are of this process, and begin at 0 when it opens the store."""
-        entries, nbytes = self._live_index().totals()
-        with self._counting:
-            return replace(self._counted, entries=entries, bytes=nbytes)
+        """Entries and bytes of the store, and this process's counters, which begin at 0 when it opens it."""
+        return self._counters.stats(*self._live_index().totals(), self.budget_bytes)
 
     def close(self) -> None:
         """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
@@ -289,9 +260,3 @@ class KVStore:
         if self._closed:
             raise StoreError(f"the KV store at {self.root} has been closed; open it again")
         return self._index
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counted = replace(
-                self._counted, **{n: getattr(self._counted, n) + c for n, c in more.items()}
-            )

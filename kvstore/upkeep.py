@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,17 @@ import torch
 
 from ragblend.kvstore.blob import BlobDamage
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.disk import digest_in
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
+from ragblend.kvstore.files import sync_folder
 from ragblend.kvstore.index import Index, Row
-from ragblend.kvstore.layout import QUARANTINE_FOLDER, ValueFile, move_to_quarantine, value_files
+from ragblend.kvstore.layout import (
+    QUARANTINE_FOLDER,
+    ValueFile,
+    keep_evidence,
+    move_to_quarantine,
+    value_files,
+)
 from ragblend.kvstore.reader import ChunkReader, open_verified
 
 
@@ -108,7 +117,7 @@ def layers_of(reader: ChunkReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def sweep(root: Path, index: Index) -> int:
-    """Remove leftovers of killed puts, and put aside rows that cannot be true; how many of those there were."""
+    """Remove leftovers of killed puts, put aside rows that cannot be true; how many of those there were."""
     files = {file.filename: file for file in value_files(root)}
     refused, kept = 0, set()
     for row in index.rows():
@@ -117,24 +126,30 @@ def sweep(root: Path, index: Index) -> int:
             kept.add(row.filename)
         elif refuse_row(root, index, row):
             refused += 1
-    for file in value_files(root):
+    for file in files.values():
         if file.digest and file.filename not in kept:
             (root / file.filename).unlink(missing_ok=True)
     return refused
 
 
 def refuse_row(root: Path, index: Index, row: Row) -> bool:
-    """Quarantine what a row holds and remove the row; False when somebody else did."""
-    if row.digest is not None:
-        move_to_quarantine(root, str(row.filename))
-    return index.remove(row.rowid, row.filename)
+    """Remove a row and quarantine what it held, undecoded; False when somebody else did."""
+    inline = index.value_of(row.rowid) if row.has_value else b""
+    if not index.remove(row.rowid, row.filename):
+        return False
+    with suppress(OSError):  # then the file is an orphan, and the next open sweeps it
+        if digest_in(row.filename) == row.key:  # a planted row must not take another key's file with it
+            move_to_quarantine(root, str(row.filename))
+        if inline:
+            keep_evidence(root, inline)
+    return True
 
 
 def adopt(root: Path, index: Index) -> int:
     """Enter value files into a new index, after the old one was set aside; how many.
 
-    Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
-    delete unlinks the file before the row.
+    Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way,
+    because delete unlinks the file before the row.
     """
     adopted = 0
     for file in value_files(root):
@@ -148,13 +163,37 @@ def adopt(root: Path, index: Index) -> int:
     return adopted
 
 
-def collect(root: Path, index: Index) -> GcReport:
-    """Remove files without a row, temporary files and the quarantine."""
+def repair(root: Path, index: Index, problems: Collection[Problem]) -> int:
+    """Take every value with a problem out of use and remove what no row names; how many rows were refused.
+
+    A damaged SQLite file is not mended here: the next open sets it aside.
+    """
+    bad = {problem.path for problem in problems}
+    doubtful = [row for row in index.rows() if row.digest is None or root / str(row.filename) in bad]
+    refused = sum(refuse_row(root, index, row) for row in doubtful)
+    collect_orphans(root, index)
+    return refused
+
+
+def collect(root: Path, index: Index, wanted: Collection[str] | None) -> GcReport:
+    """Remove orphans, the quarantine and, unless `wanted` is None, every other digest's value."""
+    dropped = [row for row in index.rows() if row.digest and wanted is not None and row.digest not in wanted]
+    values = remove_files([root / str(row.filename) for row in dropped])
+    for row in dropped:
+        index.remove(row.rowid, row.filename)
+    orphans = collect_orphans(root, index)
+    evidence = remove_files(list((root / QUARANTINE_FOLDER).iterdir()))
+    index.truncate_log()
+    reports = (values, orphans, evidence)
+    return GcReport(sum(report.files for report in reports), sum(report.bytes for report in reports))
+
+
+def collect_orphans(root: Path, index: Index) -> GcReport:
+    """Remove value files that no row names, temporary ones among them."""
     named = {row.filename for row in index.rows() if row.digest}
-    doomed = [
-        root / file.filename for file in value_files(root) if file.digest and file.filename not in named
-    ]
-    return remove_files([*doomed, *(root / QUARANTINE_FOLDER).iterdir()])
+    return remove_files(
+        [root / file.filename for file in value_files(root) if file.digest and file.filename not in named]
+    )
 
 
 def remove_files(paths: Collection[Path]) -> GcReport:
@@ -169,9 +208,11 @@ def remove_files(paths: Collection[Path]) -> GcReport:
             continue
         except OSError as error:
             failed.append(f"{path} ({error.strerror})")
+    for folder in {path.parent for path in paths}:
+        sync_folder(folder)
     if failed:
         raise StoreError(
-            f"deleting {len(paths)} files: {len(failed)} could not be removed, first {failed[0]}. They hold what was "
-            "to be deleted: check the folder's permissions and run `ragblend store gc`."
+            f"deleting {len(paths)} files: {len(failed)} could not be removed, first {failed[0]}. They hold "
+            "what was to be deleted: check the folder's permissions and run `ragblend store gc`."
         )
     return GcReport(files, nbytes)

@@ -1,0 +1,201 @@
+"""NodeIndex: which token ids, and which KV, a node id of a collection stands for.
+
+Token ids can be decoded to text, so this file is as secret as the documents: 0600, deleted rows are overwritten and
+the write-ahead log is emptied after every delete. It is rebuildable: a damaged file is removed and made anew.
+"""
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import StoreError, StoreFormatError
+from ragblend.kvstore.files import make_private_file, make_private_folder
+from ragblend.kvstore.index import index_failed, integrity
+from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
+
+log = logging.getLogger(__name__)
+_TIMEOUT_S = 30.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS Nodes (
+    collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
+    PRIMARY KEY (collection, tokenizer, node_id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS NodeKeys (
+    key TEXT NOT NULL, collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL,
+    PRIMARY KEY (key, collection, tokenizer, node_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
+"""
+_NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a node id's token ids depend on: the collection, and the tokenizer (hex digest of its content)."""
+
+    collection: str
+    tokenizer: str
+
+
+class NodeIndex:
+    """A small SQLite file, safe for threads and for several processes."""
+
+    def __init__(self, path: Path, sql: sqlite3.Connection) -> None:
+        self.path = path
+        self._sql = sql
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(cls, path: Path) -> "NodeIndex":
+        """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
+        try:
+            if not path.parent.exists():
+                make_private_folder(path.parent)
+            make_private_file(path)
+        except OSError as error:
+            raise StoreError(f"opening the node index {path} failed: {error}. Check who owns it.") from error
+        try:
+            try:
+                return cls(path, _connect(path))
+            except sqlite3.DatabaseError as error:
+                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                    raise
+            log.warning("the node index %s is damaged; it is made anew and fills as nodes are encoded", path)
+            for suffix in ("", "-wal", "-shm"):  # not set aside: its bytes are text, and deletion is complete
+                Path(f"{path}{suffix}").unlink(missing_ok=True)
+            make_private_file(path)
+            return cls(path, _connect(path))
+        except sqlite3.Error as error:
+            raise index_failed(error, path) from error
+
+    def put_many(
+        self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey]]
+    ) -> tuple[ChunkKey, ...]:
+        """Enter (node id, token ids, key) triples, all or none.
+
+        A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
+        taken from it; those that no node has any more are returned, for the store to delete.
+        """
+        with self._transaction() as sql:
+            dropped: set[str] = set()
+            for node_id, token_ids, key in nodes:
+                tokens, where = pack_tokens(token_ids), (scope.collection, scope.tokenizer, node_id)
+                old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
+                if old is not None and old[0] != tokens:
+                    dropped |= _drop_keys(sql, _NODE, where)
+                sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
+                sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
+            return _unused(sql, dropped)
+
+    def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
+        """The node's token ids; None if it was never encoded here."""
+        with self._connection() as sql:
+            where = (scope.collection, scope.tokenizer, node_id)
+            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
+        return unpack_tokens(found[0]) if found and len(found[0]) % 4 == 0 else None
+
+    def node_ids(self, scope: Scope) -> list[str]:
+        """Every node id of one collection and tokenizer."""
+        with self._connection() as sql:
+            select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
+            return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
+
+    def nodes_with(self, key: ChunkKey) -> list[tuple[Scope, str]]:
+        """Every node whose KV is found under `key`."""
+        with self._connection() as sql:
+            select = "SELECT collection, tokenizer, node_id FROM NodeKeys WHERE key = ?"
+            return [(Scope(c, t), node_id) for c, t, node_id in sql.execute(select, (key.digest,))]
+
+    def keys(self) -> set[ChunkKey]:
+        """Every key that some node has: what `KVStore.gc(keep=...)` must keep."""
+        with self._connection() as sql:
+            return {ChunkKey(key) for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")}
+
+    def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
+        """Remove nodes, for every tokenizer; the keys that no node has any more, for the store to delete."""
+        with self._transaction() as sql:
+            dropped: set[str] = set()
+            for node_id in node_ids:
+                where = (collection, node_id)
+                dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
+                sql.execute("DELETE FROM Nodes WHERE collection = ? AND node_id = ?", where)
+            unused = _unused(sql, dropped)
+        with self._connection() as sql:
+            busy = sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if busy:
+            log.warning("%s-wal keeps deleted token ids until its other readers are done", self.path)
+        return unused
+
+    def close(self) -> None:
+        with self._lock:
+            self._sql.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._lock:
+                yield self._sql
+        except sqlite3.Error as error:
+            raise index_failed(error, self.path) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._connection() as sql:
+            sql.execute("BEGIN IMMEDIATE")
+            try:
+                yield sql
+                sql.execute("COMMIT")
+            except BaseException:
+                if sql.in_transaction:
+                    sql.execute("ROLLBACK")
+                raise
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    sql = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        version = sql.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, FORMAT_VERSION):
+            raise StoreFormatError(
+                f"opening the node index {path}: expected format {FORMAT_VERSION}, found {version}. Remove that "
+                "file and run `ragblend store repair`: it is rebuilt from the documents."
+            )
+        problems = integrity(sql, 1)
+        if problems:
+            damage = sqlite3.DatabaseError(problems[0])
+            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise damage
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+            sql.execute(f"PRAGMA {pragma}").fetchall()
+        sql.executescript(_SCHEMA)
+        sql.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+    except BaseException:
+        sql.close()
+        raise
+    return sql
+
+
+def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) -> set[str]:
+    dropped = {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys WHERE {where}", arguments)}
+    sql.execute(f"DELETE FROM NodeKeys WHERE {where}", arguments)
+    return dropped
+
+
+def _unused(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
+    used = "SELECT 1 FROM NodeKeys WHERE key = ? LIMIT 1"
+    return tuple(ChunkKey(key) for key in sorted(keys) if sql.execute(used, (key,)).fetchone() is None)
