@@ -1,0 +1,130 @@
+"""The documents' code blocks are true: Python runs, commands parse, links lead somewhere, and no machine shows through.
+
+In README.md and docs/*.md every block fenced as `python` is run (a file's blocks share one namespace) unless its fence
+says `no-run`; every line of a `bash` block that starts with `ragblend` or `make` is checked against the real command.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+RAGBLEND = Path(sys.executable).parent / "ragblend"
+
+
+@dataclass(frozen=True)
+class Block:
+    document: Path
+    line: int
+    info: tuple[str, ...]
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def blocks(text: str, document: Path = REPO / "none.md") -> Iterator[Block]:
+    for found in FENCE.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(document, line, tuple(found["info"].split()), found["code"])
+
+
+def commands(code: str) -> Iterator[str]:
+    """The command lines of a bash block: comments, prompts and continued lines taken out of the way."""
+    for line in code.replace("\\\n", " ").splitlines():
+        command = line.strip().removeprefix("$ ")
+        if command and not command.startswith("#"):
+            yield command
+
+
+ALL_BLOCKS = [block for path in DOCUMENTS for block in blocks(path.read_text(encoding="utf-8"), path)]
+COMMANDS = sorted({command for block in ALL_BLOCKS if block.info[:1] == ("bash",) for command in commands(block.code)})
+PYTHON = [block for block in ALL_BLOCKS if block.info[:1] == ("python",)]
+
+
+@cache
+def help_of(*subcommand: str) -> str | None:
+    """What `ragblend SUBCOMMAND --help` says, or None if there is no such subcommand."""
+    command = [RAGBLEND, *subcommand, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=PLAIN)
+    return done.stdout if done.returncode == 0 else None
+
+
+# Help is cut to the terminal's width: options must not be.
+PLAIN = {"PATH": "/usr/bin:/bin", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "HOME": "/nonexistent"}
+
+
+def faults_in(command: str) -> list[str]:
+    """Why this `ragblend` line would be refused: an unknown subcommand or option."""
+    words = shlex.split(command, comments=True)[1:]
+    names: tuple[str, ...] = ()
+    while words and not words[0].startswith("-") and help_of(*names, words[0]):
+        deeper = (*names, words.pop(0))
+        if help_of(*deeper) == help_of(*names):  # an argument of the same command, not a subcommand
+            break
+        names = deeper
+    text = help_of(*names) or ""
+    if not names and not all(word in {"--help", "--version"} for word in words):
+        return [f"no such subcommand: {command}"]
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [f"ragblend {' '.join(names)} has no {option}" for option in options if not re.search(rf"{option}\b", text)]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("ragblend ")])
+def test_a_ragblend_command_is_one_that_exists(command) -> None:
+    assert faults_in(command) == []
+
+
+def test_an_unknown_command_or_option_is_a_fault() -> None:
+    assert faults_in("ragblend ask 'why?' --method reuse") == []
+    assert faults_in("ragblend ask 'why?' --no-such-option") != []
+    assert faults_in("ragblend dance now") != []
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("make ")])
+def test_a_make_command_is_one_that_exists(command) -> None:
+    done = subprocess.run(
+        ["make", "-n", *shlex.split(command, comments=True)[1:]],
+        cwd=REPO, env=PLAIN, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_starts_with_the_two_commands() -> None:
+    assert COMMANDS.count("make demo") == 1
+    assert COMMANDS.count("make test") == 1
+
+
+@pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)
+def test_python_blocks_run(document, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "home"))
+    namespace: dict[str, object] = {"__name__": "document"}
+    for block in PYTHON:
+        if block.document == document:
+            code = compile("\n" * block.line + block.code, str(document), "exec")
+            if "no-run" not in block.info:
+                exec(code, namespace)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+    missing = [name for name in targets if "://" not in name and not (document.parent / name).exists()]
+    assert missing == []
+
+
+def test_blocks_and_commands_are_found() -> None:
+    text = "Text\n\n```bash\n$ ragblend ask 'a b' \\\n    --json\n# a comment\n```\n\n```python no-run\n1 / 0\n```\n"
+    bash, python = blocks(text)
+    assert list(commands(bash.code)) == ["ragblend ask 'a b'      --json"]
+    assert (bash.line, python.info, python.code) == (3, ("python", "no-run"), "1 / 0\n")
