@@ -1,0 +1,120 @@
+"""Peak memory of one answer beyond the model's weights, measured in a process of its own.
+
+In this process the allocator keeps what earlier runs gave back, so a later run would look free. The child
+loads the model, warms up on a short prompt (which also pages the weights in), resets the kernel's high-water
+mark, and answers once. On CUDA torch's own counter is read instead.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ragblend.engine.prompt import Prompt
+
+ANSWER_TOKENS = 4
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """What the child is to answer. segments: (is_chunk, token ids) in order; ratio None: it takes none."""
+
+    engine: dict[str, Any]
+    segments: list[tuple[bool, list[int]]]
+    method: str
+    ratio: float | None
+
+
+def make_job(engine: dict[str, Any], prompt: "Prompt", method: str, ratio: float | None) -> MemoryJob:
+    """The job for a tokenized prompt; `engine` holds the keyword arguments of `Engine.open`."""
+    from ragblend.engine.prompt import Chunk
+
+    pairs = zip(prompt.segments, prompt.segment_ids, strict=True)
+    return MemoryJob(
+        engine, [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs], method, ratio
+    )
+
+
+def peak_bytes(job: MemoryJob, timeout_s: float = 600) -> int | None:
+    """Bytes above the baseline at the peak; None where the system does not say. Raises RagBlendError."""
+    command = [sys.executable, "-m", "ragblend.app.bench.memory"]
+    done = subprocess.run(
+        command, input=json.dumps(asdict(job)), text=True, capture_output=True, timeout=timeout_s
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RagBlendError(f"Measuring the peak memory of {job.method}: the child process failed: {last}")
+    found: int | None = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    return found
+
+
+def main() -> None:
+    """Read a job from stdin, print `{"peak_bytes": ...}`."""
+    json.dump({"peak_bytes": _measure(MemoryJob(**json.load(sys.stdin)))}, sys.stdout)
+
+
+def _measure(job: MemoryJob) -> int | None:
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Chunk, Literal, Prompt
+
+    engine = Engine.open(**job.engine)
+    engine.generate(engine.chat_prompt(None, [], "Say hello."), method="full", max_new_tokens=ANSWER_TOKENS)
+    kinds = {True: Chunk, False: Literal}
+    prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in job.segments])
+    options: dict[str, Any] = {} if job.ratio is None else {"ratio": job.ratio}
+    meter = _CudaMeter(engine.device) if str(engine.device).startswith("cuda") else _HostMeter()
+    engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, temperature=0.0, **options)
+    return meter.peak_bytes()
+
+
+class _HostMeter:
+    """Resident memory of this process, as Linux keeps it."""
+
+    def __init__(self) -> None:
+        try:
+            _CLEAR.write_text(
+                "5"
+            )  # "reset the peak resident set size to the current value" (proc_pid_clear_refs(5))
+            self._baseline: int | None = _status_bytes("VmRSS")
+        except OSError:
+            self._baseline = None
+
+    def peak_bytes(self) -> int | None:
+        return None if self._baseline is None else _status_bytes("VmHWM") - self._baseline
+
+
+class _CudaMeter:
+    """Memory of this process' tensors on the GPU, as torch's allocator counts it."""
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._device = device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._baseline = torch.cuda.memory_allocated(device)
+
+    def peak_bytes(self) -> int:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._baseline
+
+
+def _status_bytes(field: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    found = next(line for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(found.split()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""One `bench quality`: questions and engine in; rows, comparisons, JSON and picture out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.bench import quality
+from ragblend.app.bench.data import Question, choose, load_questions
+from ragblend.app.bench.environment import environment
+from ragblend.app.bench.plots import plot_quality
+from ragblend.app.bench.progress import progress_bar
+from ragblend.app.bench.records import Journal, run_digest
+from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.variants import Variant, parse_variants
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class QualityRequest:
+    """The arguments of `bench quality`; engine: the keyword arguments of `Engine.open`."""
+
+    data: Path | None
+    engine: dict[str, Any]
+    methods: str
+    ratios: str
+    limit: int | None
+    seed: int | None
+    passages: int | None
+    max_new_tokens: int
+    output: Path
+    fresh: bool
+    keep_kv: bool
+
+
+def report_quality(request: QualityRequest) -> dict[str, Any]:
+    """Measure what is missing; write `quality.json` and `quality.png`. The results, and `files` by kind."""
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+
+    variants = parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO)
+    questions = choose(_questions(request.data), request.limit, request.seed, request.passages)
+    folder = make_folder(request.output)
+    engine = Engine.open(**request.engine)
+    journal = Journal(folder / f"quality-{_digest(engine, request)}.jsonl", fresh=request.fresh)
+    with progress_bar("measuring") as progress:
+        quality.run(
+            engine,
+            questions,
+            variants,
+            journal,
+            max_new_tokens=request.max_new_tokens,
+            seed=request.seed or 0,
+            keep_kv=request.keep_kv,
+            progress=progress,
+        )
+    return _write(folder, request, _results(engine, request, questions, variants, journal))
+
+
+def _questions(data: Path | None) -> list[Question]:
+    if data is not None:
+        return load_questions(data)
+    from ragblend.app.bench.samples_data import sample_questions
+
+    return sample_questions()
+
+
+def _digest(engine: "Engine", request: QualityRequest) -> str:
+    """Over what a record depends on and does not say itself."""
+    import torch
+
+    import ragblend.engine
+    import ragblend.kvstore
+
+    settings = {
+        "model": engine.fingerprint.digest,
+        "device": str(engine.device),
+        "torch": torch.__version__,
+        "max_new_tokens": request.max_new_tokens,
+        "instruction": quality.INSTRUCTION,
+    }
+    folders = [Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore)]
+    return run_digest(settings, tuple(folders))
+
+
+def _results(
+    engine: "Engine",
+    request: QualityRequest,
+    questions: list[Question],
+    variants: tuple[Variant, ...],
+    journal: Journal,
+) -> dict[str, Any]:
+    rows, comparisons = summarise(journal.records, questions, variants, request.seed or 0)
+    return {
+        "rows": rows,
+        "comparisons": comparisons,
+        "environment": environment(engine),
+        "settings": {
+            "data": "samples" if request.data is None else request.data.name,
+            "questions": len(questions),
+            "max_new_tokens": request.max_new_tokens,
+            "seed": request.seed,
+            "passages": request.passages,
+            "resumed_records": journal.resumed,
+            "instruction": quality.INSTRUCTION,
+        },
+    }
+
+
+def _write(folder: Path, request: QualityRequest, results: dict[str, Any]) -> dict[str, Any]:
+    where, what = results["environment"], results["settings"]
+    title = (
+        f"{where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}, {what['questions']} questions"
+    )
+    write_json(folder / "quality.json", results)
+    plot_quality(results["rows"], title, folder / "quality.png")
+    return results | {"files": {kind: str(folder / f"quality.{kind}") for kind in ("json", "png")}}

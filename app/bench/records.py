@@ -1,0 +1,97 @@
+"""What was measured, one line per (question, method, ratio), so that a stopped run goes on where it stopped.
+
+The journal's name carries a digest of everything that a number depends on except the question, the method
+and the ratio, which each record names itself: so more questions, methods or ratios extend a journal, and
+another model, dtype, device, prompt or *engine code* starts a new one (a policy under development must never
+be credited with old numbers).
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Key = tuple[str, str, float | None]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run of the program."""
+
+    question: str
+    method: str
+    ratio: float | None
+    kl: float
+    top1: float
+    exact_match: bool
+    gold_match: bool
+    f1: float
+    rouge_l: float
+    recomputed_fraction: float
+    ttft_ms: float
+    full_ttft_ms: float
+    prompt_tokens: int
+    answer: str
+
+    @property
+    def key(self) -> Key:
+        return (self.question, self.method, self.ratio)
+
+
+class Journal:
+    """An append-only file of records; each is on the disk before the next one is measured."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        """fresh: start over, without what the file holds."""
+        self.path = path
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.records = _read(path)
+        self.resumed = len(self.records)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.records
+
+    def add(self, record: Record) -> None:
+        """Append one record; measuring the same key twice is our bug."""
+        assert record.key not in self.records, record.key
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(dataclasses.asdict(record), ensure_ascii=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            # The leading newline ends a line that an earlier run was killed in, so only that one record is
+            # lost.
+            file.write(f"\n{line}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record.key] = record
+
+
+def _read(path: Path) -> dict[Key, Record]:
+    """The records by key: the first of a key wins; lines that a kill cut off are left out (and measured again)."""
+    records: dict[Key, Record] = {}
+    if not path.exists():
+        return records
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        record = _parse(line)
+        if record is not None:
+            records.setdefault(record.key, record)
+    return records
+
+
+def _parse(line: str) -> Record | None:
+    try:
+        return Record(**json.loads(line))
+    except (json.JSONDecodeError, TypeError):
+        return None
+
+
+def run_digest(settings: dict[str, Any], code: tuple[Path, ...]) -> str:
+    """The name of a run: 12 hex digits over its settings and the source files that its numbers come from."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, ensure_ascii=True).encode())
+    for folder in code:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

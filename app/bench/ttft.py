@@ -1,0 +1,270 @@
+"""How much sooner does the answer start, and where did the time go? (`ragblend bench ttft`)
+
+All methods run in turn, round after round, on the same prompt, so that whatever else the machine does is
+shared among them; the medians and the ratios against full prefill come from the same rounds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.bench.memory import make_job, peak_bytes
+from ragblend.app.bench.quality import INSTRUCTION, timed_prefill
+from ragblend.app.bench.texts import cut_texts
+from ragblend.app.bench.variants import Variant
+from ragblend.kvstore.errors import PromptTooLongError
+
+if TYPE_CHECKING:
+    from ragblend.engine.config import Timings
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt
+    from ragblend.kvstore.chunks import ChunkKey
+
+QUESTION = "Which of the passages above says the most about people, and what does it say?"
+Row = dict[str, Any]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: every variant on every (chunks, tokens, cache).
+
+    caches: `warm` (stored KV in the page cache) and `cold` (the kernel is asked to drop it before every
+    prefill).
+    """
+
+    variants: tuple[Variant, ...]
+    chunks: tuple[int, ...] = (6,)
+    tokens: tuple[int, ...] = (512,)
+    caches: tuple[str, ...] = ("warm", "cold")
+    repeats: int = 5
+
+    @property
+    def steps(self) -> int:
+        """Prefills in all, the warm-up round included."""
+        return (
+            len(self.chunks) * len(self.tokens) * len(self.caches) * len(self.variants) * (self.repeats + 1)
+        )
+
+
+@dataclass
+class Samples:
+    """What one variant took in one case, a value a round."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    timings: "list[Timings]" = field(default_factory=list)
+    recomputed_fraction: float = 0.0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt whose chunks are in the store, and what they weigh there."""
+
+    prompt: "Prompt"
+    keys: "tuple[ChunkKey, ...]"
+    raw_kv_bytes: int
+    blob_bytes: int
+    token_bytes: int
+
+    @property
+    def fused_kv_bytes(self) -> int:
+        return len(self.prompt.token_ids) * self.token_bytes
+
+
+def run(
+    engine: "Engine",
+    source: str,
+    plan: Plan,
+    retrieve: Callable[[str, int], object] | None = None,
+    memory_engine: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """The rows, a (chunks, tokens, cache, variant) each.
+
+    source: words to cut the chunks from; retrieve(question, top_k): timed beside the prefills if there is an
+    index; memory_engine: how a child process opens the same engine, to measure the peak memory (None: do
+    not).
+    """
+    rows: list[Row] = []
+    tick = _ticker(plan.steps, progress)
+    for chunks in plan.chunks:
+        for tokens in plan.tokens:
+            with encoded(engine, cut_texts(engine, source, chunks, tokens)) as stored:
+                peaks = _peaks(stored, plan.variants, memory_engine)
+                for cache in plan.caches:
+                    samples, retrieve_ms = measure(engine, stored, plan, cache, retrieve, chunks, tick)
+                    case = {"chunks": chunks, "tokens": tokens, "cache": cache}
+                    rows += _rows(case, samples, stored, peaks, retrieve_ms)
+    return rows
+
+
+@contextmanager
+def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
+    """The texts' KV is in the store inside the block; what was not there before is taken out again."""
+    from ragblend.engine.prompt import Chunk
+
+    before = frozenset(engine.store.keys())
+    report = engine.encode(list(texts))
+    try:
+        chunks = [Chunk(text) for text in texts]
+        prompt = engine.tokenize(engine.chat_prompt(None, chunks, INSTRUCTION + QUESTION))
+        if len(prompt.token_ids) > engine.context_window:
+            raise PromptTooLongError(
+                f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and {engine.model_name} "
+                f"takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
+            )
+        yield _weighed(engine, prompt, report.keys)
+    finally:
+        for key in set(report.keys) - before:
+            engine.store.delete(key)
+
+
+def _weighed(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -> Encoded:
+    raw = blob = token_bytes = 0
+    for reader in _readers(engine, prompt, keys):
+        token_bytes = reader.geometry.token_bytes
+        raw += len(reader.token_ids) * token_bytes
+        blob += reader.header.file_nbytes
+    return Encoded(prompt, keys, raw, blob, token_bytes)
+
+
+def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -> Iterator[Any]:
+    for key, chunk in zip(keys, prompt.chunks, strict=True):
+        assert chunk.token_ids is not None
+        reader = engine.store.open_chunk(key, chunk.token_ids)
+        assert reader is not None, f"{key} was encoded a moment ago"
+        with reader:
+            yield reader
+
+
+def measure(
+    engine: "Engine",
+    stored: Encoded,
+    plan: Plan,
+    cache: str,
+    retrieve: Callable[[str, int], object] | None,
+    top_k: int,
+    tick: Callable[[], None],
+) -> tuple[dict[Variant, Samples], float | None]:
+    """Round after round, each variant in turn; the first round warms up and is not counted."""
+    samples = {variant: Samples() for variant in plan.variants}
+    retrieve_ms: list[float] = []
+    for turn in range(plan.repeats + 1):
+        if retrieve is not None:
+            started = perf_counter()
+            retrieve(QUESTION, top_k)
+            retrieve_ms.append(1000 * (perf_counter() - started))
+        for variant in _rotated(plan.variants, turn):
+            if cache == "cold":
+                drop_page_cache(engine, stored)
+            prefilled, ttft_ms = timed_prefill(engine, stored.prompt, variant)
+            tick()
+            if turn:
+                samples[variant].ttft_ms.append(ttft_ms)
+                samples[variant].timings.append(prefilled.report.timings)
+                samples[variant].recomputed_fraction = prefilled.report.recomputed_fraction
+    return samples, median(retrieve_ms[1:]) if retrieve_ms else None
+
+
+def _rotated(variants: tuple[Variant, ...], turn: int) -> tuple[Variant, ...]:
+    """Another one goes first in every round, so that none is always the one after the longest."""
+    first = turn % len(variants)
+    return variants[first:] + variants[:first]
+
+
+def drop_page_cache(engine: "Engine", stored: Encoded) -> None:
+    """Ask the kernel to forget the stored chunks, so that the next prefill reads them from the disk."""
+    for reader in _readers(engine, stored.prompt, stored.keys):
+        reader.drop_page_cache()
+
+
+def _peaks(
+    stored: Encoded, variants: Sequence[Variant], memory_engine: dict[str, Any] | None
+) -> dict[Variant, int | None]:
+    if memory_engine is None:
+        return dict.fromkeys(variants)
+    jobs = {each: make_job(memory_engine, stored.prompt, each.method, each.ratio) for each in variants}
+    return {variant: peak_bytes(job) for variant, job in jobs.items()}
+
+
+def _rows(
+    case: Row,
+    samples: dict[Variant, Samples],
+    stored: Encoded,
+    peaks: dict[Variant, int | None],
+    retrieve_ms: float | None,
+) -> list[Row]:
+    full = samples.get(Variant("full"))
+    return [
+        {
+            "method": variant.method,
+            "ratio": variant.ratio,
+            **case,
+            "prompt_tokens": len(stored.prompt.token_ids),
+            "repeats": len(taken.ttft_ms),
+            **_times(taken, full),
+            "retrieve_ms": retrieve_ms,
+            "recomputed_fraction": taken.recomputed_fraction,
+            "peak_bytes": peaks[variant],
+            "fused_kv_bytes": stored.fused_kv_bytes,
+            "peak_of_fused_kv": _part(peaks[variant], stored.fused_kv_bytes),
+            "blob_bytes": stored.blob_bytes,
+            "raw_kv_bytes": stored.raw_kv_bytes,
+            "blob_of_raw_kv": _part(stored.blob_bytes, stored.raw_kv_bytes),
+        }
+        for variant, taken in samples.items()
+    ]
+
+
+def _times(taken: Samples, full: Samples | None) -> Row:
+    paired = zip(full.ttft_ms, taken.ttft_ms, strict=True) if full else ()
+    ratios = [slow / fast for slow, fast in paired]
+    stall_ms = median(timings.stall_ms for timings in taken.timings)
+    ttft_ms = median(taken.ttft_ms)
+    return {
+        "ttft_ms": ttft_ms,
+        "ttft_ms_min": min(taken.ttft_ms),
+        "ttft_ms_max": max(taken.ttft_ms),
+        "speedup": median(ratios) if ratios else None,
+        "load_ms": median(timings.load_ms for timings in taken.timings),
+        "stall_share": stall_ms / ttft_ms,
+        "where_ms": where_ms(taken),
+    }
+
+
+def where_ms(taken: Samples) -> dict[str, float]:
+    """Medians of the parts of the time to the first token.
+
+    load is not one of them: it runs beside the compute, and what it costs is the stall. compute is what is
+    left.
+    """
+    parts: dict[str, list[float]] = {
+        name: [] for name in ("stall", "move", "select", "compute", "first_token")
+    }
+    for ttft_ms, timings in zip(taken.ttft_ms, taken.timings, strict=True):
+        known = {
+            "stall": timings.stall_ms,
+            "move": timings.move_ms,
+            "select": timings.select_ms,
+            "first_token": timings.first_token_ms,
+        }
+        for name, value in {**known, "compute": max(0.0, ttft_ms - sum(known.values()))}.items():
+            parts[name].append(value)
+    return {name: median(values) for name, values in parts.items()}
+
+
+def _part(value: int | None, whole: int) -> float | None:
+    return value / whole if value is not None and whole else None
+
+
+def _ticker(total: int, progress: Progress | None) -> Callable[[], None]:
+    done = iter(range(1, total + 1))
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    return tick

@@ -1,0 +1,87 @@
+"""One `bench ttft`: an engine in; rows, JSON and picture out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.bench import ttft
+from ragblend.app.bench.data import load_questions
+from ragblend.app.bench.environment import environment
+from ragblend.app.bench.plots import plot_ttft
+from ragblend.app.bench.progress import progress_bar
+from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+CACHES = ("warm", "cold")
+
+
+@dataclass(frozen=True)
+class TtftRequest:
+    """The arguments of `bench ttft`; engine: the keyword arguments of `Engine.open`."""
+
+    data: Path | None
+    engine: dict[str, Any]
+    methods: str
+    ratios: str
+    chunks: str
+    tokens: str
+    caches: str
+    repeats: int
+    memory: bool
+    output: Path
+
+
+def report_ttft(request: TtftRequest) -> dict[str, Any]:
+    """Measure and write `ttft.json` and `ttft.png`; the results, and `files` by kind."""
+    from ragblend.engine.engine import Engine
+
+    plan = _plan(request)
+    source = _source(request.data)
+    folder = make_folder(request.output)
+    engine = Engine.open(**request.engine)
+    # The child has to open what this process opened: the home and the device that were found, not asked for.
+    found = {"home": str(engine.home), "device": str(engine.device), "dtype": _name(engine.dtype)}
+    child = request.engine | found if request.memory else None
+    with progress_bar("prefilling") as progress:
+        rows = ttft.run(engine, source, plan, _retriever(engine), child, progress)
+    return _write(folder, {"rows": rows, "environment": environment(engine)})
+
+
+def _plan(request: TtftRequest) -> ttft.Plan:
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+
+    return ttft.Plan(
+        variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
+        chunks=parse_counts(request.chunks, "--chunks"),
+        tokens=parse_counts(request.tokens, "--tokens"),
+        caches=parse_choices(request.caches, "--caches", CACHES),
+        repeats=request.repeats,
+    )
+
+
+def _source(data: Path | None) -> str:
+    if data is not None:
+        return "\n\n".join(passage for question in load_questions(data) for passage in question.passages)
+    from ragblend.app.bench.samples_data import sample_source
+
+    return sample_source()
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _retriever(engine: "Engine") -> Callable[[str, int], object] | None:
+    return None
+
+
+def _write(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+    where = results["environment"]
+    title = f"Time to the first token: {where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}"
+    write_json(folder / "ttft.json", results)
+    plot_ttft(results["rows"], title, folder / "ttft.png")
+    return results | {"files": {kind: str(folder / f"ttft.{kind}") for kind in ("json", "png")}}
