@@ -70,7 +70,18 @@ def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     venv.create(root, with_pip=False)
     python = root / "bin" / "python"
     done = run(
-        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            wheel,
+        ],
         root,
     )
     assert done.returncode == 0, done.stderr

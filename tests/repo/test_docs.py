@@ -47,7 +47,9 @@ def commands(code: str) -> Iterator[str]:
 
 
 ALL_BLOCKS = [block for path in DOCUMENTS for block in blocks(path.read_text(encoding="utf-8"), path)]
-COMMANDS = sorted({command for block in ALL_BLOCKS if block.info[:1] == ("bash",) for command in commands(block.code)})
+COMMANDS = sorted(
+    {command for block in ALL_BLOCKS if block.info[:1] == ("bash",) for command in commands(block.code)}
+)
 PYTHON = [block for block in ALL_BLOCKS if block.info[:1] == ("python",)]
 
 
@@ -76,7 +78,11 @@ def faults_in(command: str) -> list[str]:
     if not names and not all(word in {"--help", "--version"} for word in words):
         return [f"no such subcommand: {command}"]
     options = [word.split("=")[0] for word in words if word.startswith("--")]
-    return [f"ragblend {' '.join(names)} has no {option}" for option in options if not re.search(rf"{option}\b", text)]
+    return [
+        f"ragblend {' '.join(names)} has no {option}"
+        for option in options
+        if not re.search(rf"{option}\b", text)
+    ]
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("ragblend ")])

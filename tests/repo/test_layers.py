@@ -36,12 +36,18 @@ def foreign_imports(folder: Path) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("folder", ["kvstore", "engine"])
 def test_the_engine_and_the_store_import_five_libraries_only(repo, folder) -> None:
-    too_much = {name: more for name, found in foreign_imports(repo / folder).items() if (more := found - ENGINE_LIBRARIES)}
+    too_much = {
+        name: more
+        for name, found in foreign_imports(repo / folder).items()
+        if (more := found - ENGINE_LIBRARIES)
+    }
     assert too_much == {}
 
 
 def test_an_import_inside_a_function_is_seen(tmp_path) -> None:
-    (tmp_path / "late.py").write_text("def load():\n    from llama_index.core import Document\n    return Document\n")
+    (tmp_path / "late.py").write_text(
+        "def load():\n    from llama_index.core import Document\n    return Document\n"
+    )
     assert foreign_imports(tmp_path) == {"late.py": {"llama_index"}}
 
 
@@ -70,7 +76,11 @@ def test_the_layers_hold(checked_copy) -> None:
     [
         ("kvstore/errors.py", "import ragblend.app.settings", "imports run down only BROKEN"),
         ("integrations/__init__.py", "import ragblend.ui", "imports run down only BROKEN"),
-        ("engine/__init__.py", "def late():\n    import gradio", "engine and kvstore know no framework BROKEN"),
+        (
+            "engine/__init__.py",
+            "def late():\n    import gradio",
+            "engine and kvstore know no framework BROKEN",
+        ),
     ],
 )
 def test_an_import_that_runs_up_or_out_is_caught(checked_copy, module, line, broken) -> None:

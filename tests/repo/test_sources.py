@@ -9,7 +9,9 @@ import pytest
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".html", ""}
 FOLDERS = ("ragblend", "kvstore", "engine", "integrations", "app", "ui", "tests", "docs", ".ci")
 # Written apart, so that this file does not find itself.
-MACHINE_PATHS = re.compile(r"(?<![\w.-])/(?:" + "|".join(("wor" + "k", "roo" + "t", "hom" + "e/[a-z]+", "opt/whe" + "els")) + ")/")
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.-])/(?:" + "|".join(("wor" + "k", "roo" + "t", "hom" + "e/[a-z]+", "opt/whe" + "els")) + ")/"
+)
 
 
 def text_files(repo: Path) -> list[Path]:
@@ -37,4 +39,6 @@ def test_a_machine_path_is_seen(text) -> None:
 def test_the_licence_is_the_standard_text(repo) -> None:
     text = (repo / "LICENSE").read_bytes()
     # SHA-256 of the text as the Apache Software Foundation publishes it.
-    assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert (
+        hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    )

@@ -36,7 +36,9 @@ def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
     """A folder that the explicit list of packages in pyproject.toml forgets is missing only for users."""
     expected = {f"ragblend/{path.name}" for path in (repo / "ragblend").glob("*.py")}
     for folder in ("kvstore", "engine", "integrations", "app", "ui"):
-        expected |= {f"ragblend/{path.relative_to(repo).as_posix()}" for path in (repo / folder).rglob("*.py")}
+        expected |= {
+            f"ragblend/{path.relative_to(repo).as_posix()}" for path in (repo / folder).rglob("*.py")
+        }
     assert len(expected) > 10
     assert expected - wheel_files == set()
 
