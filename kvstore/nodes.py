@@ -1,12 +1,16 @@
 """NodeIndex: which token ids, and which KV, a node id of a collection stands for.
 
-Token ids can be decoded to text, so this file is as secret as the documents: 0600, deleted rows are overwritten and
-the write-ahead log is emptied after every delete. It is rebuildable: a damaged file is removed and made anew.
+Token ids can be decoded to text, so this file is as secret as the documents: 0600, deleted rows are
+overwritten, and the write-ahead log is emptied after every delete. It is rebuildable: a damaged file is removed
+and made anew.
 """
 
 import logging
+import re
 import sqlite3
+import struct
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +37,7 @@ CREATE TABLE IF NOT EXISTS NodeKeys (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 """
+_DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
 
 
@@ -86,7 +91,7 @@ class NodeIndex:
         with self._transaction() as sql:
             dropped: set[str] = set()
             for node_id, token_ids, key in nodes:
-                tokens, where = pack_tokens(token_ids), (scope.collection, scope.tokenizer, node_id)
+                tokens, where = _pack(node_id, token_ids), (scope.collection, scope.tokenizer, node_id)
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
@@ -95,11 +100,11 @@ class NodeIndex:
             return _unused(sql, dropped)
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
-        """The node's token ids; None if it was never encoded here."""
+        """The node's token ids; None if it was never encoded here, or its row is damaged."""
         with self._connection() as sql:
             where = (scope.collection, scope.tokenizer, node_id)
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
-        return unpack_tokens(found[0]) if found and len(found[0]) % 4 == 0 else None
+        return _unpack(node_id, found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
@@ -116,7 +121,7 @@ class NodeIndex:
     def keys(self) -> set[ChunkKey]:
         """Every key that some node has: what `KVStore.gc(keep=...)` must keep."""
         with self._connection() as sql:
-            return {ChunkKey(key) for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")}
+            return set(_chunk_keys(key for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")))
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
         """Remove nodes, for every tokenizer; the keys that no node has any more, for the store to delete."""
@@ -172,8 +177,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         version = sql.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, FORMAT_VERSION):
             raise StoreFormatError(
-                f"opening the node index {path}: expected format {FORMAT_VERSION}, found {version}. Remove that "
-                "file and run `ragblend store repair`: it is rebuilt from the documents."
+                f"opening the node index {path}: expected format {FORMAT_VERSION}, found {version}. Remove "
+                "that file and run `ragblend store repair`: it is rebuilt from the documents."
             )
         problems = integrity(sql, 1)
         if problems:
@@ -198,4 +203,25 @@ def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) 
 
 def _unused(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
     used = "SELECT 1 FROM NodeKeys WHERE key = ? LIMIT 1"
-    return tuple(ChunkKey(key) for key in sorted(keys) if sql.execute(used, (key,)).fetchone() is None)
+    return tuple(_chunk_keys(key for key in sorted(keys) if sql.execute(used, (key,)).fetchone() is None))
+
+
+def _chunk_keys(digests: Iterable[str]) -> Iterator[ChunkKey]:
+    return (
+        ChunkKey(digest) for digest in digests if _DIGEST.fullmatch(digest)
+    )  # a flipped bit names no value
+
+
+def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
+    """Token ids and a checksum: a flipped bit in SQLite's file is no error to SQLite, but another text."""
+    packed = pack_tokens(token_ids)
+    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(node_id.encode())))
+
+
+def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
+    if isinstance(row, bytes) and len(row) % 4 == 0:
+        token_ids = unpack_tokens(row[:-4])
+        if _pack(node_id, token_ids) == row:
+            return token_ids
+    log.warning("the token ids of node %s are damaged; encode it again", node_id)
+    return None

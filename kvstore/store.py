@@ -153,8 +153,8 @@ class KVStore:
         blob = Blob.of(key, chunk)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
-                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the whole "
-                f"budget of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
+                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
+                f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
         with self._lock.hold():
             self._live_index().flush_touches()

@@ -1,0 +1,91 @@
+"""Tiny seeded chunks, and stores in a temporary folder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.keys import ModelFingerprint, chunk_key
+from ragblend.kvstore.store import KVStore
+
+Sample = tuple[ChunkKey, ChunkKV]
+TINY = Geometry(layers=3, kv_heads=2, key_size=4, value_size=6, dtype="bfloat16")
+
+
+def make_sample(seed: int, tokens: int = 5, geometry: Geometry = TINY) -> Sample:
+    """A chunk of random bits (NaNs among them) and its key; the same seed gives the same."""
+    random = torch.Generator().manual_seed(seed)
+    g = geometry
+
+    def bits(size: int) -> torch.Tensor:
+        raw = torch.randint(0, 256, (g.kv_heads, tokens, size * g.torch_dtype.itemsize), generator=random)
+        return raw.to(torch.uint8).view(g.torch_dtype)
+
+    token_ids = tuple(torch.randint(0, 49152, (tokens,), generator=random).tolist())
+    keys = [bits(g.key_size) for _ in range(g.layers)]
+    values = [bits(g.value_size) for _ in range(g.layers)]
+    model = ModelFingerprint("aa" * 32, "bb" * 32, g, "{}")
+    return chunk_key(model, (1, 2), "", token_ids), ChunkKV(token_ids, 2, g, keys, values)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same_kv(found: ChunkKV | None, expected: ChunkKV) -> bool:
+    """Bit for bit, so that NaN is equal to itself and -0.0 is not 0.0."""
+    if found is None or (found.token_ids, found.start, found.geometry) != (
+        expected.token_ids,
+        expected.start,
+        expected.geometry,
+    ):
+        return False
+    pairs = zip([*found.keys, *found.values], [*expected.keys, *expected.values], strict=True)
+    return all(torch.equal(raw(a), raw(b)) for a, b in pairs)
+
+
+@pytest.fixture
+def sample() -> Callable[..., Sample]:
+    return make_sample
+
+
+@pytest.fixture
+def same() -> Callable[[ChunkKV | None, ChunkKV], bool]:
+    return same_kv
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "kv"
+
+
+@pytest.fixture
+def open_store(root: Path) -> Iterator[Callable[..., KVStore]]:
+    """Open the store at `root` as often as wanted; all are closed in the end."""
+    opened: list[KVStore] = []
+
+    def open_one(budget_bytes: int = 1 << 30) -> KVStore:
+        opened.append(KVStore.open(root, budget_bytes))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store: Callable[..., KVStore]) -> KVStore:
+    return open_store()
+
+
+@pytest.fixture
+def value_path(root: Path) -> Callable[[ChunkKey], Path]:
+    """The one value file of a key."""
+
+    def find(key: ChunkKey) -> Path:
+        (path,) = (root / "values").glob(f"*/{key.digest}-*.kv")
+        return path
+
+    return find

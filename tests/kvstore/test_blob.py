@@ -1,0 +1,91 @@
+"""The file format: bit-exact round trips, small headers, and no damage that goes unseen."""
+
+import pytest
+import torch
+
+from ragblend.kvstore.blob import Blob, read_header
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.errors import CorruptBlobError, UsageError
+from ragblend.kvstore.reader import open_verified
+from ragblend.kvstore.upkeep import layers_of
+
+
+def written(blob: Blob) -> bytes:
+    return b"".join(blob.pieces())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_round_trip_is_bit_exact(store, sample, same, dtype, tokens):
+    key, chunk = sample(1, tokens, Geometry(3, 2, 4, 6, dtype))
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_tensors_that_are_not_contiguous_are_stored_as_they_look(store, sample, same):
+    key, chunk = sample(2)
+    turned = [k.transpose(0, 1).contiguous().transpose(0, 1) for k in chunk.keys]
+    assert not turned[0].is_contiguous()
+    store.put(key, ChunkKV(chunk.token_ids, chunk.start, chunk.geometry, turned, chunk.values))
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_overhead_is_below_two_percent_for_64_tokens_of_smollm2(sample):
+    key, chunk = sample(3, 64, Geometry(30, 3, 64, 64, "bfloat16"))
+    blob = Blob.of(key, chunk)
+    assert len(written(blob)) == blob.nbytes
+    assert chunk.nbytes < blob.nbytes < 1.02 * chunk.nbytes
+
+
+def test_payload_is_taken_from_the_tensors_without_a_copy(sample):
+    key, chunk = sample(4)
+    pieces = list(Blob.of(key, chunk).pieces())[1:]
+    chunk.keys[0].view(torch.uint8).fill_(7)
+    assert set(pieces[0]) == {7}
+
+
+@pytest.mark.parametrize("tokens", [0])
+def test_an_empty_chunk_is_refused(store, sample, tokens):
+    with pytest.raises(UsageError):
+        store.put(*sample(1, tokens))
+
+
+def test_every_byte_of_a_file_is_guarded(tmp_path, sample):
+    """Flip one bit in each byte in turn: header or payload, some check must see it."""
+    key, chunk = sample(5)
+    good = written(Blob.of(key, chunk))
+    path = tmp_path / "value"
+    unseen = []
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << (position % 8)
+        path.write_bytes(bad)
+        try:
+            with open_verified(path, key, chunk.token_ids, lambda what: None) as reader:
+                list(layers_of(reader))
+            unseen.append(position)
+        except CorruptBlobError:
+            continue
+    assert unseen == []
+
+
+def test_every_truncation_and_every_extension_is_seen(tmp_path, sample):
+    key, chunk = sample(6)
+    good = written(Blob.of(key, chunk))
+    path = tmp_path / "value"
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        with pytest.raises(CorruptBlobError):
+            open_verified(path, key, chunk.token_ids, lambda what: None)
+    for more in (1, 64, len(good)):
+        path.write_bytes(good + good[:more])
+        with pytest.raises(CorruptBlobError):
+            open_verified(path, key, chunk.token_ids, lambda what: None)
+
+
+def test_header_repeats_what_the_value_is(sample):
+    key, chunk = sample(7)
+    data = written(Blob.of(key, chunk))
+    header = read_header(lambda nbytes, offset: data[offset : offset + nbytes], len(data))
+    assert (header.key, header.token_ids, header.start) == (key, chunk.token_ids, chunk.start)
+    assert header.geometry == chunk.geometry

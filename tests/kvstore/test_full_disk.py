@@ -1,0 +1,167 @@
+"""A full or broken disk: a named error, no temporary file, and everything else as it was."""
+
+import errno
+import os
+import shutil
+import sqlite3
+import subprocess
+
+import pytest
+
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
+from ragblend.kvstore.store import KVStore
+
+FAULTS = [
+    ("posix_fallocate", 1),
+    ("write", 1),
+    ("write", 4),
+    ("fsync", 1),
+    ("fsync", 2),
+    ("rename", 1),
+    ("open", 1),
+]
+
+
+def failing(real, at, code):
+    """`real`, until its `at`-th call; that one and all later ones raise."""
+    calls = 0
+
+    def call(*args, **more):
+        nonlocal calls
+        calls += 1
+        if calls >= at:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **more)
+
+    return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(("name", "at"), FAULTS)
+def test_a_failing_put_changes_nothing(open_store, sample, same, root, name, at, code):
+    old = [sample(seed) for seed in range(2)]
+    store = open_store(budget_bytes=1000)  # both fit, a third would evict
+    for each in old:
+        store.put(*each)
+    key, chunk = sample(5)
+    (root / "values" / key.digest[:2]).mkdir(0o700, exist_ok=True)
+    before = sorted(path for path in root.rglob("*") if path.is_file())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, failing(getattr(os, name), at, code))
+        with pytest.raises(StoreFullError, match=os.strerror(code)) as caught:
+            store.put(key, chunk)
+    assert str(root / "values") in str(caught.value)
+    assert "Free some disk space" in str(caught.value) or "check it" in str(caught.value)
+    assert sorted(path for path in root.rglob("*") if path.is_file()) == before
+    assert [store.contains(each[0]) for each in (*old, (key,))] == [True, True, False]
+    assert store.stats().evictions == 0
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in old)
+    assert store.check() == []
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_replacing_a_value_on_a_full_disk_keeps_the_old_one(store, sample, same, monkeypatch):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", failing(os.write, 2, errno.ENOSPC))
+        with pytest.raises(StoreFullError):
+            store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+    assert store.check() == []
+
+
+def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (sqlite3.SQLITE_FULL, StoreFullError),
+        (sqlite3.SQLITE_IOERR, StoreError),
+        (sqlite3.SQLITE_BUSY, StoreLockedError),
+    ],
+)
+@pytest.mark.parametrize("step", ["_row_insert", "_cull"])
+def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
+    old, new = sample(1), sample(2)
+    store.put(*old)
+
+    def broken(*args, **more):
+        error = sqlite3.OperationalError("disk trouble")
+        error.sqlite_errorcode = code
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._cache, step, broken)
+        with pytest.raises(kind, match=r"cache\.db"):
+            store.put(*new)
+    assert len(list(root.glob("values/*/*"))) == 1
+    assert store.check() == []
+    store.put(*new)
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
+
+
+def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
+    def interrupted(*args, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._cache, "_row_insert", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(*sample(1))
+    assert list(root.glob("values/*/*")) == []
+    store.put(*sample(1))
+    assert store.check() == []
+
+
+def test_an_index_that_stays_locked_is_named(open_store, sample, root, monkeypatch):
+    monkeypatch.setattr("ragblend.kvstore.opening.TIMEOUT_S", 0.05)
+    store = open_store()
+    other = sqlite3.connect(root / "cache.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        with pytest.raises(StoreLockedError, match=r"cache\.db"):
+            store.put(*sample(1))
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    assert list(root.glob("values/*/*")) == []
+    store.put(*sample(1))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
+    if not done or done.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_really_full_disk(small_disk, sample, same):
+    root, shape = small_disk / "kv", Geometry(8, 2, 32, 32, "bfloat16")
+    samples = [sample(seed, 200, shape) for seed in range(8)]  # 400 KB each
+    with KVStore.open(root, 1 << 30) as store:
+        stored = []
+        with pytest.raises(StoreFullError, match="No space left") as caught:
+            for each in samples:
+                store.put(*each)
+                stored.append(each)
+        assert str(root) in str(caught.value)
+        assert 1 <= len(stored) < 8
+        assert store.check() == []
+        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in stored)
+        store.delete(stored[0][0])
+        store.put(*samples[-1])
+        assert same(store.get(samples[-1][0], samples[-1][1].token_ids), samples[-1][1])

@@ -1,0 +1,218 @@
+"""Layers go straight into the caller's tensors: strided, in parts, in parallel, and after the file is gone."""
+
+import gc
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ragblend.kvstore import reader as reader_module
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import CorruptBlobError, StoreError
+
+
+def fused_buffers(geometry, tokens, fill=0x5A):
+    """One layer's K and V of a longer sequence, every byte `fill`."""
+    shape = (geometry.kv_heads, tokens)
+    both = [torch.empty((*shape, size), dtype=geometry.torch_dtype) for size in (geometry.key_size, geometry.value_size)]
+    for tensor in both:
+        tensor.view(torch.uint8).fill_(fill)
+    return both
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_layers_land_in_slices_of_larger_tensors(store, sample, dtype):
+    geometry = Geometry(3, 2, 4, 6, dtype)
+    key, chunk = sample(1, 5, geometry)
+    store.put(key, chunk)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        assert (reader.token_ids, reader.start, reader.geometry) == (chunk.token_ids, chunk.start, geometry)
+        for layer in (2, 0, 1):
+            keys, values = fused_buffers(geometry, 12)
+            reader.read_layer(layer, keys[:, 4:9], values[:, 4:9])
+            for whole, expected in ((keys, chunk.keys[layer]), (values, chunk.values[layer])):
+                assert torch.equal(bits(whole[:, 4:9]), bits(expected))
+                assert (bits(whole[:, :4]) == 0x5A).all()
+                assert (bits(whole[:, 9:]) == 0x5A).all()
+
+
+def test_short_reads_are_continued(store, sample, same, monkeypatch):
+    """preadv may stop anywhere: here after 7 bytes, in the middle of a head and of a number."""
+    key, chunk = sample(2)
+    store.put(key, chunk)
+    whole = os.preadv
+
+    def short(fd, buffers, offset):
+        return whole(fd, [memoryview(buffers[0])[:7]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_more_heads_than_one_preadv_may_take(store, sample, same, monkeypatch):
+    key, chunk = sample(3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
+    store.put(key, chunk)
+    lengths = []
+    whole = os.preadv
+
+    def counted(fd, buffers, offset):
+        lengths.append(len(buffers))
+        return whole(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module, "_IOV_MAX", 4)
+    monkeypatch.setattr(os, "preadv", counted)
+    assert same(store.get(key, chunk.token_ids), chunk)
+    assert max(lengths) == 4
+
+
+def test_the_systems_own_limit_on_buffers(store, sample, same):
+    many = os.sysconf("SC_IOV_MAX") // 2 + 3
+    key, chunk = sample(4, 1, Geometry(1, many, 1, 1, "float16"))
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_threads_read_different_layers_at_once(store, sample):
+    key, chunk = sample(5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
+    store.put(key, chunk)
+    buffers = [fused_buffers(chunk.geometry, 40) for _ in range(12)]
+    with store.open_chunk(key, chunk.token_ids) as reader, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda layer: reader.read_layer(layer, *buffers[layer]), list(range(12)) * 3))
+    for layer, (keys, values) in enumerate(buffers):
+        assert torch.equal(bits(keys), bits(chunk.keys[layer]))
+        assert torch.equal(bits(values), bits(chunk.values[layer]))
+
+
+def test_an_open_reader_survives_eviction_deletion_and_replacement(store, sample):
+    key, chunk = sample(6)
+    other = sample(7)[1]
+    store.put(key, chunk)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        store.delete(key)
+        store.put(key, type(chunk)(chunk.token_ids, chunk.start, chunk.geometry, other.keys, other.values))
+        keys, values = fused_buffers(chunk.geometry, 5)
+        reader.read_layer(1, keys, values)
+    assert torch.equal(bits(keys), bits(chunk.keys[1]))
+
+
+def test_what_is_read_is_the_readers_own(store, sample, same):
+    """Writing into a result, or into the tensors that were put, changes nothing stored."""
+    key, chunk = sample(8)
+    pristine = sample(8)[1]
+    store.put(key, chunk)
+    first = store.get(key, chunk.token_ids)
+    for tensor in (*first.keys, *first.values, *chunk.keys, *chunk.values):
+        tensor.view(torch.uint8).fill_(0)
+    assert same(store.get(key, pristine.token_ids), pristine)
+    with store.open_chunk(key, pristine.token_ids) as reader, pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(reader._fd, b"x")  # opened for reading only
+
+
+def test_damage_found_late_is_counted_once_and_becomes_a_miss(store, sample, value_path):
+    key, chunk = sample(9)
+    store.put(key, chunk)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        with value_path(key).open("r+b") as file:
+            file.seek(reader.header.layer_offset(1))
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        keys, values = fused_buffers(chunk.geometry, 5)
+        reader.read_layer(0, keys, values)
+        for _ in range(2):
+            with pytest.raises(CorruptBlobError, match="layer 1"):
+                reader.read_layer(1, keys, values)
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.quarantined, stats.entries) == (0, 1, 1, 0)
+    assert store.open_chunk(key, chunk.token_ids) is None
+
+
+def test_a_file_cut_under_an_open_reader(store, sample, value_path):
+    key, chunk = sample(10)
+    store.put(key, chunk)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        os.truncate(value_path(key), reader.header.layer_offset(2) + 3)
+        with pytest.raises(CorruptBlobError, match="ends after 3 of"):
+            reader.read_layer(2, *fused_buffers(chunk.geometry, 5))
+
+
+def test_io_errors_are_damage(store, sample, monkeypatch):
+    key, chunk = sample(11)
+    store.put(key, chunk)
+
+    def broken(fd, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(CorruptBlobError, match="Input/output"):
+            reader.read_layer(0, *fused_buffers(chunk.geometry, 5))
+    assert store.stats().quarantined == 1
+
+
+def test_closing_waits_for_the_reads_under_way(store, sample, monkeypatch):
+    """Else the descriptor's number could be another file's while preadv still uses it."""
+    key, chunk = sample(12)
+    store.put(key, chunk)
+    reader = store.open_chunk(key, chunk.token_ids)
+    inside, go_on, whole = threading.Event(), threading.Event(), os.preadv
+
+    def slow(fd, buffers, offset):
+        inside.set()
+        assert go_on.wait(10)
+        return whole(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    keys, values = fused_buffers(chunk.geometry, 5)
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(reader.read_layer, 0, keys, values)
+        assert inside.wait(10)
+        closing = pool.submit(reader.close)
+        assert not closing.done()
+        go_on.set()
+        reading.result(10)
+        closing.result(10)
+    assert torch.equal(bits(keys), bits(chunk.keys[0]))
+    with pytest.raises(StoreError, match="closed"):
+        reader.read_layer(0, keys, values)
+
+
+def test_readers_give_their_descriptors_back(store, sample):
+    key, chunk = sample(13)
+    store.put(key, chunk)
+    store.get(key, chunk.token_ids)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        store.get(key, chunk.token_ids)
+        store.open_chunk(key, chunk.token_ids)  # dropped without close
+        assert store.open_chunk(key, (1, 2)) is None or True
+        store.put(key, chunk)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_wrong_destinations_are_our_bug(store, sample):
+    key, chunk = sample(14)
+    store.put(key, chunk)
+    keys, values = fused_buffers(chunk.geometry, 5)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        with pytest.raises(AssertionError):
+            reader.read_layer(0, keys[:, :4], values)
+        with pytest.raises(AssertionError):
+            reader.read_layer(0, keys.float(), values)
+        with pytest.raises(AssertionError):
+            reader.read_layer(3, keys, values)
+
+
+def test_page_cache_can_be_dropped(store, sample, same):
+    key, chunk = sample(15)
+    store.put(key, chunk)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        reader.drop_page_cache()
+    assert same(store.get(key, chunk.token_ids), chunk)

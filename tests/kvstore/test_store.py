@@ -1,0 +1,381 @@
+"""KVStore: what put promises, who is evicted, what check sees, what gc and delete leave (nothing)."""
+
+import os
+import stat
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragblend.kvstore.blob import Blob
+from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
+from ragblend.kvstore.store import KVStore
+
+
+def modes_below(folder):
+    found = {folder: stat.S_IMODE(folder.stat().st_mode)}
+    for path in folder.rglob("*"):
+        found[path] = stat.S_IMODE(path.lstat().st_mode)
+    return found
+
+
+def holds(folder, needle):
+    return [path for path in folder.rglob("*") if path.is_file() and needle in path.read_bytes()]
+
+
+def test_put_get_contains_keys_stats(store, sample, same):
+    samples = [sample(seed) for seed in range(3)]
+    for key, chunk in samples:
+        assert not store.contains(key)
+        assert store.get(key, chunk.token_ids) is None
+        store.put(key, chunk)
+        assert store.contains(key)
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
+    assert list(store.keys()) == [key for key, _ in samples]
+    stats = store.stats()
+    assert (stats.entries, stats.hits, stats.misses) == (3, 3, 3)
+    assert stats.bytes == sum(Blob.of(*each).nbytes for each in samples)
+    assert (stats.evictions, stats.quarantined) == (0, 0)
+    assert store.check() == []
+
+
+def test_values_are_there_after_reopening_and_counters_begin_anew(open_store, sample, same):
+    key, chunk = sample(1)
+    first = open_store()
+    first.put(key, chunk)
+    first.get(key, chunk.token_ids)
+    first.close()
+    second = open_store()
+    assert second.stats().hits == 0
+    assert second.stats().entries == 1
+    assert same(second.get(key, chunk.token_ids), chunk)
+    assert second.check() == []
+
+
+def test_putting_again_replaces(store, sample, same, root):
+    key, chunk = sample(1)
+    other = sample(2)[1]
+    store.put(key, chunk)
+    newer = ChunkKV(chunk.token_ids, 9, chunk.geometry, other.keys, other.values)
+    store.put(key, newer)
+    assert same(store.get(key, chunk.token_ids), newer)
+    assert store.stats().entries == 1
+    assert len(list(root.glob("values/*/*"))) == 1
+    assert store.check() == []
+
+
+def test_other_token_ids_are_a_miss_and_never_the_stored_kv(store, sample):
+    """Two texts under one key cannot be; if they are, the value is not to be trusted."""
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    assert store.open_chunk(key, [*chunk.token_ids[:-1], chunk.token_ids[-1] ^ 1]) is None
+    stats = store.stats()
+    assert (stats.misses, stats.quarantined, stats.entries) == (1, 1, 0)
+
+
+def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sample, root, monkeypatch):
+    """The order that makes an acknowledged value outlive a power cut: nothing else here could tell."""
+    steps = []
+    fsync, rename, insert = os.fsync, os.rename, store._cache._row_insert
+
+    def note_fsync(fd):
+        steps.append("fsync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), root))
+        fsync(fd)
+
+    def note_rename(source, target):
+        steps.append("rename")
+        rename(source, target)
+
+    def note_insert(*args):
+        steps.append("row")
+        return insert(*args)
+
+    store.put(*sample(0))  # makes the folders
+    key, chunk = sample(1)
+    (root / "values" / key.digest[:2]).mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(store._cache, "_row_insert", note_insert)
+    store.put(key, chunk)
+    assert [step.partition("-")[0] for step in steps] == [
+        f"fsync values/{key.digest[:2]}/{key.digest}",
+        "rename",
+        f"fsync values/{key.digest[:2]}",
+        "row",
+    ]
+    assert steps[0].endswith(".tmp")
+
+
+# --- budget
+
+
+def test_the_budget_evicts_the_longest_unused_and_only_what_is_needed(open_store, sample, same):
+    samples = [sample(seed) for seed in range(5)]
+    size = Blob.of(*samples[0]).nbytes
+    store = open_store(budget_bytes=3 * size)
+    for each in samples[:3]:
+        store.put(*each)
+    assert store.get(samples[0][0], samples[0][1].token_ids)  # now 1 is the longest unused
+    store.put(*samples[3])
+    assert [store.contains(key) for key, _ in samples] == [True, False, True, True, False]
+    store.put(*samples[4])
+    assert [store.contains(key) for key, _ in samples] == [True, False, False, True, True]
+    stats = store.stats()
+    assert (stats.evictions, stats.entries, stats.bytes) == (2, 3, 3 * size)
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (samples[0], *samples[3:]))
+    assert store.check() == []
+
+
+def test_one_large_value_evicts_several_small_ones_but_not_all(open_store, sample):
+    small = [sample(seed, 4) for seed in range(6)]
+    large = sample(9, 10)
+    size = Blob.of(*small[0]).nbytes
+    store = open_store(budget_bytes=6 * size)
+    for each in small:
+        store.put(*each)
+    store.put(*large)
+    needed = -(-Blob.of(*large).nbytes // size)
+    assert [store.contains(key) for key, _ in small] == [False] * needed + [True] * (6 - needed)
+    assert 0 < needed < 6
+
+
+def test_the_order_of_use_survives_a_restart(open_store, sample):
+    samples = [sample(seed) for seed in range(3)]
+    budget = 2 * Blob.of(*samples[0]).nbytes
+    first = open_store(budget)
+    first.put(*samples[0])
+    first.put(*samples[1])
+    assert first.get(samples[0][0], samples[0][1].token_ids)
+    first.close()
+    second = open_store(budget)
+    second.put(*samples[2])
+    assert [second.contains(key) for key, _ in samples] == [True, False, True]
+
+
+def test_a_value_larger_than_the_budget_changes_nothing(open_store, sample, root):
+    small, large = sample(1), sample(2, 50)
+    store = open_store(budget_bytes=Blob.of(*small).nbytes)
+    store.put(*small)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(StoreFullError, match=r"(?s)budget.*Raise it") as caught:
+        store.put(*large)
+    assert str(root) in str(caught.value)
+    assert sorted(root.rglob("*")) == before
+    assert store.contains(small[0])
+    assert store.stats().evictions == 0
+
+
+def test_a_hit_writes_nothing_and_syncs_nothing(store, sample, root, monkeypatch):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    store.get(key, chunk.token_ids)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if not path.name.endswith("-shm")}
+    time.sleep(0.01)
+
+    def never(*args):
+        raise AssertionError("a hit must not write")
+
+    for name in ("fsync", "fdatasync", "write", "rename"):
+        monkeypatch.setattr(os, name, never)
+    for _ in range(20):
+        assert store.get(key, chunk.token_ids)
+    assert {p: p.stat().st_mtime_ns for p in root.rglob("*") if not p.name.endswith("-shm")} == before
+
+
+# --- secrecy
+
+
+def test_only_the_owner_can_read_whatever_the_umask(root, sample):
+    before = os.umask(0)
+    try:
+        store = KVStore.open(root, 1 << 30)
+        key, chunk = sample(1)
+        store.put(key, chunk)
+        store.get(key, chunk.token_ids)
+        (root / "values" / key.digest[:2]).iterdir()
+        modes = modes_below(root.parent)
+        store.close()
+    finally:
+        os.umask(before)
+    names = {path.name for path in modes}
+    assert {"cache.db", "cache.db-wal", "cache.db-shm", "values", "quarantine", "write.lock", "FORMAT"} <= names
+    wrong = {p: oct(m) for p, m in modes.items() if m != (0o700 if p.is_dir() else 0o600) and p.exists()}
+    assert wrong == {}
+
+
+def test_a_loose_folder_is_tightened(open_store, sample, root):
+    open_store().close()
+    for path in (root, root / "cache.db", root / "values"):
+        path.chmod(0o777)
+    open_store()
+    assert all(mode & 0o077 == 0 for mode in modes_below(root).values())
+
+
+def test_delete_leaves_no_bytes(store, sample, root, value_path):
+    """Neither the KV, nor the token ids, nor the key: in no file, the quarantine and SQLite's log included."""
+    key, chunk = sample(1, 40)
+    store.put(*sample(2))
+    store.put(key, chunk)
+    twin = value_path(key)
+    (root / "quarantine" / twin.name.replace(".kv", "x.kv")).write_bytes(twin.read_bytes())
+    twin.with_name(f"{key.digest}-{'0' * 16}.tmp").write_bytes(twin.read_bytes()[:300])
+    payload = chunk.keys[1].contiguous().view(torch.uint8).numpy().tobytes()[:64]
+    tokens = torch.tensor(chunk.token_ids, dtype=torch.int32).numpy().tobytes()[:32]
+    needles = [payload, tokens, key.digest.encode(), bytes.fromhex(key.digest)]
+    assert all(holds(root, needle) for needle in needles)
+    size = twin.stat().st_size
+    assert store.delete(key) == 2 * size + 300
+    assert [path for needle in needles for path in holds(root, needle)] == []
+    assert not any(key.digest in path.name for path in root.rglob("*"))
+    assert store.get(key, chunk.token_ids) is None
+    assert store.delete(key) == 0
+    assert store.check() == []
+
+
+def test_a_file_that_cannot_be_deleted_is_an_error(store, sample, root, monkeypatch):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+
+    def refused(path, **more):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(StoreError, match=r"could not be removed.*Read-only"):
+        store.delete(key)
+
+
+# --- looking after
+
+
+def test_check_names_every_kind_of_problem(store, sample, root, value_path):
+    keys = {}
+    kinds = ["missing-file", "bad-length", "bad-header", "bad-layer", "wrong-key", "open-to-others"]
+    for seed, kind in enumerate(kinds):
+        key, chunk = sample(seed, 4 + seed)
+        store.put(key, chunk)
+        keys[kind] = (key, value_path(key))
+    other = sample(50, 8)
+    store.put(*other)
+    assert store.check() == []
+
+    def damage(kind, position):
+        data = bytearray(keys[kind][1].read_bytes())
+        data[position] ^= 0x10
+        keys[kind][1].write_bytes(data)
+
+    keys["missing-file"][1].unlink()
+    keys["bad-length"][1].write_bytes(keys["bad-length"][1].read_bytes()[:-1])
+    damage("bad-header", 80)
+    damage("bad-layer", -1)
+    keys["wrong-key"][1].write_bytes(value_path(other[0]).read_bytes())
+    keys["open-to-others"][1].chmod(0o640)
+    orphan = keys["bad-layer"][1].with_name(f"{keys['bad-layer'][0].digest}-{'a' * 16}.kv")
+    orphan.write_bytes(b"orphan")
+    orphan.chmod(0o600)
+    temporary = orphan.with_suffix(".tmp")
+    temporary.write_bytes(b"tmp")
+    temporary.chmod(0o600)
+    (root / "values" / "notes.txt").touch(0o600)
+    store._index._sql.execute("INSERT INTO Cache (key, raw, size, mode, value) VALUES ('k', 1, 1, 4, x'80')")
+
+    found = {(problem.kind, problem.key.digest if problem.key else None) for problem in store.check()}
+    expected = {(kind, key.digest) for kind, (key, _) in keys.items()}
+    expected |= {("orphan-file", keys["bad-layer"][0].digest), ("temporary-file", keys["bad-layer"][0].digest)}
+    assert found == expected | {("foreign-file", None), ("foreign-row", None)}
+    assert all(problem.message and problem.path for problem in store.check())
+
+
+def test_repair_leaves_a_sound_store(store, sample, same, root, value_path):
+    good, cut = sample(1), sample(2)
+    store.put(*good)
+    store.put(*cut)
+    data = bytearray(value_path(cut[0]).read_bytes())
+    data[-1] ^= 1
+    value_path(cut[0]).write_bytes(data)
+    value_path(good[0]).with_name(f"{good[0].digest}-{'a' * 16}.kv").touch(0o600)
+    assert sorted(problem.kind for problem in store.repair()) == ["bad-layer", "orphan-file"]
+    assert store.check() == []
+    assert same(store.get(good[0], good[1].token_ids), good[1])
+    assert not store.contains(cut[0])
+    store.put(*cut)
+    assert same(store.get(cut[0], cut[1].token_ids), cut[1])
+
+
+def test_gc_removes_leftovers_and_what_is_not_kept(store, sample, root, value_path):
+    samples = [sample(seed) for seed in range(3)]
+    for each in samples:
+        store.put(*each)
+    path = value_path(samples[0][0])
+    (root / "quarantine" / "evidence").write_bytes(b"12345")
+    path.with_suffix(".tmp").write_bytes(b"123")
+    path.with_name(f"{samples[0][0].digest}-{'a' * 16}.kv").write_bytes(b"1")
+    report = store.gc()
+    assert (report.files, report.bytes) == (3, 9)
+    assert store.stats().entries == 3
+    size = path.stat().st_size
+    report = store.gc(keep={samples[1][0]})
+    assert (report.files, report.bytes) == (2, 2 * size)
+    assert list(store.keys()) == [samples[1][0]]
+    assert store.gc(keep=[]).files == 1
+    assert store.check() == []
+    assert store.gc() == replace(report, files=0, bytes=0)
+
+
+def test_a_closed_store_says_so(store, sample):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    reader = store.open_chunk(key, chunk.token_ids)
+    store.close()
+    store.close()
+    reader.close()
+    for call in (
+        lambda: store.put(key, chunk),
+        lambda: store.get(key, chunk.token_ids),
+        lambda: store.contains(key),
+        store.stats,
+        store.check,
+        store.gc,
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            call()
+
+
+# --- opening
+
+
+@pytest.mark.parametrize("line", [b"ragblend kv 2\n", b"ragblend kv 0\n", b"", b"\xff\xfe"])
+def test_another_format_is_refused_with_what_to_do(open_store, root, sample, line):
+    store = open_store()
+    store.put(*sample(1))
+    store.close()
+    (root / "FORMAT").write_bytes(line)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(StoreFormatError, match="store repair"):
+        open_store()
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_folder_of_something_else_is_left_alone(open_store, root):
+    root.mkdir(parents=True)
+    root.chmod(0o755)
+    (root / "thesis.txt").write_text("mine")
+    with pytest.raises(StoreFormatError, match=r"thesis\.txt"):
+        open_store()
+    assert [path.name for path in root.iterdir()] == ["thesis.txt"]
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755
+
+
+def test_an_open_that_was_interrupted_early_can_be_repeated(open_store, root):
+    root.mkdir(parents=True)
+    (root / "write.lock").touch()
+    (root / "FORMAT.tmp").write_bytes(b"rag")
+    assert open_store().stats().entries == 0
+
+
+def test_a_file_in_the_folders_place(open_store, root):
+    root.parent.mkdir(parents=True)
+    root.write_text("not a folder")
+    with pytest.raises(StoreError, match="kv"):
+        open_store()
