@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine, Prefilled, Result
     from ragblend.engine.prompt import Prompt
 
-INSTRUCTION = (
-    "Answer the question directly, based on the passages above. Do not repeat the question. "
-    "The answer is a few words long.\nQuestion: "
-)
+INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
 
 
@@ -202,7 +199,7 @@ def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> "tupl
     if variant.method != "full" and report.misses:
         passages = report.hits + report.misses
         raise BenchError(
-            f"{variant} found {report.hits} of {passages} passages in the store, and the others would be "
+            f"{variant} found {report.hits} of {passages} passages in the store, the others would be "
             "computed exactly; the store's budget is too small for one question, or another process is evicting"
         )
     return prefilled, ttft_ms

@@ -19,7 +19,7 @@ Key = tuple[str, str, float | None]
 
 @dataclass(frozen=True)
 class Record:
-    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run of the program."""
+    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run."""
 
     question: str
     method: str
@@ -70,7 +70,7 @@ class Journal:
 
 
 def _read(path: Path) -> dict[Key, Record]:
-    """The records by key: the first of a key wins; lines that a kill cut off are left out (and measured again)."""
+    """The records by key: the first of a key wins; lines that a kill cut off are left out."""
     records: dict[Key, Record] = {}
     if not path.exists():
         return records

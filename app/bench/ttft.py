@@ -113,8 +113,8 @@ def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
         prompt = engine.tokenize(engine.chat_prompt(None, chunks, INSTRUCTION + QUESTION))
         if len(prompt.token_ids) > engine.context_window:
             raise PromptTooLongError(
-                f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and {engine.model_name} "
-                f"takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
+                f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
+                f"{engine.model_name} takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
             )
         yield _weighed(engine, prompt, report.keys)
     finally:
