@@ -74,9 +74,9 @@ layers: $(WHEEL)
 	cd $(WHEEL) && $(abspath $(BIN))/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
 
 bench: $(VENV)/.installed-dev
-	@mkdir -p $(BENCH_OUT)
-	$(BIN)/ragblend bench ttft --home $(BENCH_HOME)
-	$(BIN)/ragblend bench quality --home $(BENCH_HOME)
+	$(BIN)/ragblend bench ttft --home $(BENCH_HOME) --output $(BENCH_OUT) --ratios 0.15 --repeats 3
+	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
+	    --methods full,naive,reuse,random,cacheblend --ratios 0.15
 
 clean:
 	rm -rf $(VENV) build dist ragblend.egg-info $(DEMO_HOME) $(BENCH_OUT) .pytest_cache .mypy_cache .ruff_cache

@@ -129,6 +129,26 @@ def test_links_lead_to_files(document) -> None:
     assert missing == []
 
 
+def tree_paths(tree: str) -> Iterator[str]:
+    """What an annotated tree names, two spaces a level: `kvstore/`, `kvstore/keys.py`, ..."""
+    folders: list[str] = []
+    for line in tree.splitlines():
+        level = (len(line) - len(line.lstrip())) // 2
+        for name in re.findall(r"^[\w/]+\.py|^\w+/|(?<=\.py )\w+\.py", line.strip()):
+            del folders[level:]
+            yield "".join(folders) + name
+            if name.endswith("/"):
+                folders.append(name)
+
+
+def test_the_tree_names_what_is_there() -> None:
+    [tree] = [block.code for block in ALL_BLOCKS if "START HERE" in block.code]
+    paths = list(tree_paths(tree))
+    assert "kvstore/reader.py" in paths
+    assert "app/bench/" in paths
+    assert [path for path in paths if not (REPO / path).exists()] == []
+
+
 def test_blocks_and_commands_are_found() -> None:
     text = "Text\n\n```bash\n$ ragblend ask 'a b' \\\n    --json\n# a comment\n```\n\n```python no-run\n1 / 0\n```\n"
     bash, python = blocks(text)
