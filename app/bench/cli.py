@@ -26,7 +26,9 @@ def bench() -> None:
 
 
 Home = Annotated[Path | None, typer.Option("--home", help="Where data lives (or RAGBLEND_HOME).")]
-Model = Annotated[str, typer.Option("--model", help="default, a hub id, a local folder or a .gguf file.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="default, a hub id, a local folder or a .gguf file.")
+]
 Device = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda or mps; the best there is if not given.")
 ]
@@ -72,7 +74,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, everything e
 def quality(
     data: Data = None,
     home: Home = None,
-    model: Model = "default",
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     methods: Methods = QUALITY_METHODS,
@@ -103,7 +105,7 @@ def quality(
 def ttft(
     data: Data = None,
     home: Home = None,
-    model: Model = "default",
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     methods: Methods = TTFT_METHODS,
@@ -127,9 +129,21 @@ def ttft(
     _finish({name: results[name] for name in ("rows", "environment")}, results["files"], as_json)
 
 
-def _engine_arguments(model: str, home: Path | None, device: str | None, dtype: str | None) -> dict[str, Any]:
-    """What `Engine.open` is called with, here and in the child processes (plain JSON values)."""
-    return {"model": model, "home": None if home is None else str(home), "device": device, "dtype": dtype}
+def _engine_arguments(
+    model: str | None, home: Path | None, device: str | None, dtype: str | None
+) -> dict[str, Any]:
+    """What `Engine.open` is called with, here and in the child processes: plain JSON values.
+
+    What is not given comes from the settings, as for every other command. The collection is the benches' own: its
+    name is in every key, so nothing that a bench stores or removes is the user's.
+    """
+    from ragblend.app.home import Home
+    from ragblend.app.settings import Settings
+
+    found = Home.resolve(home)
+    settings = Settings.load(found.settings, overrides={"model": model, "device": device, "dtype": dtype})
+    chosen = {name: getattr(settings, name) for name in ("model", "device", "dtype", "store_budget_bytes")}
+    return {"home": str(found.root), "collection": "bench", **chosen}
 
 
 def _console(as_json: bool) -> "Console":

@@ -14,10 +14,10 @@ def environment(engine: "Engine") -> dict[str, Any]:
     """Model, device, processor and versions, as plain JSON values."""
     import torch
 
-    device = str(engine.device)
+    device = engine.device
     return {
         "model": engine.model_name,
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        "dtype": engine.dtype,
         "device": device,
         "gpu": torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else None,
         "cpu": cpu_name(),

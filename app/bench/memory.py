@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ragblend.kvstore.errors import RagBlendError
 
 if TYPE_CHECKING:
-    import torch
-
     from ragblend.engine.prompt import Prompt
 
 ANSWER_TOKENS = 4
@@ -71,8 +69,12 @@ def _measure(job: MemoryJob) -> int | None:
     kinds = {True: Chunk, False: Literal}
     prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in job.segments])
     options: dict[str, Any] = {} if job.ratio is None else {"ratio": job.ratio}
-    meter = _CudaMeter(engine.device) if str(engine.device).startswith("cuda") else _HostMeter()
-    engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, temperature=0.0, **options)
+    meter = _CudaMeter(engine.device) if engine.device.startswith("cuda") else _HostMeter()
+    result = engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, **options)
+    if result.report.misses:
+        raise RagBlendError(
+            f"{result.report.misses} chunks were not in the store: this would be another peak"
+        )
     return meter.peak_bytes()
 
 
@@ -95,7 +97,7 @@ class _HostMeter:
 class _CudaMeter:
     """Memory of this process' tensors on the GPU, as torch's allocator counts it."""
 
-    def __init__(self, device: "torch.device") -> None:
+    def __init__(self, device: str) -> None:
         import torch
 
         self._device = device

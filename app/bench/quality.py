@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragblend.engine.config import Report
-    from ragblend.engine.engine import Engine, Prefilled, Result
+    from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
+    from ragblend.engine.results import Prefilled, Result
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
@@ -34,8 +35,17 @@ class BenchError(RagBlendError):
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What full prefill says: its greedy answer, its logits before each token of it (n, vocab), its time."""
+class Timed:
+    """A prompt that was read, what that took the engine, and the milliseconds to its first token on our clock."""
+
+    prefilled: "Prefilled"
+    report: "Report"
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method's greedy answer, and its logits before each token of the *reference's* answer, (n, vocab)."""
 
     answer: "Result"
     logits: "Tensor"
@@ -93,7 +103,24 @@ def _encoded(engine: "Engine", question: Question, keep_kv: bool) -> Iterator[No
         yield
     finally:
         for key in () if keep_kv else set(report.keys) - before:
+            assert key is not None, "the model was found fusible, and passages are not empty"
             engine.store.delete(key)
+
+
+def model_digest(engine: "Engine") -> str:
+    """The key that one word is stored under: it is made of weights, tokenizer, dtype, RoPE and encoding prefix.
+
+    Raises BenchError for a model whose KV may not be fused: there would be nothing to compare.
+    """
+    before = frozenset(engine.store.keys())
+    (key,) = engine.encode(["digest"]).keys
+    if key is None:
+        raise BenchError(
+            f"{engine.model_name} cannot be fused ({engine.gate.reason}); choose another --model"
+        )
+    if key not in before:
+        engine.store.delete(key)
+    return key.digest
 
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
@@ -104,7 +131,7 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
     from ragblend.engine.prompt import Chunk
 
     chunks = [Chunk(passage) for passage in question.passages]
-    prompt = engine.tokenize(engine.chat_prompt(None, chunks, INSTRUCTION + question.text))
+    prompt = engine.tokenize(engine.chat_prompt(None, chunks, question.text + INSTRUCTION))
     needed = len(prompt.token_ids) + max_new_tokens
     if needed > engine.context_window:
         raise PromptTooLongError(
@@ -124,74 +151,71 @@ def measure(
     engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant], max_new_tokens: int
 ) -> Iterator[Record]:
     """One record a variant, on one question, each beside the reference of this very run."""
-    reference = measure_reference(engine, prompt, max_new_tokens)
+    reference = full_outcome(engine, prompt, max_new_tokens)
     for variant in variants:
-        if variant.method == "full":
-            report, ttft_ms, logits, answer = (
-                reference.report,
-                reference.ttft_ms,
-                reference.logits,
-                reference.answer,
-            )
-        else:
-            prefilled, ttft_ms = timed_prefill(engine, prompt, variant)
-            report, logits = prefilled.report, teacher_logits(engine, prefilled, reference.answer.token_ids)
-            answer = greedy_answer(engine, prefilled, logits, reference, max_new_tokens)
-            del (
-                prefilled
-            )  # its cache is as large as all the passages' KV: two at a time would double the peak
-        yield Record(
-            question=question.digest,
-            method=variant.method,
-            ratio=variant.ratio,
-            kl=metrics.kl_divergence(reference.logits, logits),
-            top1=metrics.top1_agreement(reference.logits, logits),
-            exact_match=tuple(answer.token_ids) == tuple(reference.answer.token_ids),
-            gold_match=metrics.gold_match(answer.text, question.answers),
-            f1=metrics.f1(answer.text, question.answers),
-            rouge_l=metrics.rouge_l(answer.text, question.answers),
-            recomputed_fraction=report.recomputed_fraction,
-            ttft_ms=ttft_ms,
-            full_ttft_ms=reference.ttft_ms,
-            prompt_tokens=len(prompt.token_ids),
-            answer=answer.text,
+        outcome = (
+            reference
+            if variant.method == "full"
+            else _outcome(engine, prompt, variant, reference, max_new_tokens)
         )
+        yield _record(question, variant, reference, outcome)
 
 
-def measure_reference(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Reference:
-    """Full prefill, its greedy answer, and its logits along that answer."""
-    prefilled, ttft_ms = timed_prefill(engine, prompt, Variant("full"))
-    answer = engine.decode(prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
-    return Reference(answer, teacher_logits(engine, prefilled, answer.token_ids), prefilled.report, ttft_ms)
+def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Outcome:
+    """The reference: full prefill, its greedy answer, and its logits along that answer."""
+    timed = timed_prefill(engine, prompt, Variant("full"))
+    answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
+    return Outcome(answer, teacher_logits(engine, timed.prefilled, answer), timed.report, timed.ttft_ms)
 
 
-def greedy_answer(
-    engine: "Engine", prefilled: "Prefilled", logits: "Tensor", reference: Reference, max_new_tokens: int
-) -> "Result":
-    """What the method answers itself; it is the reference's answer if it takes every step of it, end token
-    included.
-
-    Then decoding it again, which takes as long as the prefill, would only repeat what the logits (n, vocab)
-    say.
-    """
-    said = reference.answer.token_ids
-    if said and logits.argmax(-1).tolist() == list(said):
-        return reference.answer
-    return engine.decode(prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
+def _outcome(
+    engine: "Engine", prompt: "Prompt", variant: Variant, reference: Outcome, max_new_tokens: int
+) -> Outcome:
+    timed = timed_prefill(engine, prompt, variant)
+    logits = teacher_logits(engine, timed.prefilled, reference.answer)
+    if takes_every_step(logits, reference.answer):
+        # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
+        answer = reference.answer
+    else:
+        answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
+    return Outcome(answer, logits, timed.report, timed.ttft_ms)
 
 
-def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> "tuple[Prefilled, float]":
-    """The prefilled prompt, and the milliseconds on our own clock until its first token is known.
+def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
+    """Whether the likeliest token before each token of the answer, its end token included, is that token."""
+    return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
 
-    Raises BenchError if something else was measured than was asked for: a passage that the store does not
-    have is computed exactly, and a model that cannot be fused is served by full prefill, so either would
-    look perfect.
+
+def _record(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> Record:
+    text = outcome.answer.text
+    return Record(
+        question=question.digest,
+        method=variant.method,
+        ratio=variant.ratio,
+        kl=metrics.kl_divergence(reference.logits, outcome.logits),
+        top1=metrics.top1_agreement(reference.logits, outcome.logits),
+        exact_match=outcome.answer.token_ids == reference.answer.token_ids,
+        gold_match=metrics.gold_match(text, question.answers),
+        f1=metrics.f1(text, question.answers),
+        rouge_l=metrics.rouge_l(text, question.answers),
+        recomputed_fraction=outcome.report.recomputed_fraction,
+        ttft_ms=outcome.ttft_ms,
+        full_ttft_ms=reference.ttft_ms,
+        prompt_tokens=outcome.report.tokens.prompt,
+        answer=text,
+    )
+
+
+def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed:
+    """Read the prompt and say the first token, against our own clock.
+
+    Raises BenchError if something else was measured than was asked for: a passage that the store does not have is
+    computed exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
     """
     started = perf_counter()
     prefilled = engine.prefill(prompt, **variant.arguments)
-    prefilled.logits.argmax().item()  # a device that works in the background has to be done
+    report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
     ttft_ms = 1000 * (perf_counter() - started)
-    report = prefilled.report
     if report.method != variant.method:
         raise BenchError(
             f"{variant} was served by {report.method} prefill: {report.warning}; choose another --model"
@@ -199,18 +223,14 @@ def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> "tupl
     if variant.method != "full" and report.misses:
         passages = report.hits + report.misses
         raise BenchError(
-            f"{variant} found {report.hits} of {passages} passages in the store, the others would be "
-            "computed exactly; the store's budget is too small for one question, or another process is evicting"
+            f"{variant} found {report.hits} of {passages} passages in the store, and would compute the others exactly; "
+            "the store's budget is too small for one question, or another process is evicting"
         )
-    return prefilled, ttft_ms
+    return Timed(prefilled, report, ttft_ms)
 
 
-def teacher_logits(engine: "Engine", prefilled: "Prefilled", token_ids: Sequence[int]) -> "Tensor":
-    """(n, vocab) float32: what is predicted before each of the n tokens; the first is the prompt's own
-    prediction.
-
-    An answer that ended before its first token still has one position to compare.
-    """
-    logits = engine.continue_logits(prefilled, token_ids) if token_ids else prefilled.logits.unsqueeze(0)
-    assert logits.shape[0] == max(1, len(token_ids)), (logits.shape, len(token_ids))
+def teacher_logits(engine: "Engine", prefilled: "Prefilled", answer: "Result") -> "Tensor":
+    """(n, vocab) float32: what is predicted before each token of the answer; first the prompt's own prediction."""
+    logits = engine.continue_logits(prefilled, answer.token_ids)
+    assert logits.shape[0] == max(1, len(answer.token_ids)), (logits.shape, len(answer.token_ids))
     return logits

@@ -75,8 +75,8 @@ def _digest(engine: "Engine", request: QualityRequest) -> str:
     import ragblend.kvstore
 
     settings = {
-        "model": engine.fingerprint.digest,
-        "device": str(engine.device),
+        "model": quality.model_digest(engine),
+        "device": engine.device,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,
         "instruction": quality.INSTRUCTION,

@@ -110,7 +110,7 @@ def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
     report = engine.encode(list(texts))
     try:
         chunks = [Chunk(text) for text in texts]
-        prompt = engine.tokenize(engine.chat_prompt(None, chunks, INSTRUCTION + QUESTION))
+        prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))
         if len(prompt.token_ids) > engine.context_window:
             raise PromptTooLongError(
                 f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
@@ -160,12 +160,12 @@ def measure(
         for variant in _rotated(plan.variants, turn):
             if cache == "cold":
                 drop_page_cache(engine, stored)
-            prefilled, ttft_ms = timed_prefill(engine, stored.prompt, variant)
+            timed = timed_prefill(engine, stored.prompt, variant)
             tick()
             if turn:
-                samples[variant].ttft_ms.append(ttft_ms)
-                samples[variant].timings.append(prefilled.report.timings)
-                samples[variant].recomputed_fraction = prefilled.report.recomputed_fraction
+                samples[variant].ttft_ms.append(timed.ttft_ms)
+                samples[variant].timings.append(timed.report.timings)
+                samples[variant].recomputed_fraction = timed.report.recomputed_fraction
     return samples, median(retrieve_ms[1:]) if retrieve_ms else None
 
 

@@ -1,20 +1,19 @@
 """One `bench ttft`: an engine in; rows, JSON and picture out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragblend.app.bench import ttft
 from ragblend.app.bench.data import load_questions
 from ragblend.app.bench.environment import environment
 from ragblend.app.bench.plots import plot_ttft
 from ragblend.app.bench.progress import progress_bar
+from ragblend.app.bench.quality import model_digest
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
-
-if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
 
 CACHES = ("warm", "cold")
 
@@ -44,10 +43,11 @@ def report_ttft(request: TtftRequest) -> dict[str, Any]:
     folder = make_folder(request.output)
     engine = Engine.open(**request.engine)
     # The child has to open what this process opened: the home and the device that were found, not asked for.
-    found = {"home": str(engine.home), "device": str(engine.device), "dtype": _name(engine.dtype)}
+    found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = request.engine | found if request.memory else None
-    with progress_bar("prefilling") as progress:
-        rows = ttft.run(engine, source, plan, _retriever(engine), child, progress)
+    model_digest(engine)  # raises now, and not after the first encode, for a model that cannot be fused
+    with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
+        rows = ttft.run(engine, source, plan, retrieve, child, progress)
     return _write(folder, {"rows": rows, "environment": environment(engine)})
 
 
@@ -71,12 +71,21 @@ def _source(data: Path | None) -> str:
     return sample_source()
 
 
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+@contextmanager
+def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
+    """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
+    from ragblend.app.retrieval import Retriever
+    from ragblend.app.workspace import Workspace
 
-
-def _retriever(engine: "Engine") -> Callable[[str, int], object] | None:
-    return None
+    with Workspace.open(home) as workspace:
+        if not (
+            workspace.home.library.exists()
+            and workspace.library.count_passages(workspace.settings.collection)
+        ):
+            yield None
+            return
+        workspace.embedder.load()
+        yield Retriever(workspace).retrieve
 
 
 def _write(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
