@@ -1,0 +1,114 @@
+"""`ragblend bench`, as it is typed: the real engine over a tiny model, files on the disk, JSON on stdout."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ragblend.app.bench.cli import bench_app
+from ragblend.kvstore.errors import UsageError
+
+ROW = {
+    "method", "ratio", "n", "kl", "kl_ci", "top1", "exact_match", "f1", "rouge_l", "recovery", "ttft_ms", "speedup",
+    "recomputed_fraction",
+}  # fmt: skip
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def bench(model_folder, home, tmp_path):
+    def run(command, *arguments):
+        where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
+        line = [command, *where, "--output", tmp_path / "out", *arguments]
+        return CliRunner().invoke(bench_app, [str(part) for part in line], catch_exceptions=False)
+
+    return run
+
+
+def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, data_file, tmp_path) -> None:
+    done = bench("quality", "--data", data_file, "--ratios", "0.15,1", "--max-new-tokens", "6", "--json")
+    rows = json.loads(done.stdout)
+    assert [set(row) >= ROW for row in rows] == [True] * 13  # full, naive, reuse, and 5 methods at 2 ratios
+    by_name = {(row["method"], row["ratio"]): row for row in rows}
+    assert {row["n"] for row in rows} == {4}
+    full = by_name["full", None]
+    assert (full["kl"], full["top1"], full["exact_match"], full["speedup"], full["recovery"]) == (0, 1, 1, 1, 1)
+    reuse = by_name["reuse", None]
+    assert reuse["kl"] > 1e-4
+    assert reuse["recovery"] == 0
+    assert reuse["recomputed_fraction"] == 0
+    # Everything computed again is full prefill: the whole path (encode, load, move, scatter, compare) at once.
+    for method in ("random", "heads"):
+        exact = by_name[method, 1.0]
+        assert exact["kl"] < 1e-6 * reuse["kl"] + 1e-7
+        assert exact["exact_match"] == 1
+        assert exact["recovery"] == pytest.approx(1, abs=1e-3)
+    results = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert results["rows"] == rows
+    assert results["environment"]["dtype"] == "float32"
+    assert {(c["method"], c["against"]) for c in results["comparisons"]} >= {
+        ("cacheblend", "random"),
+        ("cacheblend", "reuse"),
+        ("cacheblend-k", "heads"),
+    }
+    assert (tmp_path / "out" / "quality.png").read_bytes().startswith(PNG)
+
+
+def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(bench, data_file, tmp_path) -> None:
+    arguments = ("--data", data_file, "--max-new-tokens", "4", "--json")
+    first = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
+    again = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
+    assert again == first  # times included: nothing was measured again
+    bench("quality", *arguments, "--methods", "full,reuse,random", "--ratios", "0.3")
+    (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
+    records = [json.loads(line) for line in journal.read_text().splitlines() if line]
+    keys = [(record["question"], record["method"], record["ratio"]) for record in records]
+    assert len(keys) == len(set(keys)) == 4 * 3
+
+
+def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
+    from ragblend.kvstore.store import KVStore
+
+    bench("quality", "--data", data_file, "--methods", "reuse", "--limit", "2", "--max-new-tokens", "2")
+    bench("ttft", "--chunks", "2", "--tokens", "16", "--repeats", "1", "--methods", "reuse", "--no-memory", "--data", data_file)
+    store = KVStore.open(home / "kv", 1 << 30)
+    assert list(store.keys()) == []
+    assert store.check() == []
+    store.close()
+
+
+def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
+    arguments = ("--chunks", "2,3", "--tokens", "24", "--repeats", "2", "--ratios", "0.15", "--no-memory", "--json")
+    done = bench("ttft", "--data", data_file, *arguments)
+    printed = json.loads(done.stdout)
+    rows = printed["rows"]
+    assert len(rows) == 2 * 2 * 4  # chunk counts, caches, methods
+    assert {row["cache"] for row in rows} == {"warm", "cold"}
+    for row in rows:
+        parts = sum(row["where_ms"].values())
+        assert parts == pytest.approx(row["ttft_ms"], rel=0.5)  # medians of parts need not add up to the median
+        assert row["retrieve_ms"] is None  # nothing was ingested here
+        assert row["fused_kv_bytes"] == row["prompt_tokens"] * 4 * 2 * 2 * 16 * 4
+        assert row["raw_kv_bytes"] == row["chunks"] * 24 * 4 * 2 * 2 * 16 * 4
+        assert row["blob_of_raw_kv"] > 1
+    assert {row["speedup"] for row in rows if row["method"] == "full"} == {1.0}
+    assert {row["load_ms"] for row in rows if row["method"] == "full"} == {0.0}
+    assert all(row["load_ms"] > 0 for row in rows if row["method"] == "reuse")
+    assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("quality", "--methods", "full,magic"), "magic"),
+        (("quality", "--ratios", "0.15,2"), "'2'"),
+        (("quality", "--data", "nowhere.json"), "nowhere.json"),
+        (("ttft", "--chunks", "0"), "--chunks"),
+        (("ttft", "--tokens", "many"), "--tokens"),
+        (("ttft", "--caches", "hot"), "hot"),
+    ],
+)
+def test_wrong_arguments_are_usage_errors_before_any_model_is_loaded(bench, arguments, said, home) -> None:
+    with pytest.raises(UsageError, match=said):
+        bench(*arguments)
+    assert not home.exists()
