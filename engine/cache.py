@@ -1,0 +1,138 @@
+"""FusedCache: the KV of one whole prompt, partly stored and partly new, as the cache that transformers' layers update."""
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ragblend.engine.selection.base import Evidence
+from ragblend.kvstore.chunks import Geometry
+
+GROW_TOKENS = 256
+
+
+class FusedLayer(DynamicLayer):
+    """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing."""
+
+    def __init__(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        super().__init__()
+        self.dtype, self.device = geometry.torch_dtype, device
+        shape = (1, geometry.kv_heads, capacity)
+        self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
+        self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
+        self.is_initialized = True
+        self.set_length(0)
+
+    def set_length(self, tokens: int) -> None:
+        self.keys = self.key_buffer[:, :, :tokens]
+        self.values = self.value_buffer[:, :, :tokens]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (1, H, t, D) in place; the buffers grow by a copy only when their room is used up."""
+        start = self.keys.shape[2]
+        stop = start + key_states.shape[2]
+        if stop > self.key_buffer.shape[2]:
+            self.key_buffer = _grown(self.key_buffer, start, stop + GROW_TOKENS)
+            self.value_buffer = _grown(self.value_buffer, start, stop + GROW_TOKENS)
+        self.key_buffer[:, :, start:stop] = key_states
+        self.value_buffer[:, :, start:stop] = value_states
+        self.set_length(stop)
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in transformers: a negative number of tokens to drop from the end."""
+        self.set_length(self.keys.shape[2] - abs(tokens_to_remove))
+
+
+class Peeked(Exception):
+    """A layer's new KV is known, and its attention is not wanted: leave the layer. Never seen by a caller."""
+
+
+class Mode(Enum):
+    """What `update` does with the KV that a layer hands it."""
+
+    APPEND = auto()  # decoding: new tokens at the end
+    SCATTER = auto()  # prefill: new rows over the stored ones
+    PEEK = auto()  # selection: keep the rows as evidence, compute no attention
+
+
+class FusedCache(DynamicCache):
+    """Fused buffers for all layers; what `DynamicCache` is to `generate`, without a copy at hand-over.
+
+    While a `loader` is set, a layer's stored KV is awaited in `update`, before the new rows are scattered over it.
+    """
+
+    def __init__(self, geometry: Geometry, tokens: int, room_tokens: int, device: torch.device) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.prompt_tokens = tokens
+        self.layers = [FusedLayer(geometry, tokens + room_tokens, device) for _ in range(geometry.layers)]
+        self.mode = Mode.APPEND
+        self.rows: Tensor | None = None
+        self.loader: Any = None
+        self.collect = False
+        self.evidence: Evidence | None = None
+
+    def span(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views (H, stop - start, D) of that layer's key and value buffers."""
+        held = self.layers[layer]
+        return held.key_buffer[0, :, start:stop], held.value_buffer[0, :, start:stop]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D)."""
+        if self.mode is Mode.APPEND:
+            return self.layers[layer_idx].update(key_states, value_states)
+        if self.loader is not None:
+            self.loader.wait(layer_idx)
+        if self.collect:
+            self.evidence = self._evidence(layer_idx, key_states[0], value_states[0])
+        if self.mode is Mode.PEEK:
+            raise Peeked
+        held = self.layers[layer_idx]
+        held.set_length(self.prompt_tokens)
+        if self.rows is None:  # every row: nothing of the old survives
+            held.keys.copy_(key_states)
+            held.values.copy_(value_states)
+        else:
+            held.keys[0].index_copy_(1, self.rows, key_states[0])
+            held.values[0].index_copy_(1, self.rows, value_states[0])
+        return held.keys, held.values
+
+    def truncate(self) -> None:
+        """Forget everything after the prompt; the prompt's own KV stays as the prefill left it."""
+        for held in self.layers:
+            held.set_length(self.prompt_tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self.layers[layer_idx].keys.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prompt's KV in all layers."""
+        return self.prompt_tokens * self.geometry.token_bytes
+
+    def _evidence(self, layer: int, new_keys: Tensor, new_values: Tensor) -> Evidence:
+        keys, values = self.span(layer, 0, self.prompt_tokens)
+        rows = torch.arange(self.prompt_tokens, device=keys.device) if self.rows is None else self.rows
+        if self.rows is not None:
+            old = keys.index_select(1, rows), values.index_select(1, rows)
+        elif self.mode is Mode.PEEK:
+            old = keys, values
+        else:  # about to be written over
+            old = keys.clone(), values.clone()
+        return Evidence(layer, rows, new_keys, new_values, *old)
+
+
+def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
+    grown = torch.empty(
+        (*buffer.shape[:2], capacity, buffer.shape[3]), dtype=buffer.dtype, device=buffer.device
+    )
+    grown[:, :, :used] = buffer[:, :, :used]
+    return grown

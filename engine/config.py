@@ -1,0 +1,104 @@
+"""What goes into the engine and what it reports: frozen values, checked when they are made."""
+
+from dataclasses import dataclass, field
+
+from ragblend.kvstore.errors import UsageError
+
+GIBIBYTE = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine is opened.
+
+    model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
+    best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
+    the salt of its chunk keys; loader_threads: reads in flight.
+    """
+
+    model: str = "default"
+    device: str | None = None
+    dtype: str | None = None
+    collection: str = "default"
+    store_budget_bytes: int = 20 * GIBIBYTE
+    loader_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise UsageError("no model was named; pass `default`, a hub id, a folder or a .gguf file")
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise UsageError(f"dtype {self.dtype!r} is unknown; pass float32, bfloat16 or float16")
+        if self.store_budget_bytes <= 0:
+            raise UsageError(f"the store's budget must be above 0 bytes, not {self.store_budget_bytes}")
+        if self.loader_threads < 1:
+            raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How the tokens after the prompt are chosen; temperature 0 is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise UsageError(f"temperature must be 0 (greedy) or above, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be 0 (off) or above, not {self.top_k}")
+        if self.repetition_penalty <= 0:
+            raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How the prompt's tokens were served; reused + recomputed + fresh + missing = prompt.
+
+    recomputed counts the stored tokens that were computed through the last layer.
+    """
+
+    prompt: int = 0
+    reused: int = 0
+    recomputed: int = 0
+    fresh: int = 0
+    missing: int = 0
+    generated: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them."""
+
+    load_ms: float = 0.0
+    stall_ms: float = 0.0
+    move_ms: float = 0.0
+    select_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_token_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one request did. recomputed_fraction is the ratio that was spent, selection included."""
+
+    method: str
+    ratio: float | None
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    recomputed_fraction: float = 0.0
+    timings: Timings = field(default_factory=Timings)
+    hits: int = 0
+    misses: int = 0
+    warning: str | None = None

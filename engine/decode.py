@@ -1,0 +1,141 @@
+"""Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache."""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.config import DecodeOptions
+
+OnToken = Callable[[int], None]
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    logits: Tensor,
+    cache: FusedCache,
+    options: DecodeOptions,
+    on_token: OnToken | None = None,
+    cancel: threading.Event | None = None,
+) -> list[int]:
+    """Ids of the generated tokens, the end token included if it came.
+
+    logits (vocab,): those of the prompt's last row, as the prefill gave them; on_token is called with each id as it
+    comes. The cache grows by the generated tokens; `cache.truncate()` takes it back to the prompt.
+    """
+    from transformers import StoppingCriteriaList
+
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    stops = StoppingCriteriaList([_Cancelled(cancel)]) if cancel is not None else None
+    with torch.inference_mode():
+        out = _resumed(model, logits, cache).generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=_Streamer(on_token) if on_token else None,
+            stopping_criteria=stops,
+            **_sampling(model, tokenizer, options),
+        )
+    return [int(i) for i in out[0, ids.shape[1] :]]
+
+
+def continue_logits(model: Any, logits: Tensor, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+    """(n, vocab) float32: the logits that predict each of the n tokens, when the ones before it are given.
+
+    The cache is as before afterwards. Raises nothing of its own.
+    """
+    cache.truncate()
+    rows = [logits[None].float()]
+    if len(token_ids) > 1:
+        given = torch.tensor([list(token_ids[:-1])], device=model.device)
+        with torch.inference_mode():
+            rows.append(model(given, past_key_values=cache, use_cache=True).logits[0].float())
+    cache.truncate()
+    return torch.cat(rows)
+
+
+def _resumed(model: Any, logits: Tensor, cache: FusedCache) -> Any:
+    """The model, with the prefill done: a shallow twin whose first step returns what is known and computes nothing.
+
+    The twin shares all weights; the model itself is not touched, so nothing has to be undone.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    twin, forward = copy.copy(model), model.forward
+    first = [CausalLMOutputWithPast(logits=logits[None, None], past_key_values=cache)]
+
+    def resumed(*args: Any, **kwargs: Any) -> Any:
+        return first.pop() if first else forward(*args, **kwargs)
+
+    resumed.__signature__ = _signature(forward)  # type: ignore[attr-defined]  # `generate` reads the arguments' names
+    twin.forward = resumed
+    return twin
+
+
+def _signature(function: Callable[..., Any]) -> Any:
+    import inspect
+
+    return inspect.signature(function)
+
+
+def _sampling(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": options.temperature > 0,
+        "repetition_penalty": options.repetition_penalty,
+        "pad_token_id": _pad_id(model, tokenizer),
+    }
+    if options.temperature > 0:
+        settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    else:  # a checkpoint's own generation config may name these; they mean nothing to greedy search and would warn
+        settings |= {"temperature": None, "top_p": None, "top_k": None}
+    if options.stop:
+        settings |= {"stop_strings": list(options.stop), "tokenizer": tokenizer}
+    return settings
+
+
+def _pad_id(model: Any, tokenizer: Any) -> int:
+    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id):
+        if isinstance(found, list):
+            found = found[0] if found else None
+        if found is not None:
+            return int(found)
+    return 0
+
+
+class _Cancelled:
+    """A stopping criterion: stop between tokens once the event is set."""
+
+    def __init__(self, cancel: threading.Event) -> None:
+        self._cancel = cancel
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full(
+            (input_ids.shape[0],), self._cancel.is_set(), dtype=torch.bool, device=input_ids.device
+        )
+
+
+class _Streamer:
+    """What `generate` calls with the prompt first, and then with every token."""
+
+    def __init__(self, on_token: OnToken) -> None:
+        self._on_token = on_token
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for token in value.flatten().tolist():
+            self._on_token(int(token))
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,203 @@
+"""One decoder as parts: embedding, layers, rotary tables, head. The only file that knows how transformers names them.
+
+A layer is called as transformers itself calls it, with a cache whose `update` is ours; so every RoPE decoder whose layers
+take `position_embeddings` works, quantised or not, and no model file is copied or patched.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragblend.engine.attention import NAME, row_blocks
+from ragblend.engine.masks import is_plain_causal, position_mask
+from ragblend.engine.rope import Rope
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import UnsupportedModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Their frequencies change with the sequence's length; below this length they are constant.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass
+class RowState:
+    """The rows being computed: (R,) positions, and per layer type their rotary tables and what they may look at."""
+
+    rows: Tensor
+    rotary: dict[str, tuple[Tensor, Tensor]]
+    views: dict[str, dict[str, Any]]
+
+
+class Decoder:
+    """A causal language model of transformers, taken apart. Raises UnsupportedModelError if it has other parts."""
+
+    def __init__(self, model: nn.Module, dtype: str) -> None:
+        self.model = model
+        self.config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        self.base = _base_of(model)
+        self.layers: list[nn.Module] = list(self.base.layers)[: self.config.num_hidden_layers]  # type: ignore[arg-type]
+        self.layer_types = _layer_types(self.config, len(self.layers))
+        self.window: int | None = getattr(self.config, "sliding_window", None)
+        self.geometry = kv_geometry(self.config, dtype)
+        self.ropes = _ropes(self.base, set(self.layer_types))
+        self.interleaved = False
+        self._blocked = self.config._attn_implementation == NAME and _passes_kwargs(self.layers[0])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def rope(self, layer: int) -> Rope:
+        return Rope(self.ropes[self.layer_types[layer]], self.interleaved)
+
+    @property
+    def attention_share(self) -> float:
+        """Parameters of the attention as a share of its layer: what a peek at one layer costs at most."""
+        layer = self.layers[min(1, len(self.layers) - 1)]
+        attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
+        return attention / max(1, sum(p.numel() for p in layer.parameters()))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(R,) ids -> (1, R, hidden)."""
+        embedded: Tensor = self.base.embed_tokens(token_ids[None])  # type: ignore[operator]
+        multiplier = getattr(self.config, "embedding_multiplier", None)
+        return embedded if multiplier is None else embedded * multiplier
+
+    def rows(self, rows: Tensor, total_tokens: int, hidden: Tensor) -> RowState:
+        """Rotary tables and masks of these rows in a sequence of total_tokens."""
+        rotary: dict[str, tuple[Tensor, Tensor]] = {}
+        views: dict[str, dict[str, Any]] = {}
+        for kind in sorted(set(self.layer_types)):
+            rotary[kind] = self._rotary(hidden, rows[None], kind)
+            views[kind] = self._view(
+                rows, total_tokens, self.window if kind == SLIDING else None, hidden.dtype
+            )
+        return RowState(rows, rotary, views)
+
+    def run_layer(self, layer: int, hidden: Tensor, state: RowState, cache: Any) -> Tensor:
+        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`."""
+        kind = self.layer_types[layer]
+        out: Tensor | tuple[Tensor, ...] = self.layers[layer](
+            hidden,
+            position_ids=state.rows[None],
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=state.rotary[kind],
+            **state.views[kind],
+        )
+        return out if isinstance(out, Tensor) else out[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(1, R, hidden) -> (R, vocab) float32 logits."""
+        normed = self.base.norm(hidden)  # type: ignore[operator]
+        logits: Tensor = self.model.lm_head(normed)[0].float()  # type: ignore[operator]
+        if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scale
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = (logits / cap).tanh() * cap
+        return logits
+
+    def _view(
+        self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """The arguments by which an attention learns what its rows may look at."""
+        if is_plain_causal(rows, total_tokens, window):
+            return {"attention_mask": None}
+        if self._blocked:
+            return {"attention_mask": None, "row_blocks": row_blocks(rows, window, dtype)}
+        return {"attention_mask": position_mask(rows, total_tokens, window)}
+
+    def _rotary(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        rotary = self.base.rotary_emb
+        if hasattr(rotary, f"{kind}_inv_freq"):
+            tables: tuple[Tensor, Tensor] = rotary(hidden, positions, kind)  # type: ignore[operator]
+        else:
+            tables = rotary(hidden, positions)  # type: ignore[operator]
+        return tables
+
+
+def _passes_kwargs(layer: nn.Module) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    base = getattr(model, "model", None)
+    base = getattr(base, "language_model", base)
+    name = type(model).__name__
+    if not isinstance(base, nn.Module) or not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"{name} is not a decoder with a language head that RAGBlend can take apart"
+        )
+    for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(base, part):
+            raise UnsupportedModelError(
+                f"{name} has no {part!r}: only decoders with rotary positions (RoPE) can be fused"
+            )
+    return base
+
+
+def _layer_types(config: Any, layers: int) -> list[str]:
+    declared = getattr(config, "layer_types", None)
+    if declared is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        return [SLIDING if sliding else FULL] * layers
+    other = sorted(set(declared[:layers]) - {FULL, SLIDING})
+    if other:
+        raise UnsupportedModelError(
+            f"the model has layers of type {', '.join(other)}: their state is not per token KV"
+        )
+    return list(declared[:layers])
+
+
+def kv_geometry(config: Any, dtype: str) -> Geometry:
+    """The shape of the model's KV, from its config alone. Raises UnsupportedModelError."""
+    layers = config.num_hidden_layers
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError("the model compresses or shares its KV between layers (MLA, KV sharing)")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Geometry(layers, kv_heads, size, size, dtype)
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The model's RoPE parameters, by layer type where they differ."""
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def _rope_types(config: Any) -> set[str]:
+    found = rope_parameters(config)
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return {str(p.get("rope_type", "default")) for p in (nested or [found])}
+
+
+def regime_tokens(config: Any) -> int | None:
+    """Length up to which the frequencies are constant; None if they always are."""
+    if not _rope_types(config) & set(LENGTH_DEPENDENT_ROPE):
+        return None
+    found = rope_parameters(config)
+    original = found.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return int(original or config.max_position_embeddings)
+
+
+def _ropes(base: nn.Module, kinds: set[str]) -> dict[str, Tensor]:
+    """inv_freq by layer type. Copies: transformers replaces the live one when the length changes its regime."""
+    rotary = base.rotary_emb
+    found: dict[str, Tensor] = {}
+    for kind in kinds:
+        inv_freq = getattr(rotary, f"{kind}_inv_freq", None)
+        if inv_freq is None:
+            inv_freq = getattr(rotary, "inv_freq", None)
+        if not isinstance(inv_freq, Tensor):
+            raise UnsupportedModelError(
+                f"{type(rotary).__name__} has no inverse frequencies for {kind} layers"
+            )
+        found[kind] = inv_freq.detach().clone().float()
+    return found

@@ -1,0 +1,114 @@
+"""The device seam: which device, which dtype, and how bytes get there beside the compute.
+
+`Lane` is all that differs between a CPU and an accelerator. On the CPU the loader reads straight into the fused
+buffers and keys are moved by the computing thread. On CUDA the loader reads into pinned memory, a stream of its own
+copies and moves, and an event tells the compute stream when a layer is there, so the host never waits for the copy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.kvstore.errors import UsageError
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or the best one present. Raises UsageError if it is absent."""
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name is None:
+        name = next(kind for kind in ("cuda", "mps", "cpu") if present[kind])
+    kind = name.split(":")[0]
+    if kind not in present:
+        raise UsageError(f"device {name!r} is unknown; pass cpu, cuda or mps")
+    if not present[kind]:
+        raise UsageError(f"device {name!r} was asked for, and torch sees none here; pass --device cpu")
+    return torch.device(name)
+
+
+def pick_dtype(device: torch.device, name: str | None) -> str:
+    """The dtype asked for, or the narrowest one in which the device multiplies at full speed."""
+    if name is not None:
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    if device.type == "mps":
+        return "bfloat16"
+    return "bfloat16" if _cpu_multiplies_bfloat16() else "float32"
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    # oneDNN emulates bfloat16 on AVX2 and plain AVX-512, several times slower than float32; AMX and the
+    # AVX-512 BF16 extension do it natively (2 to 4 times faster than float32).
+    # `get_capabilities` names both, e.g. {"avx512_bf16": True, "amx_bf16": False, ...}; torch before 2.10 lacks it.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    features = capabilities()
+    return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+class Lane:
+    """The CPU: host memory is device memory, so nothing is staged."""
+
+    staged = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def staging(self, like: Tensor) -> Tensor:
+        """Where the loader reads to before `deliver`; here the destination itself."""
+        return like
+
+    def deliver(self, copies: Callable[[], None]) -> Any:
+        """Run copies (and moves) beside the compute; returns a ticket for `arrive`."""
+        copies()
+        return None
+
+    def arrive(self, ticket: Any) -> None:
+        """Make the computing stream wait for that delivery."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given (for clocks)."""
+
+
+class CudaLane(Lane):
+    """CUDA: pinned staging, a copy stream, one event a delivery."""
+
+    staged = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def staging(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def deliver(self, copies: Callable[[], None]) -> Any:
+        # The buffers were made on the compute stream; their memory may still be in use there.
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            copies()
+            return self._stream.record_event()
+
+    def arrive(self, ticket: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(ticket)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class MpsLane(Lane):
+    """Apple's GPU: one stream, so copies are queued before the layer that needs them."""
+
+    staged = True
+
+    def staging(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+
+def make_lane(device: torch.device) -> Lane:
+    """The lane of that device."""
+    return {"cuda": CudaLane, "mps": MpsLane}.get(device.type, Lane)(device)

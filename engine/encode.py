@@ -1,0 +1,44 @@
+"""A chunk's KV: the chunk read alone, behind the encoding prefix.
+
+Behind nothing a chunk's first token becomes its own attention sink, and its KV is of little use elsewhere; behind the
+prefix that it will follow, the first chunk of a prompt is exact (design: encoding prefix).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoder import Decoder
+from ragblend.kvstore.chunks import ChunkKV
+
+
+class ChunkEncoder:
+    """Encodes chunks behind one prefix, which is read once."""
+
+    def __init__(self, decoder: Decoder, prefix_ids: Sequence[int], room_tokens: int = 1024) -> None:
+        self._decoder = decoder
+        self.start = len(prefix_ids)
+        self._cache = FusedCache(decoder.geometry, self.start, room_tokens, decoder.device)
+        if prefix_ids:
+            self._append(prefix_ids)
+
+    def encode(self, token_ids: Sequence[int]) -> ChunkKV:
+        """The chunk's KV on the CPU, in tensors of its own."""
+        assert token_ids, "a chunk has at least one token"
+        self._cache.truncate()
+        self._append(token_ids)
+        stop = self.start + len(token_ids)
+        layers = [self._cache.span(layer, self.start, stop) for layer in range(self._decoder.geometry.layers)]
+        return ChunkKV(
+            token_ids=tuple(token_ids),
+            start=self.start,
+            geometry=self._decoder.geometry,
+            keys=[keys.to("cpu", copy=True).contiguous() for keys, _ in layers],
+            values=[values.to("cpu", copy=True).contiguous() for _, values in layers],
+        )
+
+    @torch.inference_mode()
+    def _append(self, token_ids: Sequence[int]) -> None:
+        ids = torch.tensor([list(token_ids)], device=self._decoder.device)
+        self._decoder.base(input_ids=ids, past_key_values=self._cache, use_cache=True)

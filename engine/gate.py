@@ -1,0 +1,187 @@
+"""The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
+
+It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself; (2) keys moved to an offset
+are the keys computed there (layer 0, which depends on nothing else); (3) editing a later chunk changes no earlier row;
+(4) a chunk right behind its encoding prefix is exact. A model that fails is served by full prefill, with a warning.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.device import make_lane
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.files import write_json
+from ragblend.engine.fusion import fused_prefill
+from ragblend.engine.loader import LayerLoader
+from ragblend.engine.plan import Span, make_plan
+from ragblend.engine.rope import Rope, move_keys
+from ragblend.engine.selection import METHODS
+from ragblend.kvstore.chunks import ChunkKV
+
+VERSION = 1  # raise it when the test changes: old verdicts are then forgotten
+# Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
+# rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
+TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
+TEXT = (
+    "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what they "
+    "carried; in the second, which nobody was meant to see, the names of those who never came back. When the storm of the "
+    "ninth of November broke the northern mole, both ledgers were in the lamp room, and only one was saved."
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question of the gate: its error, relative, beside what is allowed."""
+
+    name: str
+    passed: bool
+    error: float
+    allowed: float
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """Whether a model's KV may be fused; reason says why not."""
+
+    passed: bool
+    checks: tuple[Check, ...] = ()
+    reason: str | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class HeldChunk:
+    """A chunk's KV in memory, read like a stored one."""
+
+    chunk: ChunkKV
+
+    @property
+    def start(self) -> int:
+        return self.chunk.start
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        keys.copy_(self.chunk.keys[layer])
+        values.copy_(self.chunk.values[layer])
+
+
+def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
+    """Put the questions; token_ids: some dozens of ids of ordinary text, in the model's vocabulary."""
+    ids = list(token_ids)
+    assert len(ids) >= 24, "the gate needs text to work on"
+    try:
+        exam = _Exam(decoder, ids)
+        moving = exam.moving()
+        checks = (exam.all_rows(), moving, exam.causality(), exam.exactness())
+    except Exception as error:  # a layer that cannot be called as expected fails in its own ways
+        return GateVerdict(
+            False, (), f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
+        )
+    failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
+    return GateVerdict(not failed, checks, "; ".join(failed) or None, decoder.interleaved)
+
+
+class _Exam:
+    def __init__(self, decoder: Decoder, ids: list[int]) -> None:
+        self.decoder = decoder
+        third = len(ids) // 4
+        self.prefix, self.first, self.second = ids[:third], ids[third : 2 * third], ids[2 * third : 3 * third]
+        self.suffix = ids[3 * third :]
+        self.allowed = TOLERANCE[decoder.geometry.dtype]
+
+    def all_rows(self) -> Check:
+        """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
+        ids = [*self.prefix, *self.first, *self.second, *self.suffix]
+        logits, cache = self._fused("recompute", self.first, self.second)
+        model = self.decoder.model
+        with torch.inference_mode():
+            reference = (
+                model(torch.tensor([ids], device=self.decoder.device), use_cache=False).logits[0, -1].float()
+            )
+        error = _relative(logits, reference)
+        return self._check("all rows recomputed equals the model", error)
+
+    def moving(self) -> Check:
+        """Layer-0 keys of a chunk, moved, against the same chunk encoded further on; finds the rotary layout."""
+        near = ChunkEncoder(self.decoder, self.prefix).encode(self.first)
+        far = ChunkEncoder(self.decoder, [*self.prefix, *self.second, *self.suffix]).encode(self.first)
+        errors = {}
+        for interleaved in (False, True):
+            rope = Rope(self.decoder.rope(0).inv_freq.cpu(), interleaved)
+            errors[interleaved] = _relative(
+                move_keys(near.keys[0], far.start - near.start, rope), far.keys[0]
+            )
+        self.decoder.interleaved = errors[True] < errors[False]
+        return self._check("moved keys equal keys computed there", errors[self.decoder.interleaved])
+
+    def causality(self) -> Check:
+        """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
+        _, one = self._fused("cacheblend", self.first, self.second)
+        _, two = self._fused("cacheblend", self.first, self.second[::-1])
+        stop = len(self.prefix) + len(self.first)
+        return self._check("editing a later chunk changes no earlier row", _largest(one, two, 0, stop))
+
+    def exactness(self) -> Check:
+        """The chunk right behind its encoding prefix has the KV that full prefill gives it."""
+        _, full = self._fused("full", self.first, self.second)
+        _, reuse = self._fused("reuse", self.first, self.second)
+        start = len(self.prefix)
+        error = _largest(full, reuse, start, start + len(self.first))
+        return self._check("a chunk behind its prefix is exact", error)
+
+    def _check(self, name: str, error: float) -> Check:
+        return Check(name, error <= self.allowed, error, self.allowed)  # NaN compares false
+
+    def _fused(self, method: str, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
+        decoder, policy = self.decoder, METHODS[method]
+        encoder = ChunkEncoder(decoder, self.prefix)
+        ids, spans = list(self.prefix), []
+        for number, chunk in enumerate(chunks):
+            spans.append(Span(len(ids), len(chunk), HeldChunk(encoder.encode(chunk)), exact=number == 0))
+            ids += chunk
+        ids += self.suffix
+        tokens = torch.tensor(ids, device=decoder.device)
+        plan = make_plan(tokens, tuple(spans), decoder.geometry.layers, 0.3, decoder.attention_share)
+        cache = FusedCache(decoder.geometry, len(ids), 0, decoder.device)
+        with ThreadPoolExecutor(1) as pool:
+            loader = LayerLoader(
+                policy.spans(plan), cache, decoder, make_lane(decoder.device), pool, policy.moves_keys
+            )
+            logits, _ = fused_prefill(decoder, plan, policy, cache, loader)
+        return logits, cache
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Root mean square difference, in standard deviations of what was expected."""
+    spread = expected.float().std().clamp_min(1e-9)
+    return float((found.float() - expected.float()).pow(2).mean().sqrt() / spread)
+
+
+def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
+    layers = range(one.geometry.layers)
+    pairs = [(one.span(i, start, stop), two.span(i, start, stop)) for i in layers]
+    return max(_relative(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict]) -> GateVerdict:
+    """The verdict that is on file for this model, or a new one, which is put there."""
+    file = folder / f"gate-{fingerprint[:32]}-v{VERSION}.json"
+    try:
+        found = json.loads(file.read_text())
+        checks = tuple(Check(**check) for check in found.pop("checks"))
+        return GateVerdict(checks=checks, **found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    verdict = judge()
+    try:
+        write_json(file, asdict(verdict))
+    except OSError:
+        pass  # a full disk costs a second at the next start, nothing else
+    return verdict

@@ -1,0 +1,98 @@
+"""From a prefilled prompt to an answer: decoding, text, and the clock."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ragblend.engine.config import DecodeOptions, Report
+from ragblend.engine.decode import decode
+from ragblend.engine.resources import Resources
+from ragblend.engine.results import Prefilled, Result
+from ragblend.engine.text import TextStream, text_of
+from ragblend.kvstore.errors import Cancelled
+
+OnText = Callable[[str], None]
+
+
+def run(
+    resources: Resources,
+    prefill: Callable[[], Prefilled],
+    options: DecodeOptions,
+    on_text: OnText | None,
+    cancel: threading.Event | None,
+) -> Result:
+    """Prefill, then decode; ttft_ms is from here to the first token."""
+    begun = time.perf_counter()
+    return finish(resources, prefill(), options, on_text, cancel, begun)
+
+
+def finish(
+    resources: Resources,
+    prefilled: Prefilled,
+    options: DecodeOptions,
+    on_text: OnText | None = None,
+    cancel: threading.Event | None = None,
+    begun: float | None = None,
+) -> Result:
+    """Decode from a prefilled prompt. Raises Cancelled if that was asked for on the way."""
+    prompt_tokens = len(prefilled.prompt.token_ids)
+    room = max(1, resources.context_window - prompt_tokens)
+    options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
+    clock = _Clock(time.perf_counter() if begun is None else begun)
+    stream = TextStream(resources.tokenizing.tokenizer, options.stop)
+
+    def on_token(token_id: int) -> None:
+        clock.tick()
+        if on_text is not None and (piece := stream.feed(token_id)):
+            on_text(piece)
+
+    model, tokenizer = resources.loaded.model, resources.tokenizing.tokenizer
+    if hasattr(prefilled.cache, "truncate"):
+        prefilled.cache.truncate()
+    ids = decode(
+        model,
+        tokenizer,
+        prefilled.prompt.token_ids,
+        prefilled.logits,
+        prefilled.cache,
+        options,
+        on_token,
+        cancel,
+    )
+    if cancel is not None and cancel.is_set():
+        raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
+    if on_text is not None and (piece := stream.finish()):
+        on_text(piece)
+    report = clock.report(prefilled.report, len(ids))
+    return Result(text_of(tokenizer, ids, options.stop), tuple(ids), report)
+
+
+class _Clock:
+    """When the tokens came."""
+
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
+        self.decoding = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.decoding
+
+    def tick(self) -> None:
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+
+    def report(self, prefill: Report, generated: int) -> Report:
+        first = self.first or self.last
+        decoding_s = self.last - first
+        timings: dict[str, Any] = {
+            "first_token_ms": (first - self.decoding) * 1e3,
+            "ttft_ms": (first - self.begun) * 1e3,
+            "total_ms": (time.perf_counter() - self.begun) * 1e3,
+            "tokens_per_s": (generated - 1) / decoding_s if generated > 1 and decoding_s > 0 else 0.0,
+        }
+        return replace(
+            prefill,
+            tokens=replace(prefill.tokens, generated=generated),
+            timings=replace(prefill.timings, **timings),
+        )

@@ -1,0 +1,98 @@
+"""Load a checkpoint, and say by content what it is."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragblend.engine.attention import register
+from ragblend.engine.convert import converted
+from ragblend.engine.decoder import Decoder, kv_geometry, rope_parameters
+from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
+from ragblend.kvstore.chunks import DTYPES
+from ragblend.kvstore.errors import CorruptModelError, TokenizerMissingError, UnsupportedModelError
+from ragblend.kvstore.keys import ModelFingerprint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files, all of them local: a folder of safetensors with its tokenizer."""
+
+    name: str
+    folder: Path
+    ledger: Path
+
+    def config(self) -> Any:
+        """The decoder's own config. Raises CorruptModelError."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(str(self.folder)).get_text_config(decoder=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise CorruptModelError(f"the config in {self.folder} cannot be read: {error}") from error
+
+    def tokenizer(self) -> Any:
+        """Raises TokenizerMissingError."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TokenizerMissingError(
+                f"the tokenizer in {self.folder} cannot be loaded: {error}"
+            ) from error
+
+
+def locate(name: str, home: Path, dtype: str) -> Checkpoint:
+    """Find a model by its name; a GGUF is converted on first use. Raises ModelError's children."""
+    found = find_model(name)
+    folder = converted(found, home, dtype) if found.is_file() else found
+    return Checkpoint(name, folder, home / "models" / "digests.json")
+
+
+@dataclass
+class LoadedModel:
+    """A model on its device. decoder is None, and unsupported says why, where it can only be run as it is."""
+
+    model: Any
+    decoder: Decoder | None
+    unsupported: str | None
+
+
+def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedModel:
+    """Load the weights. Raises CorruptModelError for damaged files."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    attention = register() if device.type == "cpu" else "sdpa"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.folder),
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            device_map={"": device},
+        )
+    except SafetensorError as error:
+        raise CorruptModelError(
+            f"the weights in {checkpoint.folder} are damaged: {error}; fetch them again"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CorruptModelError(f"the model in {checkpoint.folder} cannot be loaded: {error}") from error
+    model.eval().requires_grad_(False)
+    try:
+        return LoadedModel(model, Decoder(model, dtype), None)
+    except UnsupportedModelError as error:
+        return LoadedModel(model, None, str(error))
+
+
+def fingerprint(checkpoint: Checkpoint, config: Any, dtype: str) -> ModelFingerprint:
+    """What KV of this model may be mixed with: the same content, dtype, shape and rotation, nothing else."""
+    geometry = kv_geometry(config, dtype)
+    return ModelFingerprint(
+        weights=weights_digest(checkpoint.folder, checkpoint.ledger),
+        tokenizer=tokenizer_digest(checkpoint.folder, checkpoint.ledger),
+        geometry=geometry,
+        rope=json.dumps(rope_parameters(config), sort_keys=True, default=str),
+    )

@@ -1,0 +1,120 @@
+"""What is known of a prompt before anything is computed: which tokens have stored KV, which do not, where they stand."""
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class StoredChunk(Protocol):
+    """Where one chunk's stored KV is read from; `kvstore.reader.ChunkReader` is one."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first token when it was encoded."""
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill keys and values, (H, T, D) on the CPU. Raises CorruptBlobError."""
+
+
+class Kind(IntEnum):
+    """How one token can be served."""
+
+    FRESH = 0  # a literal: always computed
+    MISSING = 1  # of a chunk that the store does not have: computed in place
+    EXACT = 2  # stored behind these very tokens: nothing to repair
+    REUSABLE = 3  # stored, and a candidate for recomputing
+
+
+@dataclass(frozen=True)
+class Span:
+    """One chunk in the prompt: its place, and its stored KV if there is any. exact: it was encoded right here."""
+
+    start: int
+    length: int
+    reader: StoredChunk | None
+    exact: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def delta(self) -> int:
+        """New minus old position of every token."""
+        assert self.reader is not None
+        return self.start - self.reader.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
+
+    The counts are of the host, so that asking for them never waits for the device.
+    """
+
+    token_ids: Tensor
+    kinds: Tensor
+    spans: tuple[Span, ...]
+    layers: int
+    ratio: float
+    attention_share: float
+    seed: int
+    always_tokens: int
+    missing_tokens: int
+    candidate_tokens: int
+    stored_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.token_ids.numel()
+
+    @property
+    def always(self) -> Tensor:
+        """(T,) bool: rows that every policy computes (literals and missing chunks)."""
+        return self.kinds <= Kind.MISSING
+
+    @property
+    def candidates(self) -> Tensor:
+        """(T,) bool: rows that a policy may choose to compute."""
+        return self.kinds == Kind.REUSABLE
+
+    def without(self, lost: Span) -> "Plan":
+        """The same plan after that span's stored KV turned out to be unusable."""
+        spans = tuple(
+            replace(s, reader=None, exact=False) if s.start == lost.start else s for s in self.spans
+        )
+        return make_plan(self.token_ids, spans, self.layers, self.ratio, self.attention_share, self.seed)
+
+
+def make_plan(
+    token_ids: Tensor,
+    spans: tuple[Span, ...],
+    layers: int,
+    ratio: float,
+    attention_share: float,
+    seed: int = 0,
+) -> Plan:
+    """Sort every token into its kind. The last token is always fresh: its row gives the first logits."""
+    kinds = torch.full(token_ids.shape, int(Kind.FRESH), dtype=torch.int8)
+    for span in spans:
+        kind = Kind.MISSING if span.reader is None else Kind.EXACT if span.exact else Kind.REUSABLE
+        kinds[span.start : span.stop] = int(kind)
+    if kinds.numel():
+        kinds[-1] = int(Kind.FRESH)
+    counts = torch.bincount(kinds.long(), minlength=len(Kind)).tolist()
+    return Plan(
+        token_ids,
+        kinds.to(token_ids.device),
+        spans,
+        layers,
+        ratio,
+        attention_share,
+        seed,
+        always_tokens=counts[Kind.FRESH] + counts[Kind.MISSING],
+        missing_tokens=counts[Kind.MISSING],
+        candidate_tokens=counts[Kind.REUSABLE],
+        stored_tokens=counts[Kind.EXACT] + counts[Kind.REUSABLE],
+    )

@@ -1,0 +1,89 @@
+"""Prompts as segments: what is literal, what is a chunk, and where each begins."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ragblend.kvstore.errors import PromptError
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Text that is always computed fresh: instructions, separators, history, the question."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A passage whose KV may be stored; named by its text, by its node id, or by its token ids."""
+
+    text: str | None = None
+    node_id: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is None and self.node_id is None and self.token_ids is None:
+            raise PromptError("a chunk needs a text, a node_id or token_ids")
+
+
+Segment = Literal | Chunk
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tuple of segments. Its token ids are theirs, concatenated: never decoded and encoded again."""
+
+    segments: tuple[Segment, ...] = field(default=())
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        object.__setattr__(self, "segments", tuple(segments))
+        for segment in self.segments:
+            if not isinstance(segment, Literal | Chunk):
+                raise PromptError(f"a prompt is made of Literal and Chunk, not {type(segment).__name__}")
+
+    @property
+    def is_tokenized(self) -> bool:
+        return all(segment.token_ids is not None for segment in self.segments)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The one sequence that every method is run on. Raises PromptError before `Engine.tokenize`."""
+        return tuple(i for ids in self.segment_ids for i in ids)
+
+    @property
+    def segment_ids(self) -> list[tuple[int, ...]]:
+        if not self.is_tokenized:
+            raise PromptError(
+                "this prompt has no token ids yet; pass it through engine.tokenize(prompt) first"
+            )
+        return [segment.token_ids or () for segment in self.segments]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Position of each segment's first token."""
+        lengths = [len(ids) for ids in self.segment_ids]
+        return [0, *accumulate(lengths)][: len(lengths)]
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Token ids before the first chunk; all of them when there is no chunk."""
+        ids: list[int] = []
+        for segment, segment_ids in zip(self.segments, self.segment_ids, strict=True):
+            if isinstance(segment, Chunk):
+                break
+            ids.extend(segment_ids)
+        return tuple(ids)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [segment for segment in self.segments if isinstance(segment, Chunk)]
+
+
+def with_ids(segment: Segment, token_ids: Sequence[int]) -> Segment:
+    """The same segment, tokenized."""
+    ids = tuple(int(i) for i in token_ids)
+    if isinstance(segment, Literal):
+        return Literal(segment.text, ids)
+    return Chunk(segment.text, segment.node_id, ids)

@@ -1,0 +1,165 @@
+"""What an engine holds, each loaded on first use: tokenizer, model, gate's verdict, store, node index."""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragblend.engine.config import EngineConfig
+from ragblend.engine.decoder import Decoder, regime_tokens
+from ragblend.engine.device import make_lane, pick_device, pick_dtype
+from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
+from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, locate
+from ragblend.engine.serving import Server
+from ragblend.engine.tokenizing import Tokenizing
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.keys import ModelFingerprint, chunk_key
+from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.store import KVStore
+
+log = logging.getLogger("ragblend")
+
+
+class Resources:
+    """Everything that costs time or memory. `close` forgets it all; the next use loads it again."""
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        self.config, self.home = config, home
+        self._loading = threading.RLock()
+        self._held: dict[str, Any] = {}
+
+    def _once(self, name: str, make: Any) -> Any:
+        with self._loading:
+            if name not in self._held:
+                self._held[name] = make()
+            return self._held[name]
+
+    @cached_property
+    def device(self) -> torch.device:
+        return pick_device(self.config.device)
+
+    @cached_property
+    def dtype(self) -> str:
+        return pick_dtype(self.device, self.config.dtype)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        found: Checkpoint = self._once("checkpoint", lambda: locate(self.config.model, self.home, self.dtype))
+        return found
+
+    @property
+    def model_name(self) -> str:
+        name = self.checkpoint.folder.name
+        return f"{self.config.model} ({name})" if self.config.model == "default" else self.config.model
+
+    @property
+    def tokenizing(self) -> Tokenizing:
+        found: Tokenizing = self._once("tokenizing", lambda: Tokenizing(self.checkpoint.tokenizer()))
+        return found
+
+    @property
+    def model_config(self) -> Any:
+        return self._once("config", self.checkpoint.config)
+
+    @property
+    def context_window(self) -> int:
+        return int(getattr(self.model_config, "max_position_embeddings", None) or 1 << 20)
+
+    @property
+    def canonical_prefix(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = self._once("prefix", self.tokenizing.prefix_ids)
+        return found
+
+    @property
+    def store(self) -> KVStore:
+        root, budget = self.home / "kv", self.config.store_budget_bytes
+        found: KVStore = self._once("store", lambda: KVStore.open(root, budget))
+        return found
+
+    @property
+    def nodes(self) -> NodeIndex:
+        found: NodeIndex = self._once("nodes", lambda: NodeIndex.open(self.home / "nodes.sqlite"))
+        return found
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.config.collection, self.fingerprint.tokenizer)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        found: LoadedModel = self._once("loaded", lambda: load(self.checkpoint, self.device, self.dtype))
+        return found
+
+    @property
+    def decoder(self) -> Decoder:
+        decoder = self.loaded.decoder
+        assert decoder is not None, "only asked for after the gate"
+        return decoder
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        found: ModelFingerprint = self._once(
+            "fingerprint", lambda: fingerprint(self.checkpoint, self.model_config, self.dtype)
+        )
+        return found
+
+    @property
+    def gate(self) -> GateVerdict:
+        found: GateVerdict = self._once("gate", self._judge)
+        return found
+
+    @property
+    def server(self) -> Server:
+        found: Server = self._once("server", self._serve)
+        return found
+
+    def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkKey:
+        return chunk_key(self.fingerprint, prefix, self.config.collection, token_ids)
+
+    def refusal(self, tokens: int) -> str | None:
+        """Why a prompt of that length must not be fused; None if it may be."""
+        if not self.gate.passed:
+            return f"{self.model_name} is served by full prefill: {self.gate.reason}"
+        regime = regime_tokens(self.model_config)
+        if regime is not None and tokens > regime:
+            return (
+                f"this prompt of {tokens} tokens is served by full prefill: beyond {regime} tokens the model's RoPE "
+                "changes its frequencies with the length, and stored keys would be rotated wrongly"
+            )
+        return None
+
+    def close(self) -> None:
+        with self._loading:
+            held, self._held = self._held, {}
+        if "server" in held:
+            held["server"].pool.shutdown()
+        for name in ("store", "nodes"):
+            if name in held:
+                held[name].close()
+
+    def _judge(self) -> GateVerdict:
+        loaded = self.loaded
+        if loaded.decoder is None:
+            verdict = GateVerdict(False, (), loaded.unsupported)
+        else:
+            decoder = loaded.decoder
+            ids = self.tokenizing.passage_ids(TEXT)
+            folder = self.home / "models"
+            verdict = kept_verdict(folder, self.fingerprint.digest, lambda: run_gate(decoder, ids))
+            decoder.interleaved = verdict.interleaved
+        if not verdict.passed:
+            log.warning(
+                "%s cannot be fused and is served by full prefill: %s", self.model_name, verdict.reason
+            )
+        return verdict
+
+    def _serve(self) -> Server:
+        assert self.gate.passed
+        threads = ThreadPoolExecutor(self.config.loader_threads, thread_name_prefix="ragblend-loader")
+        return Server(
+            self.decoder, self.store, make_lane(self.device), threads, self.key_of, self.canonical_prefix
+        )

@@ -1,0 +1,102 @@
+"""What the engine hands back."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from ragblend.engine.config import Report
+from ragblend.engine.prompt import Prompt
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import Cancelled
+
+
+@dataclass(frozen=True)
+class EncodeReport:
+    """encoded and skipped count chunks; tokens those that were encoded; keys one a text, in order (None: no KV)."""
+
+    encoded: int
+    skipped: int
+    tokens: int
+    keys: tuple[ChunkKey | None, ...]
+
+
+@dataclass
+class Prefilled:
+    """A prompt that has been read. logits (vocab,) float32 of its last row; cache: transformers' kind of cache."""
+
+    prompt: Prompt
+    logits: Tensor
+    cache: Any
+    report: Report
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer: its text, the ids of its tokens (the end token included), and what it took."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: Report
+
+
+class Stream:
+    """An answer on its way: iterate for the pieces of text; `result` is there when they have ended.
+
+    The device works in a thread of its own; `close()` (or leaving a `with` block) stops it between two layers or two
+    tokens. An error of the work is raised by the iteration.
+    """
+
+    def __init__(self, work: Callable[[Callable[[str], None], threading.Event], Result]) -> None:
+        self._pieces: SimpleQueue[str | BaseException | Result] = SimpleQueue()
+        self._cancel = threading.Event()
+        self._result: Result | None = None
+        self._ended = False
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="ragblend-stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def result(self) -> Result:
+        """The whole answer. Asked for early, it waits for the end and drops the pieces not yet taken."""
+        for _ in self:
+            pass
+        if self._result is None:
+            raise Cancelled("the stream was closed before its answer was complete")
+        return self._result
+
+    def __iter__(self) -> Iterator[str]:
+        while not self._ended:
+            piece = self._pieces.get()
+            if isinstance(piece, str):
+                yield piece
+                continue
+            self._ended = True
+            if isinstance(piece, Result):
+                self._result = piece
+            else:
+                raise piece
+
+    def close(self) -> None:
+        """Stop the work and wait until the device is free; closing twice, or after the end, does nothing."""
+        self._cancel.set()
+        self._thread.join()
+        self._ended = True
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._cancel.set()
+
+    def _run(self) -> None:
+        try:
+            self._pieces.put(self._work(self._pieces.put, self._cancel))
+        except BaseException as error:
+            self._pieces.put(error)

@@ -1,0 +1,75 @@
+"""Moving keys: rotating already-rotated keys to new positions.
+
+RoPE scores depend on the difference of positions alone, so a key encoded at position p stands at p + delta after a
+rotation by delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; trig and products in float32 are ours.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How one layer rotates.
+
+    inv_freq (R/2,) float32, rad per token, on the device; R <= D leading sizes are rotated (partial rotary).
+    interleaved: pairs are (0, 1), (2, 3), ... instead of (0, R/2), (1, R/2 + 1), ...
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        return 2 * self.inv_freq.numel()
+
+
+def move_keys(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> Tensor:
+    """Rotate already-rotated keys to new positions.
+
+    keys (..., T, D); delta_tokens: new minus old position, one number or (T,). Returns a tensor of keys' shape and
+    dtype; a delta of 0 returns the same bits. YaRN's attention scaling is in the keys already and stays as it is.
+    """
+    moved = keys.clone()
+    move_keys_(moved, delta_tokens, rope)
+    return moved
+
+
+def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
+    """`move_keys` in place."""
+    if isinstance(delta_tokens, int):
+        if delta_tokens == 0:
+            return
+        angle = rope.inv_freq * delta_tokens  # (R/2,)
+    else:
+        angle = delta_tokens[:, None].to(rope.inv_freq) * rope.inv_freq  # (T, R/2)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = _halves(keys, rope)
+    a, b = first.float(), second.float()
+    new_first = (a * cos).addcmul_(b, sin, value=-1)
+    new_second = b.mul_(cos).addcmul_(a, sin)
+    if isinstance(delta_tokens, Tensor):
+        # cos(0) = 1 and sin(0) = 0 exactly, so unmoved rows come back as they were (-0.0 aside, which compares equal).
+        assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
+    first.copy_(new_first)
+    second.copy_(new_second)
+
+
+def _halves(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    rotated = keys[..., : rope.size]
+    if rope.interleaved:
+        return rotated[..., 0::2], rotated[..., 1::2]
+    half = rope.size // 2
+    return rotated[..., :half], rotated[..., half:]
+
+
+def concatenated_deltas(spans: list[tuple[int, int]], tokens: int, device: torch.device) -> Tensor:
+    """(tokens,) float32 deltas: for each (length, delta) in order, that delta; zero where nothing is said."""
+    deltas = torch.zeros(tokens, dtype=torch.float32, device=device)
+    at = 0
+    for length, delta in spans:
+        deltas[at : at + length] = delta
+        at += length
+    return deltas

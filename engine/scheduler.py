@@ -1,0 +1,78 @@
+"""The queue before the device: one request at a time, in the order of their coming, and chores when nobody waits."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ragblend.kvstore.errors import Cancelled
+
+log = logging.getLogger("ragblend")
+_POLL_S = 0.05
+
+
+class DeviceQueue:
+    """A fair lock: first come, first served; a waiting request can be cancelled. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
+        """Hold the device. Raises Cancelled if `cancel` is set before the turn comes."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._waiting[0] is not ticket:
+                    if cancel is not None and cancel.is_set():
+                        raise Cancelled("the request was cancelled while it waited for the device")
+                    self._changed.wait(_POLL_S if cancel is not None else None)
+            except BaseException:
+                self._leave(ticket)
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._leave(ticket)
+
+    def _leave(self, ticket: object) -> None:
+        self._waiting.remove(ticket)
+        self._changed.notify_all()
+
+
+class Chores:
+    """Work for later, in one background thread; a chore that fails is logged and forgotten."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def add(self, chore: Callable[[], None]) -> None:
+        with self._changed:
+            self._queue.append(chore)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
+
+    def finish(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to do; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+                chore = self._queue.popleft()
+            try:
+                chore()
+            except Exception:
+                log.warning("work in the background failed and was dropped", exc_info=True)

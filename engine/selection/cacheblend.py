@@ -1,0 +1,90 @@
+"""CacheBlend: recompute the tokens whose KV deviates most from what was stored (EuroSys'25, §4.3).
+
+Deviation is the squared L2 distance between a token's new and stored KV, over heads and sizes. Layer 0 depends on the
+token alone, so the first layer that can deviate is 1: layers before it are computed for every row, and of the check
+layer only keys and values, before its attention (the fork and LMCache compute that layer whole as well).
+
+The ratio is what is spent in all, averaged over layers: the layers before the check count as 1, the check itself as the
+attention's share of a layer, and the rest gets what is left. `ratio` = 15% on 30 layers leaves about 11% of the rows.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ragblend.engine.plan import Plan
+from ragblend.engine.selection.base import Evidence, Policy, pick_top
+
+
+@dataclass(frozen=True)
+class CacheBlend(Policy):
+    """High-KV-deviation tokens chosen once, at the check layer.
+
+    measure: `values` (the released code) or `keys` (LMCache). check_layer: the layer whose deviation decides.
+    floor_ratio: rows kept after the check even where the check alone has spent the ratio.
+    """
+
+    measure: str = "values"
+    check_layer: int = 1
+    floor_ratio: float = 0.01
+    name: str = field(default="cacheblend", kw_only=True)
+
+    def rows(self, plan: Plan) -> Tensor:
+        return (plan.always | plan.candidates).nonzero().squeeze(1)
+
+    def peeks(self, plan: Plan, layer: int) -> bool:
+        return layer == self._check_layer(plan)
+
+    def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
+        count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
+        return pick_top(plan, evidence.rows, deviation(evidence, self.measure), count)
+
+    def ratio_at(self, plan: Plan, layer: int) -> float:
+        """Share of the stored tokens to compute in that layer."""
+        return self.remaining_ratio(plan)
+
+    def remaining_ratio(self, plan: Plan) -> float:
+        """What the ratio leaves, a layer, for the layers from the check on."""
+        check, reach = self._check_layer(plan), _reach(plan)
+        spent = (check + plan.attention_share) * reach
+        left = (plan.ratio * plan.layers - spent) / (plan.layers - check)
+        return min(max(left, min(self.floor_ratio, plan.ratio)), reach)
+
+    def _check_layer(self, plan: Plan) -> int:
+        return min(self.check_layer, plan.layers - 1)
+
+
+@dataclass(frozen=True)
+class GradualCacheBlend(CacheBlend):
+    """Gradual filtering: r1 > r2 > ... (§4.3, Figure 9).
+
+    The check keeps a little more than the mean share, and every layer after it drops the rows whose own KV deviates
+    least, linearly down to a little less than the mean. spread: how much more and less, as a share of the mean.
+    """
+
+    spread: float = 0.5
+    name: str = field(default="cacheblend-gradual", kw_only=True)
+
+    def narrows(self, plan: Plan, layer: int) -> bool:
+        return self._check_layer(plan) <= layer < plan.layers - 1
+
+    def ratio_at(self, plan: Plan, layer: int) -> float:
+        mean, check = self.remaining_ratio(plan), self._check_layer(plan)
+        steps = plan.layers - 1 - check
+        progress = (layer - check) / steps if steps else 0.5
+        return min(mean * (1 + self.spread * (1 - 2 * progress)), _reach(plan))
+
+
+def deviation(evidence: Evidence, measure: str) -> Tensor:
+    """(R,) float32 squared distance of new from stored values or keys, summed over heads and sizes."""
+    new, old = {
+        "values": (evidence.new_values, evidence.old_values),
+        "keys": (evidence.new_keys, evidence.old_keys),
+    }[measure]
+    delta = new.float() - old.float()  # (H, R, D)
+    return delta.pow_(2).sum(dim=(0, 2))
+
+
+def _reach(plan: Plan) -> float:
+    """Share of the stored tokens that can be recomputed at all (the first chunk may be exact)."""
+    return plan.candidate_tokens / plan.stored_tokens if plan.stored_tokens else 0.0

@@ -1,0 +1,181 @@
+"""One request, run: look up its chunks, plan, load and fuse; or read it all with the model's own forward."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.device import Lane
+from ragblend.engine.fusion import Spent, fused_prefill
+from ragblend.engine.loader import LayerLoader, LostChunk
+from ragblend.engine.plan import Plan, Span, make_plan
+from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.results import Prefilled
+from ragblend.engine.selection import WITHOUT_RATIO, Policy
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.reader import ChunkReader
+from ragblend.kvstore.store import KVStore
+
+log = logging.getLogger("ragblend")
+KeyOf = Callable[[tuple[int, ...], tuple[int, ...]], ChunkKey]  # (encoding prefix, token ids) -> key
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the engine: a tokenized prompt, the policy and ratio to serve it with."""
+
+    prompt: Prompt
+    policy: Policy
+    ratio: float
+    seed: int = 0
+    room_tokens: int = 256
+
+    @property
+    def shown_ratio(self) -> float | None:
+        return None if self.policy.name in WITHOUT_RATIO else self.ratio
+
+
+@dataclass
+class Server:
+    """Runs requests on one decoder, with one store. canonical_prefix: ids that chunks are encoded behind by default."""
+
+    decoder: Decoder
+    store: KVStore
+    lane: Lane
+    pool: ThreadPoolExecutor
+    key_of: KeyOf
+    canonical_prefix: tuple[int, ...]
+
+    def prefill(self, request: Request, cancel: threading.Event | None = None) -> Prefilled:
+        """Read the prompt. A chunk found damaged on the way counts as missing, and the request begins again."""
+        begun = time.perf_counter()
+        with ExitStack() as readers:
+            spans, hits, misses = self._spans(request, readers)
+            plan = make_plan(
+                torch.tensor(request.prompt.token_ids, device=self.decoder.device),
+                spans,
+                self.decoder.geometry.layers,
+                request.ratio,
+                self.decoder.attention_share,
+                request.seed,
+            )
+            while True:
+                try:
+                    logits, cache, loader, spent = self._fuse(plan, request, cancel)
+                    break
+                except LostChunk as lost:
+                    log.warning("%s; it is computed in place", lost)
+                    plan, hits, misses = plan.without(lost.span), hits - 1, misses + 1
+        self.lane.synchronize()
+        timings = _timings(loader, spent, (time.perf_counter() - begun) * 1e3)
+        report = Report(
+            request.policy.name,
+            request.shown_ratio,
+            _counts(plan, spent),
+            _fraction(plan, spent),
+            timings,
+            hits,
+            misses,
+        )
+        return Prefilled(request.prompt, logits, cache, report)
+
+    def _fuse(
+        self, plan: Plan, request: Request, cancel: threading.Event | None
+    ) -> tuple[Tensor, FusedCache, LayerLoader, Spent]:
+        policy, geometry = request.policy, self.decoder.geometry
+        cache = FusedCache(geometry, plan.tokens, request.room_tokens, self.decoder.device)
+        loader = LayerLoader(
+            policy.spans(plan),
+            cache,
+            self.decoder,
+            self.lane,
+            self.pool,
+            policy.moves_keys,
+        )
+        try:
+            logits, spent = fused_prefill(self.decoder, plan, policy, cache, loader, cancel)
+        finally:
+            loader.finish()
+        return logits, cache, loader, spent
+
+    def _spans(self, request: Request, readers: ExitStack) -> tuple[tuple[Span, ...], int, int]:
+        """Every chunk's place and its stored KV, opened; and how many chunks have some, and have none."""
+        prompt, spans = request.prompt, []
+        prefix = prompt.prefix_ids
+        everything = prompt.token_ids
+        for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
+            if not isinstance(segment, Chunk) or not segment.token_ids:
+                continue
+            reader, behind = self._open(prefix, segment.token_ids)
+            if reader is not None:
+                readers.enter_context(reader)
+            exact = reader is not None and behind == everything[:offset]
+            spans.append(Span(offset, len(segment.token_ids), reader, exact))
+        hits = sum(span.reader is not None for span in spans)
+        return tuple(spans), hits, len(spans) - hits
+
+    def _open(
+        self, prefix: tuple[int, ...], token_ids: tuple[int, ...]
+    ) -> tuple[ChunkReader | None, tuple[int, ...]]:
+        """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
+        if prefix != self.canonical_prefix and self.store.contains(key := self.key_of(prefix, token_ids)):
+            reader = self.store.open_chunk(key, token_ids)
+            if reader is not None:
+                return reader, prefix
+        return self.store.open_chunk(
+            self.key_of(self.canonical_prefix, token_ids), token_ids
+        ), self.canonical_prefix
+
+
+def prefill_natively(
+    model: Any, request: Request, warning: str, cancel: threading.Event | None = None
+) -> Prefilled:
+    """Full prefill by the model's own forward: how a model that cannot be fused is served."""
+    begun = time.perf_counter()
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("the prefill was cancelled")
+    ids = torch.tensor([request.prompt.token_ids], device=model.device)
+    with torch.inference_mode():
+        out = model(ids, use_cache=True, logits_to_keep=1)
+    elapsed = (time.perf_counter() - begun) * 1e3
+    counts = TokenCounts(prompt=ids.shape[1], fresh=ids.shape[1])
+    report = Report("full", None, counts, 0.0, Timings(prefill_ms=elapsed, ttft_ms=elapsed), warning=warning)
+    cache = getattr(out, "past_key_values", None)
+    return Prefilled(request.prompt, out.logits[0, -1].float(), cache, report)
+
+
+def _counts(plan: Plan, spent: Spent) -> TokenCounts:
+    recomputed = spent.last_layer_recomputed
+    return TokenCounts(
+        prompt=plan.tokens,
+        reused=plan.stored_tokens - recomputed,
+        recomputed=recomputed,
+        fresh=plan.always_tokens - plan.missing_tokens,
+        missing=plan.missing_tokens,
+    )
+
+
+def _fraction(plan: Plan, spent: Spent) -> float:
+    return spent.stored_layer_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
+
+
+def _timings(loader: LayerLoader, spent: Spent, prefill_ms: float) -> Timings:
+    return Timings(
+        load_ms=loader.load_ms,
+        stall_ms=loader.stall_ms,
+        move_ms=loader.move_ms,
+        select_ms=spent.select_ms,
+        prefill_ms=prefill_ms,
+        ttft_ms=prefill_ms,
+    )

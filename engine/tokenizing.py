@@ -1,0 +1,112 @@
+"""From text to token ids: control tokens are read in literals, never in passages."""
+
+import copy
+from typing import Any
+
+from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment, with_ids
+
+SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
+OPENING = "Passages:\n\n"
+CLOSING = "\n\nAnswer from the passages above, in one or two short sentences.\nQuestion: "
+SEPARATOR = "\n\n"
+_SPLIT = "\x00passages\x00"
+
+
+class Tokenizing:
+    """A tokenizer of transformers, used segment by segment."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # A document that contains "<|im_end|>" must not end the user's turn: its text is split, not parsed.
+        self._plain = copy.deepcopy(tokenizer)
+        if getattr(self._plain, "backend_tokenizer", None) is not None:
+            self._plain.backend_tokenizer.encode_special_tokens = True
+
+    def literal_ids(self, text: str) -> list[int]:
+        """Ids of a literal; control tokens written in it count as such."""
+        return _encode(self.tokenizer, text)
+
+    def passage_ids(self, text: str) -> list[int]:
+        """Ids of a passage; whatever it says is text."""
+        return _encode(self._plain, text)
+
+    def prompt(self, prompt: Prompt, node_ids: dict[str, tuple[int, ...]]) -> Prompt:
+        """The prompt with ids in every segment. node_ids: token ids of the chunks that are named by node id alone."""
+        segments: list[Segment] = []
+        for segment in prompt.segments:
+            segments.append(with_ids(segment, self._segment_ids(segment, node_ids)))
+        bos = self.begin_ids(segments)
+        return Prompt([Literal("", bos), *segments] if bos else segments)
+
+    def begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
+        """The begin token, where the tokenizer wants one and the prompt does not have it."""
+        bos = self.tokenizer.bos_token_id
+        if bos is None or not self._adds_bos():
+            return ()
+        first = next((ids[0] for s in segments if (ids := s.token_ids)), None)
+        return () if first == bos else (bos,)
+
+    def _adds_bos(self) -> bool:
+        ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        return bool(ids) and ids[0] == self.tokenizer.bos_token_id
+
+    def _segment_ids(self, segment: Segment, node_ids: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+        if segment.token_ids is not None:
+            return segment.token_ids
+        if isinstance(segment, Literal):
+            return tuple(self.literal_ids(segment.text))
+        if segment.text is not None:
+            return tuple(self.passage_ids(segment.text))
+        assert segment.node_id is not None
+        return node_ids[segment.node_id]
+
+    def chat_prompt(
+        self, system: str | None, passages: list[Chunk], question: str, history: list[tuple[str, str]]
+    ) -> Prompt:
+        """The model's chat template around the passages: they come first, the question last."""
+        head, tail = self._frame(SYSTEM if system is None else system, history)
+        if not passages:
+            return Prompt([Literal(head + question + tail)])
+        segments: list[Segment] = [Literal(head + OPENING)]
+        for number, passage in enumerate(passages):
+            if number:
+                segments.append(Literal(SEPARATOR))
+            segments.append(passage)
+        return Prompt([*segments, Literal(CLOSING + question + tail)])
+
+    def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
+        """Ids of what `chat_prompt` puts before the first passage: the canonical encoding prefix."""
+        prompt = self.chat_prompt(system, [Chunk(token_ids=())], "", [])
+        return self.prompt(prompt, {}).prefix_ids
+
+    def _frame(self, system: str, history: list[tuple[str, str]]) -> tuple[str, str]:
+        """What the chat template puts before and after the last user message."""
+        messages = [{"role": "system", "content": system}] if system else []
+        for asked, answered in history:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        messages.append({"role": "user", "content": _SPLIT})
+        if self.tokenizer.chat_template is None:  # a base model
+            turns = "".join(f"Question: {asked}\nAnswer: {answered}\n\n" for asked, answered in history)
+            return (f"{system}\n\n{turns}" if system else turns), "\nAnswer:"
+        try:
+            text = self._render(messages)
+        except (
+            Exception
+        ):  # templates raise their own errors for a system role they do not know (Gemma, Mistral)
+            messages = messages[1:] if system else messages
+            messages[0] = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
+            text = self._render(messages)
+        head, _, tail = text.partition(_SPLIT)
+        return head, tail
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if (
+        backend is not None
+    ):  # straight to the tokenizers library: no shared state is touched, so threads are safe
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer.encode(text, add_special_tokens=False))
