@@ -1,0 +1,64 @@
+"""What a question gives: the answer, where it comes from, what it cost; and its JSON (design: the command line)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragblend.engine.config import Report
+
+# A name of the JSON beside the attribute of the engine's timings; retrieval, ttft and total are completed by `Rag`.
+ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A passage that the model was given; score is the cosine similarity to the question."""
+
+    node_id: str
+    document: str
+    location: str
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered question. retrieve_ms is part of its times to first token and in total.
+
+    notice: what the user must know, such as passages that did not fit; None when there is nothing.
+    """
+
+    text: str
+    model: str
+    device: str
+    sources: tuple[Source, ...]
+    retrieve_ms: float
+    report: "Report"
+    notice: str | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the question to the first token, everything being loaded: retrieval, prefill, first token."""
+        return self.retrieve_ms + self.report.timings.ttft_ms
+
+    def to_json(self) -> dict[str, Any]:
+        report, times = self.report, self.report.timings
+        counts = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
+        result: dict[str, Any] = {
+            "answer": self.text,
+            "model": self.model,
+            "device": self.device,
+            "method": report.method,
+            "ratio": report.ratio,
+            "sources": [{**source.__dict__, "score": round(source.score, 4)} for source in self.sources],
+            "tokens": {name: getattr(report.tokens, name) for name in counts},
+            "timings": {
+                "retrieve_ms": round(self.retrieve_ms, 2),
+                **{name: round(getattr(times, name), 2) for name in ENGINE_TIMES},
+                "ttft_ms": round(self.ttft_ms, 2),
+                "total_ms": round(self.retrieve_ms + times.total_ms, 2),
+                "tokens_per_s": round(times.tokens_per_s, 2),
+            },
+            "store": {"hits": report.hits, "misses": report.misses},
+        }
+        return result | ({"notice": self.notice} if self.notice else {})

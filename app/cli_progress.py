@@ -1,0 +1,26 @@
+"""Progress bars on stderr: documents read, passages embedded, passages encoded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ragblend.app.progress import OnProgress, Stage
+
+LABELS: dict[Stage, str] = {"parse": "Documents", "embed": "Embedding", "encode": "Encoding KV"}
+
+
+@contextmanager
+def progress_bars() -> Iterator[OnProgress]:
+    """Three bars, drawn only where a person is watching; gives what to call with (stage, done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False
+    ) as bars:
+        tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in LABELS.items()}
+
+        def show(stage: Stage, done: int, total: int) -> None:
+            bars.update(tasks[stage], completed=done, total=total, visible=total > 0)
+
+        yield show

@@ -1,0 +1,69 @@
+"""Paths that a user gives -> the files to ingest, and what was left out and why."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragblend.app.readers import READERS
+from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """files in a stable order; skipped: in a folder, but of no known kind; failed: the path and its error."""
+
+    files: tuple[Path, ...]
+    folders: tuple[Path, ...]
+    skipped: tuple[Path, ...]
+    failed: tuple[tuple[Path, DocumentError], ...]
+
+
+def discover(paths: Sequence[Path]) -> Discovery:
+    """Walk folders (not into hidden ones, nor through links to folders), take files as they are."""
+    files: dict[Path, None] = {}
+    folders, skipped, failed = [], [], []
+    for path in map(_absolute, paths):
+        try:
+            if path.is_dir():
+                folders.append(path)
+                for file in _walk(path, failed):
+                    if _is_known(file):
+                        files[file] = None
+                    else:
+                        skipped.append(file)
+            else:
+                files[_checked(path)] = None
+        except DocumentError as error:
+            failed.append((path, error))
+    return Discovery(tuple(files), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(failed))
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))  # the name a user knows: links are not resolved, ".." is
+
+
+def _checked(path: Path) -> Path:
+    if not os.path.lexists(path):
+        raise DocumentNotFoundError(f"Looking for {path}: there is no such file or folder. Check the path.")
+    if not _is_known(path):
+        known = ", ".join(READERS)
+        raise UnreadableDocumentError(
+            f"Reading {path}: {path.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
+        )
+    return path
+
+
+def _is_known(path: Path) -> bool:
+    return path.suffix.lower() in READERS
+
+
+def _walk(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:
+    def note(error: OSError) -> None:
+        path = Path(error.filename)
+        message = f"Reading the folder {path}: {error.strerror}. Check its rights."
+        failed.append((path, UnreadableDocumentError(message)))
+
+    for parent, folders, names in os.walk(folder, onerror=note):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))

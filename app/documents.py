@@ -1,0 +1,67 @@
+"""What the library keeps of a document and of its passages."""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+class State(StrEnum):
+    """How far a document came: pending work is taken up by the next ingest."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file was like when it was read: the two cheap facts first, the sure one last."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """One row of the registry. `recipe` names how its text was cut: another recipe means cutting again."""
+
+    id: str
+    path: str
+    collection: str
+    state: State
+    reason: str
+    facts: FileFacts
+    recipe: str
+    updated_at: str
+    passages: int
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One chunk of a document: the unit of retrieval and of stored KV."""
+
+    node_id: str
+    document_id: str
+    index: int
+    text: str
+    location: str
+
+
+def document_id(collection: str, path: str) -> str:
+    """The same for one path in one collection, for ever: 16 hex digits."""
+    return _digest(collection, path)[:16]
+
+
+def node_id(document: str, index: int, text: str) -> str:
+    """The same for the same text at the same place of a document, so that its KV survives edits elsewhere."""
+    return _digest(document, str(index), text)[:32]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8")).hexdigest()

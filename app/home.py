@@ -1,0 +1,95 @@
+"""Where everything of one user lives: the home folder, its layout, its permissions."""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragblend.kvstore.errors import LibraryError
+
+# A KV file can be inverted to the text it was made from, so the home is as secret as the documents.
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+@dataclass(frozen=True)
+class Home:
+    """The paths inside one home folder; nothing is created until `create` is called."""
+
+    root: Path
+
+    @classmethod
+    def resolve(cls, home: Path | str | None = None) -> "Home":
+        """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
+        chosen = home or os.environ.get("RAGBLEND_HOME") or _user_folder()
+        return cls(Path(chosen).expanduser().absolute())
+
+    @property
+    def kv(self) -> Path:
+        return self.root / "kv"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def library(self) -> Path:
+        return self.root / "library.sqlite"
+
+    @property
+    def chroma(self) -> Path:
+        return self.root / "chroma"
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "settings.toml"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "writer.lock"
+
+    def create(self) -> "Home":
+        """Make the folder, for this user only. Raises LibraryError if it cannot be made or written."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+            if stat.S_IMODE(self.root.stat().st_mode) & 0o077:
+                self.root.chmod(FOLDER_MODE)
+        except OSError as error:
+            raise LibraryError(_cannot_use(self.root, error)) from error
+        if not os.access(self.root, os.W_OK | os.X_OK):
+            raise LibraryError(_cannot_use(self.root, "it is not writable"))
+        return self
+
+    def loose_paths(self) -> list[Path]:
+        """Files and folders of the home that other users of this machine may read or enter."""
+        if not self.root.exists():
+            return []
+        return [path for path in (self.root, *sorted(self.root.rglob("*"))) if _is_loose(path)]
+
+
+def make_private(folder: Path) -> None:
+    """Take other users' rights from a folder and all in it (for libraries that ask nobody for a mode)."""
+    for path in (folder, *folder.rglob("*")):
+        if _is_loose(path):
+            path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
+
+
+def _is_loose(path: Path) -> bool:
+    try:
+        found = path.lstat().st_mode
+    except FileNotFoundError:  # a temporary file that went away while we looked
+        return False
+    return not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
+
+
+def _user_folder() -> str:
+    from platformdirs import user_data_dir
+
+    return user_data_dir("ragblend", appauthor=False)  # as the engine does
+
+
+def _cannot_use(root: Path, found: object) -> str:
+    return (
+        f"Opening the home folder {root}: {found}. "
+        "Give a folder that you may write to with --home or RAGBLEND_HOME."
+    )

@@ -1,0 +1,225 @@
+"""Documents in: parse, cut, embed, index, encode; one document at a time, so that a stop loses at most one.
+
+The order of writes is what makes it safe to stop anywhere:
+registry row "pending" -> passages and embeddings (one transaction) -> Chroma -> KV -> stale ones out -> "done".
+Whatever is not "done" is taken up by the next run, from the passages if those are there already.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ragblend.app import readers
+from ragblend.app.chunking import Cut, cut_document
+from ragblend.app.discovery import Discovery, discover
+from ragblend.app.documents import Document, FileFacts, Passage, State
+from ragblend.app.library import Embeddings
+from ragblend.app.progress import Meter, Stage, silent
+from ragblend.app.workspace import Workspace
+from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, UnreadableDocumentError
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+HASH_BYTES = 1024**2
+
+
+@dataclass
+class IngestReport:
+    """What one run did. failed: path -> (name of the error, reason); gone: ingested earlier, no longer there."""
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    passages: int = 0
+    tokens: int = 0
+    embedded: int = 0
+    encoded: int = 0
+    interrupted: bool = False
+    notice: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        failed = [{"path": path, "type": kind, "reason": why} for path, (kind, why) in self.failed.items()]
+        return {**self.__dict__, "failed": failed}
+
+
+def ingest(
+    workspace: Workspace, paths: Sequence[Path], on_progress: Callable[[Stage, int, int], None] = silent
+) -> IngestReport:
+    """Ingest files and folders. Ctrl-C ends the run early and keeps what is done (`report.interrupted`).
+
+    One bad document is listed and stops nothing; a full disk, a missing model and the like are raised.
+    """
+    run = _Run(workspace, on_progress)
+    with workspace.writing():
+        try:
+            run.all(discover(paths))
+        except KeyboardInterrupt:
+            run.report.interrupted = True
+    return run.report
+
+
+class _Run:
+    """One ingest run: the documents in turn, and the report on them."""
+
+    def __init__(self, workspace: Workspace, on_progress: Callable[[Stage, int, int], None]) -> None:
+        self._workspace = workspace
+        self._library = workspace.library
+        self._collection = workspace.settings.collection
+        self._meter = Meter(on_progress)
+        self.report = IngestReport()
+
+    def all(self, found: Discovery) -> None:
+        self.report.skipped = [str(path) for path in found.skipped]
+        for path, error in found.failed:
+            self._note_failure(path, error)
+        self._meter.expect("parse", len(found.files))
+        for path in found.files:
+            try:
+                self._one(path)
+            except DocumentError as error:
+                self._note_failure(path, error)
+            self._meter.add("parse", 1)
+        self.report.gone = self._gone(found.folders)
+
+    def _one(self, path: Path) -> None:
+        name = _storable(path)
+        known = self._library.document(self._collection, name)
+        current = known is not None and known.state is State.DONE and known.recipe == self._recipe
+        if known and current and _same_stat(known.facts, path):
+            self.report.unchanged.append(name)
+            return
+        facts = self._facts(path, name)
+        same = known is not None and known.facts.sha256 == facts.sha256 and known.recipe == self._recipe
+        if known and current and same:  # touched, copied back, checked out again
+            self._library.set_facts(known.id, facts)
+            self.report.unchanged.append(name)
+            return
+        self._take_in(path, facts, known, cut_before=bool(known and same and known.passages))
+
+    def _take_in(self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool) -> None:
+        document = self._library.begin(self._collection, str(path))
+        if not cut_before:
+            try:
+                self._cut_and_embed(path, document, facts, known)
+            except DocumentError as error:
+                self._library.fail(document, _with_earlier(error, known))
+                raise
+        self._place(document)
+        self._library.finish(document)
+        kind = "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
+        getattr(self.report, kind).append(str(path))
+
+    def _cut_and_embed(self, path: Path, document: str, facts: FileFacts, known: Document | None) -> None:
+        settings, engine = self._workspace.settings, self._workspace.engine
+        parts = readers.read_document(path)
+        cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
+        passages = cut_document(document, parts, engine.count_tokens, cut)
+        if not passages:
+            raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
+        embeddings = self._embed(passages, known)
+        self._library.replace_passages(document, facts, self._recipe, passages, embeddings)
+
+    def _embed(self, passages: Sequence[Passage], known: Document | None) -> Embeddings:
+        """Embeddings (N, E); those of passages that did not change come from the registry."""
+        embedder = self._workspace.embedder
+        earlier: dict[str, Embeddings] = {}
+        if known and known.passages and known.recipe.endswith(f" {embedder.name}"):
+            earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
+        new = [passage for passage in passages if passage.node_id not in earlier]
+        with self._meter.stage("embed", len(new)) as progress:
+            rows = embedder.embed_passages([passage.text for passage in new], progress) if new else []
+        self.report.embedded += len(new)
+        earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
+        return np.stack([earlier[passage.node_id] for passage in passages])
+
+    def _place(self, document: str) -> None:
+        """From the registry into Chroma and the KV store; then out of both with what is stale."""
+        index, engine, stale = self._workspace.index, self._workspace.engine, self._library.stale(document)
+        index.upsert(*self._library.embeddings_of(document))
+        index.delete(stale)
+        passages = self._library.passages_of(document)
+        texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
+        with self._meter.stage("encode", len(passages)) as progress:
+            encoded = engine.encode(texts, node_ids=nodes, progress=progress)
+        if stale:
+            engine.forget(stale)  # after encoding: what old and new have in common is kept
+        if not engine.gate.passed:
+            self.report.notice = _without_kv(engine)
+        self.report.passages += len(passages)
+        self.report.tokens += encoded.tokens
+        self.report.encoded += encoded.encoded
+
+    def _facts(self, path: Path, name: str) -> FileFacts:
+        try:
+            readers.check_file(path)  # before hashing: a pipe would never end, a huge file take long
+            return _read_facts(path)
+        except DocumentError as error:
+            known = self._library.document(self._collection, name)
+            self._library.fail(self._library.begin(self._collection, name), _with_earlier(error, known))
+            raise
+        except OSError as error:
+            raise UnreadableDocumentError(f"Reading {path}: {error.strerror}. Check the disk.") from error
+
+    def _gone(self, folders: Sequence[Path]) -> list[str]:
+        """Documents of these folders whose file is no longer there. Only `docs rm` removes them."""
+        known = [Path(document.path) for document in self._library.documents(self._collection)]
+        inside = [path for path in known if any(path.is_relative_to(folder) for folder in folders)]
+        return [str(path) for path in inside if not path.exists()]
+
+    def _note_failure(self, path: Path, error: DocumentError) -> None:
+        name = str(path).encode("utf-8", "replace").decode("utf-8")
+        self.report.failed[name] = (type(error).__name__, str(error))
+
+    @property
+    def _recipe(self) -> str:
+        """All that decides what a file's passages and embeddings are, besides its content."""
+        settings = self._workspace.settings
+        cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
+        return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
+
+
+def _without_kv(engine: "Engine") -> str:
+    return (
+        f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its answers come "
+        "from full prefill."
+    )
+
+
+def _storable(path: Path) -> str:
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = str(path).encode("utf-8", "replace").decode("utf-8")
+        raise UnreadableDocumentError(f"Reading {shown}: its name is not UTF-8. Rename the file.") from error
+    return str(path)
+
+
+def _same_stat(facts: FileFacts, path: Path) -> bool:
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return (facts.size, facts.mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def _read_facts(path: Path) -> FileFacts:
+    found = path.stat()  # before the content: a change while hashing makes the next run look again
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(HASH_BYTES):
+            digest.update(piece)
+    return FileFacts(found.st_size, found.st_mtime_ns, digest.hexdigest())
+
+
+def _with_earlier(error: DocumentError, known: Document | None) -> str:
+    kept = " Its earlier version is kept and still answers." if known and known.passages else ""
+    return f"{error}{kept}"

@@ -1,0 +1,252 @@
+"""The registry of documents: what was ingested, its text and its embeddings. Never lost, never rebuilt.
+
+Everything else (Chroma's index, all KV) can be made again from this one SQLite file.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
+from ragblend.app.library_schema import connect
+from ragblend.kvstore.errors import LibraryError
+
+Embeddings = NDArray[np.float32]
+BATCH_ROWS = 500
+PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
+COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
+
+
+class Library:
+    """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self.path = path
+        self._connection = connection
+        self._mutex = threading.RLock()
+
+    @classmethod
+    def open(cls, path: Path) -> "Library":
+        """Open or make the registry at `path`. Raises LibraryError."""
+        return cls(connect(path), path)
+
+    def close(self) -> None:
+        with self._mutex:
+            self._connection.close()
+
+    # --- documents -------------------------------------------------------------------------------
+
+    def documents(self, collection: str) -> list[Document]:
+        rows = self._rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
+        return [_document(row) for row in rows]
+
+    def document(self, collection: str, path: str) -> Document | None:
+        rows = self._rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
+        return _document(rows[0]) if rows else None
+
+    def find(self, collection: str, reference: str) -> Document:
+        """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
+        known = self.documents(collection)
+        path = str(Path(reference).expanduser().absolute())
+        exact = [document for document in known if reference == document.id or path == document.path]
+        loose = [
+            d for d in known if reference == d.name or (len(reference) >= 4 and d.id.startswith(reference))
+        ]
+        found = exact or loose
+        if len(found) == 1:
+            return found[0]
+        several = f"it could be any of {', '.join(document.path for document in found)}"
+        raise LibraryError(
+            f"Looking for the document {reference!r}: {several if found else 'there is none'}. "
+            "`ragblend docs list` shows the documents with their ids."
+        )
+
+    def begin(self, collection: str, path: str) -> str:
+        """Write down that work on a document starts; what was known of it stays. Returns its id."""
+        key = document_id(collection, path)
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
+                "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at",
+                (key, path, collection, _now()),
+            )
+        return key
+
+    def finish(self, document: str) -> None:
+        """All of a document is in place: nothing is stale and nothing is left to do."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
+            connection.execute(
+                "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?",
+                (_now(), document),
+            )
+
+    def fail(self, document: str, reason: str) -> None:
+        """Keep why a document could not be ingested. What an earlier version of it left here stays."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?",
+                (reason, _now(), document),
+            )
+
+    def set_facts(self, document: str, facts: FileFacts) -> None:
+        """The file was touched but not changed: remember its new time."""
+        with self._transaction() as connection:
+            _update_facts(connection, document, facts)
+
+    def remove(self, document: str) -> None:
+        """Delete a document's row, passages and embeddings, and their bytes in the file."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM documents WHERE id = ?", (document,))
+        with self._mutex:  # else the deleted text would live on in the write-ahead log
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # --- passages --------------------------------------------------------------------------------
+
+    def replace_passages(
+        self,
+        document: str,
+        facts: FileFacts,
+        recipe: str,
+        passages: Sequence[Passage],
+        embeddings: Embeddings,
+    ) -> None:
+        """Put these in place of the document's earlier passages, which become stale. embeddings (N, E)."""
+        assert len(passages) == len(embeddings)
+        kept = {passage.node_id for passage in passages}
+        earlier = {passage.node_id for passage in self.passages_of(document)}
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
+            connection.executemany(
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    (p.node_id, document, p.index, p.text, p.location, _to_blob(row))
+                    for p, row in zip(passages, embeddings, strict=True)
+                ),
+            )
+            connection.executemany(
+                "INSERT OR IGNORE INTO stale VALUES (?, ?)", ((node, document) for node in earlier - kept)
+            )
+            connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
+            _update_facts(connection, document, facts)
+            connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
+
+    def passages_of(self, document: str) -> list[Passage]:
+        """A document's passages in reading order."""
+        rows = self._rows(f"{PASSAGES} WHERE document_id = ? ORDER BY position", document)
+        return [_passage(row) for row in rows]
+
+    def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
+        """The passages that are known of these; ids that nobody knows are left out."""
+        found: dict[str, Passage] = {}
+        for batch in _batches(node_ids):
+            marks = ",".join("?" * len(batch))
+            rows = self._rows(f"{PASSAGES} WHERE node_id IN ({marks})", *batch)
+            found |= {row["node_id"]: _passage(row) for row in rows}
+        return found
+
+    def stale(self, document: str) -> list[str]:
+        """Node ids of earlier versions, whose vectors and KV are still to be removed."""
+        return [
+            row["node_id"] for row in self._rows("SELECT node_id FROM stale WHERE document_id = ?", document)
+        ]
+
+    def embeddings_of(self, document: str) -> tuple[list[str], Embeddings]:
+        """A document's node ids and embeddings (N, E), in reading order."""
+        query = "SELECT node_id, embedding FROM chunks WHERE document_id = ? ORDER BY position"
+        rows = self._rows(query, document)
+        return [row["node_id"] for row in rows], _from_blobs([row["embedding"] for row in rows])
+
+    def embeddings(self, collection: str) -> Iterator[tuple[list[str], Embeddings]]:
+        """Every node id and embedding of a collection, a document at a time."""
+        for document in self.documents(collection):
+            if document.passages:
+                yield self.embeddings_of(document.id)
+
+    def count_passages(self, collection: str) -> int:
+        query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
+        return int(self._rows(query, collection)[0]["n"])
+
+    def damage(self) -> list[str]:
+        """What SQLite's own check finds wrong with the file; empty when it is sound."""
+        return [text for row in self._rows("PRAGMA integrity_check") if (text := str(row[0])) != "ok"]
+
+    # --- SQLite ----------------------------------------------------------------------------------
+
+    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        with self._mutex, self._named_errors():
+            return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._mutex, self._named_errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:  # Ctrl-C too: the transaction is all or nothing
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LibraryError(
+                f"Using the registry {self.path}: {error}. What was stored before is unchanged; check free disk "
+                "space and rights, then run the command again."
+            ) from error
+
+
+PASSAGES = "SELECT node_id, document_id, position, text, location FROM chunks"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFacts) -> None:
+    connection.execute(
+        "UPDATE documents SET size = ?, mtime_ns = ?, sha256 = ? WHERE id = ?",
+        (facts.size, facts.mtime_ns, facts.sha256, document),
+    )
+
+
+def _document(row: sqlite3.Row) -> Document:
+    return Document(
+        id=row["id"],
+        path=row["path"],
+        collection=row["collection"],
+        state=State(row["state"]),
+        reason=row["reason"],
+        facts=FileFacts(row["size"], row["mtime_ns"], row["sha256"]),
+        recipe=row["recipe"],
+        updated_at=row["updated_at"],
+        passages=row["passages"],
+    )
+
+
+def _passage(row: sqlite3.Row) -> Passage:
+    return Passage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
+
+
+def _to_blob(embedding: Embeddings) -> bytes:
+    return np.ascontiguousarray(embedding, dtype="<f4").tobytes()
+
+
+def _from_blobs(blobs: Sequence[bytes]) -> Embeddings:
+    return np.array([np.frombuffer(blob, dtype="<f4") for blob in blobs], dtype=np.float32)
+
+
+def _batches(items: Iterable[str]) -> Iterator[list[str]]:
+    everything = list(dict.fromkeys(items))
+    for start in range(0, len(everything), BATCH_ROWS):
+        yield everything[start : start + BATCH_ROWS]

@@ -1,0 +1,76 @@
+"""One writer at a time: an exclusive lock on the home, whose file says who holds it.
+
+Chroma's files are silently corrupted by two writing processes, so whoever changes the library takes this
+lock first. The operating system lets go of it when the holder dies, however it dies: a stale file never blocks.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.home import FILE_MODE
+from ragblend.kvstore.errors import StoreLockedError
+
+
+@contextmanager
+def writer_lock(path: Path, command: str | None = None) -> Iterator[None]:
+    """Hold the home for writing. Raises StoreLockedError, naming the holder, if another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        _take(descriptor, path)
+        _write_holder(descriptor, command or " ".join(sys.argv))
+        try:
+            yield
+        finally:
+            # The file stays: unlinking it would let two processes hold locks on two files of one name.
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_holder(path: Path) -> dict[str, Any] | None:
+    """Who wrote the lock file last and has not let go; None when nobody has."""
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return holder if isinstance(holder, dict) else None
+
+
+def _take(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StoreLockedError(_held_message(path)) from error
+
+
+def _write_holder(descriptor: int, command: str) -> None:
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": command,
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _held_message(path: Path) -> str:
+    holder = read_holder(path)
+    who = (
+        f"process {holder.get('pid')} on {holder.get('host')} "
+        f"(`{holder.get('command')}`, since {holder.get('since')})"
+        if holder
+        else "another process"
+    )
+    return (
+        f"Writing to {path.parent}: {who} is writing there, and one home takes one writer at a time. "
+        "Wait until it ends, stop it, or use another --home."
+    )

