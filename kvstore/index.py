@@ -66,6 +66,7 @@ class Index:
         self._sql = sqlite3.connect(
             self.path, timeout=timeout_s, isolation_level=None, check_same_thread=False, cached_statements=16
         )
+        self._sql.text_factory = lenient_text
         self._sql.execute("PRAGMA secure_delete = 1")
         self._sql.execute("PRAGMA synchronous = 1")
 
@@ -98,11 +99,10 @@ class Index:
             found = sql.execute("SELECT CAST(value AS BLOB) FROM Cache WHERE rowid = ?", (rowid,)).fetchone()
         return bytes(found[0]) if found and found[0] is not None else b""
 
-    def remove(self, rowid: int, filename: object) -> bool:
-        """Remove this very row; False if it is gone or has been replaced meanwhile."""
+    def remove(self, rowid: int) -> bool:
+        """Remove a row, found under the writer's lock; False if there is none."""
         with self._connection() as sql:
-            gone = sql.execute("DELETE FROM Cache WHERE rowid = ? AND filename IS ?", (rowid, filename))
-            return gone.rowcount == 1
+            return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1
 
     def insert(self, digest: str, filename: str, nbytes: int) -> int:
         """Enter a value file that no row names; 1, or 0 if the key has a row."""
@@ -115,7 +115,7 @@ class Index:
         with self._lock:
             self._now = max(
                 time.time(), self._now + 1e-6
-            )  # two uses within one tick of the clock keep their order
+            )  # uses within one tick of the clock keep their order
             self._touched[digest] = self._now
 
     def flush_touches(self) -> None:
@@ -139,12 +139,17 @@ class Index:
             self._sql.close()
 
 
+def lenient_text(raw: bytes) -> str:
+    """Text as SQLite has it: a damaged row must be listed to be removed, so it may not raise while it is read."""
+    return raw.decode("utf-8", "replace")
+
+
 def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
     """What SQLite finds wrong with a file; also what it raises when the file is too damaged to look at."""
     try:
         found = [str(line) for (line,) in sql.execute(f"PRAGMA integrity_check({at_most})")]
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        if error_code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
         return [str(error)]
     return [] if found == ["ok"] else found
@@ -163,11 +168,16 @@ def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]
     sql.execute("COMMIT")
 
 
+def error_code(error: Exception) -> int:
+    """SQLite's primary code; 0 for what Python's module raises by itself (text that is not UTF-8, say)."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
 def index_failed(error: Exception, path: Path) -> StoreError:
     """The named error for an exception out of SQLite or diskcache."""
     if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
         error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    code = error_code(error)
     if code in BUSY or isinstance(error, Timeout):
         return StoreLockedError(
             f"using {path}: another program kept it locked. Close that program, or try again."

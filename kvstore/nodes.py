@@ -21,7 +21,7 @@ from typing import Self
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
-from ragblend.kvstore.index import index_failed, integrity
+from ragblend.kvstore.index import error_code, index_failed, integrity
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class NodeIndex:
             try:
                 return cls(path, _connect(path))
             except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                if error_code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                     raise
             log.warning("the node index %s is damaged; it is made anew and fills as nodes are encoded", path)
             for suffix in ("", "-wal", "-shm"):  # not set aside: its bytes are text, and deletion is complete

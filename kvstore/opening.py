@@ -2,8 +2,11 @@
 
 import logging
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from diskcache import Timeout
@@ -12,7 +15,7 @@ from diskcache.core import DEFAULT_SETTINGS, METADATA
 from ragblend.kvstore.disk import INDEX_NAME, open_cache
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.files import make_private_folder
-from ragblend.kvstore.index import BUSY, Index, index_failed, integrity
+from ragblend.kvstore.index import BUSY, Index, error_code, index_failed, integrity, lenient_text
 from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.upkeep import adopt, sweep
@@ -26,10 +29,6 @@ _NOT_DAMAGE = {
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
 }
-_SETTINGS = {*DEFAULT_SETTINGS, *METADATA, "sqlite_secure_delete"}
-_COLUMNS = (
-    "rowid, key, raw, store_time, expire_time, access_time, access_count, tag, size, mode, filename, value"
-)
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,15 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
         set_index_aside(root)
         prepare(root)
     try:
-        cache, index = open_cache(root, TIMEOUT_S), Index(root, TIMEOUT_S)
+        disk_cache, index = open_cache(root, TIMEOUT_S), Index(root, TIMEOUT_S)
     except (sqlite3.Error, Timeout) as error:
         raise index_failed(error, root / INDEX_NAME) from error
     try:
         if damaged:
             adopt(root, index)
-        return Opened(lock, cache, index, sweep(root, index) + bool(damaged))
+        return Opened(lock, disk_cache, index, sweep(root, index) + bool(damaged))
     except BaseException:
-        cache.close()
+        disk_cache.close()
         index.close()
         raise
 
@@ -95,10 +94,11 @@ def why_untrusted(root: Path) -> str | None:
     """
     path = root / INDEX_NAME
     sql = sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)
+    sql.text_factory = lenient_text
     try:
         return _why_untrusted(sql, root)
     except sqlite3.Error as error:
-        if error.sqlite_errorcode & 0xFF in _NOT_DAMAGE:
+        if error_code(error) in _NOT_DAMAGE:
             raise index_failed(error, path) from error  # the disk's fault, or another program's
         return str(error)
     finally:
@@ -109,8 +109,29 @@ def _why_untrusted(sql: sqlite3.Connection, root: Path) -> str | None:
     problems = integrity(sql, 1)
     if problems:
         return problems[0]
-    if not sql.execute("SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]:
-        return "it is empty, but there are values" if any(file.digest for file in value_files(root)) else None
-    unknown = {key for (key,) in sql.execute("SELECT key FROM Settings")} - _SETTINGS
-    sql.execute(f"SELECT {_COLUMNS} FROM Cache LIMIT 1").fetchall()
-    return f"unknown settings {sorted(map(str, unknown))}" if unknown else None
+    found = _schema(sql)
+    changed = found - _expected_schema()
+    if changed:
+        return f"its schema is not diskcache's: {min(changed)}"
+    names = {name for name, _ in found}
+    if "Cache" not in names and any(file.digest for file in value_files(root)):
+        return "it is empty, but there are values"
+    if "Cache" in names and "Settings" not in names:
+        return "it has lost its settings"
+    known = {*DEFAULT_SETTINGS, *METADATA, "sqlite_secure_delete"}
+    settings = {key for (key,) in sql.execute("SELECT key FROM Settings")} if "Settings" in names else set()
+    return f"unknown settings {sorted(map(str, settings - known))}" if settings - known else None
+
+
+def _schema(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
+    rows = sql.execute("SELECT name, COALESCE(sql, '') FROM sqlite_master")
+    return frozenset((str(name), str(text)) for name, text in rows)
+
+
+@cache
+def _expected_schema() -> frozenset[tuple[str, str]]:
+    """What diskcache makes of an empty folder: one flipped bit in a trigger's text is found out by comparison."""
+    with TemporaryDirectory(prefix="ragblend-") as folder:
+        open_cache(Path(folder), TIMEOUT_S).close()
+        with closing(sqlite3.connect(Path(folder, INDEX_NAME))) as sql:
+            return _schema(sql)

@@ -8,6 +8,7 @@ format.
 import logging
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -103,7 +104,7 @@ class KVStore:
             try:
                 return open_verified(path, key, token_ids, partial(self._spoiled, key, path))
             except FileNotFoundError:
-                if path == missing:  # twice the same: not an eviction in between
+                if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
                     self._quarantine(key, path, "the index names a file that is not there")
                     return None
                 missing = path
@@ -132,15 +133,19 @@ class KVStore:
 
     def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
         """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
-        self._counters.add(quarantined=1)
-        log.warning("KV of chunk %s goes to quarantine and will be encoded anew: %s", key.digest[:12], why)
         try:
-            with self._lock.hold(_QUARANTINE_WAIT_S):
-                row = self._live_index().row(key.digest)
-                if row is not None and (path is None or self.root / str(row.filename) == path):
-                    refuse_row(self.root, self._index, row)
+            with self._changing(_QUARANTINE_WAIT_S) as index:
+                row = index.row(key.digest)
+                if row is None or not (path is None or self.root / str(row.filename) == path):
+                    return  # evicted or replaced meanwhile
+                refuse_row(self.root, index, row)
         except (StoreError, OSError) as error:
-            log.warning("it stays for now: %s", error)  # whoever reads it next finds the same
+            log.warning(
+                "damaged KV of chunk %s stays where it is: %s", key.digest[:12], error
+            )  # found again next time
+            return
+        self._counters.add(quarantined=1)
+        log.warning("KV of chunk %s is in quarantine and will be encoded anew: %s", key.digest[:12], why)
 
     # --- changing
 
@@ -156,8 +161,8 @@ class KVStore:
                 f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
-        with self._lock.hold():
-            self._live_index().flush_touches()
+        with self._changing() as index:
+            index.flush_touches()
             self._write(blob)
             self._evict(spare=key.digest)
 
@@ -191,12 +196,11 @@ class KVStore:
 
     def delete(self, key: ChunkKey) -> int:
         """Remove every byte of a value, quarantined copies too; bytes freed. StoreError if a file stays."""
-        with self._lock.hold():
-            self._live_index()
+        with self._changing() as index:
             # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
             report = remove_files(files_of(self.root, key.digest))
             self._forget_row(key.digest)
-            self._index.truncate_log()
+            index.truncate_log()
             return report.bytes
 
     def _forget_row(self, digest: str) -> None:
@@ -214,22 +218,22 @@ class KVStore:
 
     def check(self) -> list[Problem]:
         """Everything wrong with the store, from reading all of it; changes nothing."""
-        with self._lock.hold():
-            files, rows = list(value_files(self.root)), self._live_index().rows()
-        return list(check_files(self.root, self._live_index(), files, rows))
+        with self._changing() as index:  # for the listing only: it must not see half a put
+            files, rows = list(value_files(self.root)), index.rows()
+        return list(check_files(self.root, index, files, rows))
 
     def repair(self) -> list[Problem]:
         """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
         problems = self.check()
-        with self._lock.hold():
-            self._counters.add(quarantined=repair(self.root, self._live_index(), problems))
+        with self._changing() as index:
+            self._counters.add(quarantined=repair(self.root, index, problems))
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
         """Remove orphans, temporary files, the quarantine and, given `keep`, every other key's value."""
-        with self._lock.hold():
-            wanted = None if keep is None else {key.digest for key in keep}
-            return collect(self.root, self._live_index(), wanted)
+        wanted = None if keep is None else {key.digest for key in keep}
+        with self._changing() as index:
+            return collect(self.root, index, wanted)
 
     def stats(self) -> StoreStats:
         """Entries and bytes of the store, and this process's counters, which begin at 0 when it opens it."""
@@ -255,6 +259,13 @@ class KVStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
+        """Be the only one, of all threads and processes, that changes the store."""
+        self._live_index()
+        with self._lock.hold(timeout_s):
+            yield self._live_index()
 
     def _live_index(self) -> Index:
         if self._closed:

@@ -135,7 +135,7 @@ def sweep(root: Path, index: Index) -> int:
 def refuse_row(root: Path, index: Index, row: Row) -> bool:
     """Remove a row and quarantine what it held, undecoded; False when somebody else did."""
     inline = index.value_of(row.rowid) if row.has_value else b""
-    if not index.remove(row.rowid, row.filename):
+    if not index.remove(row.rowid):
         return False
     with suppress(OSError):  # then the file is an orphan, and the next open sweeps it
         if digest_in(row.filename) == row.key:  # a planted row must not take another key's file with it
@@ -180,7 +180,7 @@ def collect(root: Path, index: Index, wanted: Collection[str] | None) -> GcRepor
     dropped = [row for row in index.rows() if row.digest and wanted is not None and row.digest not in wanted]
     values = remove_files([root / str(row.filename) for row in dropped])
     for row in dropped:
-        index.remove(row.rowid, row.filename)
+        index.remove(row.rowid)
     orphans = collect_orphans(root, index)
     evidence = remove_files(list((root / QUARANTINE_FOLDER).iterdir()))
     index.truncate_log()

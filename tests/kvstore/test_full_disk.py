@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.store import KVStore
@@ -41,7 +42,7 @@ def failing(real, at, code):
 @pytest.mark.parametrize(("name", "at"), FAULTS)
 def test_a_failing_put_changes_nothing(open_store, sample, same, root, name, at, code):
     old = [sample(seed) for seed in range(2)]
-    store = open_store(budget_bytes=1000)  # both fit, a third would evict
+    store = open_store(budget_bytes=2 * Blob.of(*old[0]).nbytes)  # a third would evict
     for each in old:
         store.put(*each)
     key, chunk = sample(5)
@@ -60,6 +61,7 @@ def test_a_failing_put_changes_nothing(open_store, sample, same, root, name, at,
     assert store.check() == []
     store.put(key, chunk)
     assert same(store.get(key, chunk.token_ids), chunk)
+    assert store.stats().evictions == 1
 
 
 def test_replacing_a_value_on_a_full_disk_keeps_the_old_one(store, sample, same, monkeypatch):
@@ -142,7 +144,9 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = shutil.which("mount")
-    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
+    done = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True
+    )
     if not done or done.returncode:
         pytest.skip("cannot mount a tmpfs here")
     yield disk
@@ -154,10 +158,14 @@ def test_a_really_full_disk(small_disk, sample, same):
     samples = [sample(seed, 200, shape) for seed in range(8)]  # 400 KB each
     with KVStore.open(root, 1 << 30) as store:
         stored = []
-        with pytest.raises(StoreFullError, match="No space left") as caught:
+
+        def put_all():
             for each in samples:
                 store.put(*each)
                 stored.append(each)
+
+        with pytest.raises(StoreFullError, match="No space left") as caught:
+            put_all()
         assert str(root) in str(caught.value)
         assert 1 <= len(stored) < 8
         assert store.check() == []

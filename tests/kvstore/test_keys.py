@@ -28,8 +28,16 @@ def test_every_field_changes_the_key():
         replace(MODEL, geometry=replace(GEOMETRY, dtype="float16")),
     ]
     inputs = [(model, (1, 2), "salt", (3, 4)) for model in models]
-    inputs += [(MODEL, (1, 2, 3), "salt", (4,)), (MODEL, (), "salt", (1, 2, 3, 4)), (MODEL, (1, 2), "", (3, 4))]
-    inputs += [(MODEL, (1, 2), "salt", (4, 3)), (MODEL, (1, 2), "salt", (3, 4, 0)), (MODEL, (12,), "salt", (3, 4))]
+    inputs += [
+        (MODEL, (1, 2, 3), "salt", (4,)),
+        (MODEL, (), "salt", (1, 2, 3, 4)),
+        (MODEL, (1, 2), "", (3, 4)),
+    ]
+    inputs += [
+        (MODEL, (1, 2), "salt", (4, 3)),
+        (MODEL, (1, 2), "salt", (3, 4, 0)),
+        (MODEL, (12,), "salt", (3, 4)),
+    ]
     digests = [chunk_key(*each).digest for each in inputs]
     for (a, first), (b, second) in combinations(zip(digests, inputs, strict=True), 2):
         assert a != b, (first, second)

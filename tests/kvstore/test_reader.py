@@ -16,7 +16,8 @@ from ragblend.kvstore.errors import CorruptBlobError, StoreError
 def fused_buffers(geometry, tokens, fill=0x5A):
     """One layer's K and V of a longer sequence, every byte `fill`."""
     shape = (geometry.kv_heads, tokens)
-    both = [torch.empty((*shape, size), dtype=geometry.torch_dtype) for size in (geometry.key_size, geometry.value_size)]
+    sizes = (geometry.key_size, geometry.value_size)
+    both = [torch.empty((*shape, size), dtype=geometry.torch_dtype) for size in sizes]
     for tensor in both:
         tensor.view(torch.uint8).fill_(fill)
     return both
@@ -110,7 +111,10 @@ def test_what_is_read_is_the_readers_own(store, sample, same):
     for tensor in (*first.keys, *first.values, *chunk.keys, *chunk.values):
         tensor.view(torch.uint8).fill_(0)
     assert same(store.get(key, pristine.token_ids), pristine)
-    with store.open_chunk(key, pristine.token_ids) as reader, pytest.raises(OSError, match="Bad file descriptor"):
+    with (
+        store.open_chunk(key, pristine.token_ids) as reader,
+        pytest.raises(OSError, match="Bad file descriptor"),
+    ):
         os.write(reader._fd, b"x")  # opened for reading only
 
 

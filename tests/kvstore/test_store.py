@@ -200,7 +200,15 @@ def test_only_the_owner_can_read_whatever_the_umask(root, sample):
     finally:
         os.umask(before)
     names = {path.name for path in modes}
-    assert {"cache.db", "cache.db-wal", "cache.db-shm", "values", "quarantine", "write.lock", "FORMAT"} <= names
+    assert {
+        "cache.db",
+        "cache.db-wal",
+        "cache.db-shm",
+        "values",
+        "quarantine",
+        "write.lock",
+        "FORMAT",
+    } <= names
     wrong = {p: oct(m) for p, m in modes.items() if m != (0o700 if p.is_dir() else 0o600) and p.exists()}
     assert wrong == {}
 
@@ -282,7 +290,10 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path):
 
     found = {(problem.kind, problem.key.digest if problem.key else None) for problem in store.check()}
     expected = {(kind, key.digest) for kind, (key, _) in keys.items()}
-    expected |= {("orphan-file", keys["bad-layer"][0].digest), ("temporary-file", keys["bad-layer"][0].digest)}
+    expected |= {
+        ("orphan-file", keys["bad-layer"][0].digest),
+        ("temporary-file", keys["bad-layer"][0].digest),
+    }
     assert found == expected | {("foreign-file", None), ("foreign-row", None)}
     assert all(problem.message and problem.path for problem in store.check())
 

@@ -1,0 +1,377 @@
+"""Damaged, swapped and planted things: a counted miss, never a wrong KV, never code run, never a bare exception."""
+
+import os
+import pickle
+import random
+import sqlite3
+
+import pytest
+
+from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
+from ragblend.kvstore.store import KVStore
+
+
+class Canary:
+    """Unpickling this makes a folder: the proof that foreign bytes were run."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def plant(root, **columns):
+    """A row that this store did not write."""
+    sql = sqlite3.connect(root / "cache.db", isolation_level=None)
+    names = ", ".join(columns)
+    marks = ", ".join("?" for _ in columns)
+    sql.execute(f"INSERT OR REPLACE INTO Cache ({names}) VALUES ({marks})", tuple(columns.values()))
+    sql.close()
+
+
+@pytest.fixture
+def canary(tmp_path):
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "a planted pickle was run"
+
+
+def test_the_canary_sings(tmp_path):
+    pickle.loads(pickle.dumps(Canary(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("planted_while_open", [True, False])
+def test_a_planted_pickle_is_quarantined_and_never_run(
+    open_store, sample, same, root, canary, planted_while_open
+):
+    key, chunk = sample(1)
+    evil = pickle.dumps(Canary(canary))
+    store = open_store()
+    if not planted_while_open:
+        store.close()
+    plant(root, key=key.digest, raw=1, mode=4, size=0, value=evil)
+    if not planted_while_open:
+        store = open_store()
+    assert store.get(key, chunk.token_ids) is None
+    assert store.open_chunk(key, chunk.token_ids) is None
+    stats = store.stats()
+    assert (stats.quarantined, stats.misses, stats.entries) == (1, 2, 0)
+    assert [path.read_bytes() for path in root.glob("quarantine/row-*")] == [evil]
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_a_pickled_key_and_a_pickled_file_are_not_run_either(store, sample, root, canary, value_path):
+    evil = pickle.dumps(Canary(canary))
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    path = value_path(key)
+    path.write_bytes(evil)
+    store._index._sql.execute("UPDATE Cache SET mode = 4, size = ?", (len(evil),))
+    plant(root, key=evil, raw=0, mode=4, size=0, value=evil)
+    assert list(store.keys()) == []
+    assert {problem.kind for problem in store.check()} == {"foreign-row", "orphan-file"}
+    assert store.get(key, chunk.token_ids) is None
+    assert (root / "quarantine" / path.name).read_bytes() == evil
+    assert len(store.repair()) == 1
+    assert store.check() == []
+
+
+def test_the_disk_refuses_whatever_is_not_ours(store, sample, canary):
+    disk, evil = store._cache.disk, pickle.dumps(Canary(canary))
+    for mode in (0, 1, 3, 4, None):
+        with pytest.raises(CorruptBlobError):
+            disk.fetch(mode, None, evil, False)
+    with pytest.raises(CorruptBlobError):
+        disk.get(evil, 0)
+    for call in (lambda: disk.put(1), lambda: disk.put(b"k"), lambda: disk.store(b"v", False, key="k")):
+        with pytest.raises(UsageError):
+            call()
+    with pytest.raises(CorruptBlobError):
+        store._cache.peekitem() if plant(store.root, key=evil, raw=0, mode=4, value=evil) is None else None
+
+
+def test_a_row_may_not_point_out_of_the_store(open_store, sample, tmp_path, root):
+    """diskcache opens and unlinks whatever its filename column says."""
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("mine")
+    key, chunk = sample(1)
+    store = open_store()
+    names = ["../../thesis.txt", str(thesis), f"values/{key.digest[:2]}/../../../../thesis.txt"]
+    for name in names:
+        plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
+        assert store.get(key, chunk.token_ids) is None
+        plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
+        store.put(key, chunk)
+        plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
+        store.delete(key)
+        plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
+        store.repair()
+        store.gc(keep=[])
+        assert thesis.read_text() == "mine"
+
+
+def test_a_link_in_a_values_place_is_not_followed(store, sample, value_path, tmp_path):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    path = value_path(key)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert store.get(key, chunk.token_ids) is None
+    assert store.stats().quarantined == 1
+
+
+def test_a_row_may_not_take_another_keys_file_along(store, sample, same, root, value_path):
+    good, bad = sample(1), sample(2)
+    store.put(*good)
+    name = os.path.relpath(value_path(good[0]), root)
+    plant(root, key=bad[0].digest, raw=1, mode=2, size=9, filename=name)
+    assert store.get(bad[0], bad[1].token_ids) is None
+    assert same(store.get(good[0], good[1].token_ids), good[1])
+
+
+def test_swapped_files_are_two_misses(store, sample, value_path):
+    first, second = sample(1), sample(2)
+    store.put(*first)
+    store.put(*second)
+    a, b = value_path(first[0]), value_path(second[0])
+    one, two = a.read_bytes(), b.read_bytes()
+    assert len(one) == len(two)
+    a.write_bytes(two)
+    b.write_bytes(one)
+    assert store.get(first[0], first[1].token_ids) is None
+    assert store.get(second[0], second[1].token_ids) is None
+    stats = store.stats()
+    assert (stats.misses, stats.quarantined, stats.entries) == (2, 2, 0)
+
+
+def test_a_missing_file_is_one_counted_miss(store, sample, value_path):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+    value_path(key).unlink()
+    assert store.get(key, chunk.token_ids) is None
+    assert not store.contains(key)
+    assert store.stats().quarantined == 1
+    assert store.check() == []
+
+
+def test_random_damage_to_files_never_gives_a_wrong_value(store, sample, same, value_path):
+    """Truncations, flipped bits, zeroed and repeated blocks, at seeded places."""
+    seeded = random.Random(3)
+    key, chunk = sample(1, 20)
+    for _ in range(60):
+        store.put(key, chunk)
+        path = value_path(key)
+        data = bytearray(path.read_bytes())
+        start = seeded.randrange(len(data))
+        end = min(len(data), start + seeded.choice([1, 4, 64, 512]))
+        kind = seeded.randrange(4)
+        if kind == 0:
+            del data[start:]
+        elif kind == 1:
+            data[start] ^= 1 << seeded.randrange(8)
+        elif kind == 2:
+            data[start:end] = bytes(end - start)
+        else:
+            data[start:end] = data[: end - start]
+        changed = bytes(data) != path.read_bytes()
+        path.write_bytes(data)
+        found = store.get(key, chunk.token_ids)
+        assert found is None if changed else same(found, chunk)
+
+
+def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_path):
+    key, chunk = sample(1)
+    for _ in range(20):
+        store.put(key, chunk)
+        os.truncate(value_path(key), 10)
+        assert store.get(key, chunk.token_ids) is None
+    assert store.stats().quarantined == 20
+    assert len(list((root / "quarantine").iterdir())) == 16
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << (position % 8)
+    path.write_bytes(data)
+
+
+def index_survives(root, samples, same):
+    """Open, read, write, look after: right values or misses, named errors at most."""
+    try:
+        store = KVStore.open(root, 1 << 30)
+    except StoreError:
+        return 0
+    with store:
+        found = [store.get(key, chunk.token_ids) for key, chunk in samples]
+        for value, (_, chunk) in zip(found, samples, strict=True):
+            assert value is None or same(value, chunk)
+        for each in samples:
+            store.put(*each)
+        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
+        store.check()
+        store.gc()
+        return sum(value is not None for value in found)
+
+
+def test_flipped_bits_in_the_index(open_store, sample, same, root):
+    """A bit of SQLite's file at a time: at worst the index is set aside, and the values are entered anew."""
+    samples = [sample(seed) for seed in range(3)]
+    store = open_store()
+    for each in samples:
+        store.put(*each)
+    store.close()
+    good = (root / "cache.db").read_bytes()
+    used = [position for position, byte in enumerate(good) if byte]
+    seeded = random.Random(11)
+    survived = 0
+    for position in [*range(0, 100, 9), *seeded.sample(used, 50)]:
+        for suffix in ("-wal", "-shm"):
+            (root / f"cache.db{suffix}").unlink(missing_ok=True)
+        flip(root / "cache.db", position)
+        survived += index_survives(root, samples, same)
+        assert (root / "cache.db").stat().st_mode & 0o077 == 0
+        (root / "cache.db").write_bytes(good)
+        restore_rows(root, samples)
+    assert survived > 100  # most values come through: adopted, or never touched
+
+
+def restore_rows(root, samples):
+    """Make the values match the saved index again: simplest is a new store."""
+    for path in root.rglob("*.kv"):
+        path.unlink()
+    for name in ("cache.db", "cache.db-wal", "cache.db-shm"):
+        (root / name).unlink(missing_ok=True)
+    with KVStore.open(root, 1 << 30) as store:
+        for each in samples:
+            store.put(*each)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"not a database" * 1000),
+        lambda path: os.truncate(path, 5000),
+        lambda path: os.truncate(path, 100),
+        lambda path: path.write_bytes(path.read_bytes()[:4096] + bytes(8192)),
+        lambda path: run_sql(path, "INSERT INTO Settings VALUES ('sqlite_x; DROP TABLE Cache', 1)"),
+        lambda path: run_sql(path, "ALTER TABLE Cache RENAME COLUMN size TO sizes"),
+        lambda path: run_sql(path, "DROP TABLE Cache"),
+        lambda path: run_sql(path, "DROP TABLE Settings"),
+        lambda path: run_sql(path, "CREATE TRIGGER t AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"),
+    ],
+)
+def test_a_ruined_index_is_set_aside_and_the_values_come_back(open_store, sample, same, root, damage, caplog):
+    samples = [sample(seed) for seed in range(3)]
+    store = open_store()
+    for each in samples:
+        store.put(*each)
+    store.close()
+    damage(root / "cache.db")
+    store = open_store()
+    assert store.stats().quarantined == 1
+    assert list(root.glob("quarantine/index-*.db"))
+    assert "set aside" in caplog.text
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
+    assert store.check() == []
+    for path in root.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def run_sql(path, statement):
+    sql = sqlite3.connect(path, isolation_level=None)
+    sql.execute("PRAGMA writable_schema = ON")
+    sql.execute(statement)
+    sql.close()
+
+
+def test_values_that_are_damaged_are_not_adopted(open_store, sample, root, value_path):
+    good, cut = sample(1), sample(2)
+    store = open_store()
+    store.put(*good)
+    store.put(*cut)
+    store.close()
+    os.truncate(value_path(cut[0]), 50)
+    (root / "cache.db").write_bytes(b"ruin")
+    store = open_store()
+    assert list(store.keys()) == [good[0]]
+    assert store.check() == []
+
+
+def test_an_index_ruined_while_open_gives_misses_and_named_errors_at_most(open_store, sample, same, root):
+    key, chunk = sample(1)
+    store = open_store()
+    store.put(key, chunk)
+    store._index.truncate_log()
+    (root / "cache.db").write_bytes(b"ruin" * 4096)
+    refusals = []
+    for call in (
+        lambda: store.get(key, chunk.token_ids) is None,
+        lambda: not store.contains(key),
+        lambda: store.put(*sample(2)),
+        store.stats,
+        lambda: store.delete(key),
+        store.check,
+    ):
+        try:
+            assert call() is not False
+        except StoreError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all("cache.db" in message for message in refusals)
+    store.close()
+    again = open_store()
+    again.put(key, chunk)
+    assert same(again.get(key, chunk.token_ids), chunk)
+
+
+def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_store, sample, root, value_path):
+    samples = [sample(seed) for seed in range(3)]
+    store = open_store()
+    for each in samples:
+        store.put(*each)
+    store.close()
+    path = value_path(samples[0][0])
+    path.with_suffix(".tmp").write_bytes(b"half")
+    path.with_name(f"{samples[0][0].digest}-{'a' * 16}.kv").write_bytes(path.read_bytes())
+    os.truncate(value_path(samples[1][0]), 70)
+    value_path(samples[2][0]).unlink()
+    store = open_store()
+    assert store.stats().quarantined == 2
+    assert list(store.keys()) == [samples[0][0]]
+    assert store.check() == []
+    assert len(list(root.glob("values/*/*"))) == 1
+
+
+def test_a_row_that_is_not_text_is_swept(open_store, sample, same, root):
+    key, chunk = sample(1)
+    store = open_store()
+    store.put(key, chunk)
+    store._index._sql.execute("UPDATE Cache SET filename = CAST(x'FF766160' AS TEXT)")
+    assert [problem.kind for problem in store.check()] == ["foreign-row", "orphan-file"]
+    store.close()
+    store = open_store()
+    assert store.stats().quarantined == 1
+    assert store.get(key, chunk.token_ids) is None
+    store.put(key, chunk)
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_an_absurd_size_in_a_row_does_not_empty_the_store(open_store, sample):
+    """One flipped bit in `size` must not make every value look like too much."""
+    samples = [sample(seed) for seed in range(3)]
+    store = open_store(1 << 20)
+    for each in samples:
+        store.put(*each)
+    store._index._sql.execute(
+        "UPDATE Cache SET size = size + (1 << 40) WHERE key = ?", (samples[0][0].digest,)
+    )
+    store.close()
+    store = open_store(1 << 20)
+    assert store.stats().quarantined == 1
+    store.put(*samples[0])
+    assert store.stats().entries == 3
+    assert store.stats().evictions == 0

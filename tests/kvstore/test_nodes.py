@@ -1,0 +1,142 @@
+"""NodeIndex: token ids by node id, the keys that become free, and nothing left of what was deleted."""
+
+import os
+import sqlite3
+import stat
+
+import pytest
+
+from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import StoreError, StoreFormatError, UsageError
+from ragblend.kvstore.nodes import NodeIndex, Scope
+
+SCOPE, OTHER = Scope("papers", "aa" * 32), Scope("papers", "bb" * 32)
+
+
+def key(number):
+    return ChunkKey(f"{number:064x}")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "home" / "nodes.sqlite"
+
+
+@pytest.fixture
+def nodes(path):
+    with NodeIndex.open(path) as index:
+        yield index
+
+
+def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
+    nodes.put_many(SCOPE, [("a", (1, 2, 2**31), key(1)), ("b", [], key(2))])
+    nodes.put_many(OTHER, [("a", (9,), key(3))])
+    assert nodes.get(SCOPE, "a") == (1, 2, 2**31)
+    assert nodes.get(SCOPE, "b") == ()
+    assert nodes.get(OTHER, "a") == (9,)
+    assert nodes.get(Scope("notes", SCOPE.tokenizer), "a") is None
+    assert nodes.get(SCOPE, "c") is None
+    assert nodes.node_ids(SCOPE) == ["a", "b"]
+    assert nodes.keys() == {key(1), key(2), key(3)}
+    with NodeIndex.open(path) as again:
+        assert again.get(SCOPE, "a") == (1, 2, 2**31)
+
+
+def test_keys_are_free_only_when_no_node_has_them(nodes):
+    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (1,), key(1)), ("a", (1,), key(2))])
+    nodes.put_many(OTHER, [("a", (1,), key(3))])
+    assert sorted(nodes.nodes_with(key(1)), key=str) == [(SCOPE, "a"), (SCOPE, "b")]
+    assert nodes.delete("papers", ["a"]) == (key(2), key(3))  # of every tokenizer
+    assert nodes.get(OTHER, "a") is None
+    assert nodes.delete("notes", ["b"]) == ()
+    assert nodes.delete("papers", ["b", "absent"]) == (key(1),)
+    assert nodes.keys() == set()
+
+
+def test_new_text_under_an_old_id_frees_the_old_keys(nodes):
+    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
+    assert nodes.put_many(SCOPE, [("a", (1,), key(3))]) == ()  # the same text for another model
+    assert nodes.put_many(SCOPE, [("a", (7,), key(4))]) == (key(1), key(3))
+    assert nodes.put_many(SCOPE, [("a", (8,), key(4))]) == ()  # dropped and taken again: in use
+    assert nodes.get(SCOPE, "a") == (8,)
+
+
+def test_all_or_none(nodes):
+    with pytest.raises(UsageError):
+        nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (-1,), key(2))])
+    assert nodes.node_ids(SCOPE) == []
+    nodes.put_many(SCOPE, [("a", (1,), key(1))])
+
+
+def test_deletion_leaves_no_bytes(nodes, path):
+    secret = tuple(range(40000, 40400))
+    nodes.put_many(SCOPE, [("secret-node", secret, key(0xABCDEF)), ("kept", (1, 2), key(2))])
+    nodes.put_many(SCOPE, [("secret-node", secret, key(0xABCDEE))])
+    needles = [b"secret-node", b"".join(t.to_bytes(4, "little") for t in secret[:8]), b"abcdef"]
+
+    def holding():
+        return [file.name for file in path.parent.iterdir() for each in needles if each in file.read_bytes()]
+
+    assert len(set(holding())) >= 1
+    nodes.delete("papers", ["secret-node"])
+    assert holding() == []
+    assert nodes.get(SCOPE, "kept") == (1, 2)
+
+
+def test_only_the_owner_can_read(path):
+    before = os.umask(0)
+    try:
+        with NodeIndex.open(path) as nodes:
+            nodes.put_many(SCOPE, [("a", (1,), key(1))])
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("nodes.sqlite", "nodes.sqlite-wal", "nodes.sqlite-shm"), 384)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("ruin", [b"not a database" * 500, b"SQLite format 3\0" + b"x" * 5000])
+def test_a_ruined_file_is_made_anew(path, ruin, caplog):
+    path.parent.mkdir()
+    path.write_bytes(ruin)
+    with NodeIndex.open(path) as nodes:
+        assert nodes.get(SCOPE, "a") is None
+        nodes.put_many(SCOPE, [("a", (1,), key(1))])
+        assert nodes.get(SCOPE, "a") == (1,)
+    assert "damaged" in caplog.text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_flipped_bit_is_not_another_text(nodes, path):
+    nodes.put_many(SCOPE, [("a", (1, 2, 3), key(1)), ("b", (4,), key(2))])
+    sql = sqlite3.connect(path, isolation_level=None)
+    (tokens,) = sql.execute("SELECT tokens FROM Nodes WHERE node_id = 'a'").fetchone()
+    for position in range(len(tokens)):
+        bad = bytearray(tokens)
+        bad[position] ^= 4
+        sql.execute("UPDATE Nodes SET tokens = ? WHERE node_id = 'a'", (bytes(bad),))
+        assert nodes.get(SCOPE, "a") is None
+    for bad in (b"", b"xyz", tokens[:-4], "text"):
+        sql.execute("UPDATE Nodes SET tokens = ? WHERE node_id = 'a'", (bad,))
+        assert nodes.get(SCOPE, "a") is None
+    sql.execute("UPDATE Nodes SET tokens = ? WHERE node_id = 'b'", (tokens,))
+    assert nodes.get(SCOPE, "b") is None
+    sql.close()
+
+
+def test_another_format_is_refused(path):
+    NodeIndex.open(path).close()
+    sql = sqlite3.connect(path)
+    sql.execute("PRAGMA user_version = 99")
+    sql.close()
+    with pytest.raises(StoreFormatError, match=r"99.*Remove"):
+        NodeIndex.open(path)
+
+
+def test_a_closed_index_and_a_folder_in_its_place_are_named_errors(path):
+    nodes = NodeIndex.open(path)
+    nodes.close()
+    with pytest.raises(StoreError):
+        nodes.get(SCOPE, "a")
+    with pytest.raises(StoreError):
+        NodeIndex.open(path.parent)
