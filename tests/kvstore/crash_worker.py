@@ -2,8 +2,8 @@
 
 `put ROOT BUDGET SEED STEP`: puts twelve values. STEP 0: until it is done or killed from outside; STEP n: it kills
 itself at its n-th system call of those that change the disk. Says `pid N`, `ack NUMBER`..., `done`.
-`read ROOT STOP`: reads eight values round and round until the file STOP is there. Says `open`, `HITS WRONG QUARANTINED`.
-After either comes `dead`.
+`read ROOT STOP`: reads eight values round and round until the file STOP is there. Says `open`, then
+`HITS WRONG QUARANTINED`. After either comes `dead`.
 """
 
 import os
