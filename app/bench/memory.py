@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.kvstore.errors import RagBlendError
 
 if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
 
 ANSWER_TOKENS = 4
@@ -51,13 +52,20 @@ def peak_bytes(job: MemoryJob, timeout_s: float = 600) -> int | None:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RagBlendError(f"Measuring the peak memory of {job.method}: the child process failed: {last}")
-    found: int | None = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise RagBlendError(f"Measuring the peak memory of {job.method}: {answer['error']}")
+    found: int | None = answer["peak_bytes"]
     return found
 
 
 def main() -> None:
-    """Read a job from stdin, print `{"peak_bytes": ...}`."""
-    json.dump({"peak_bytes": _measure(MemoryJob(**json.load(sys.stdin)))}, sys.stdout)
+    """Read a job from stdin, print `{"peak_bytes": ...}` or `{"error": ...}`."""
+    try:
+        answer: dict[str, Any] = {"peak_bytes": _measure(MemoryJob(**json.load(sys.stdin)))}
+    except RagBlendError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, sys.stdout)
 
 
 def _measure(job: MemoryJob) -> int | None:
@@ -65,9 +73,19 @@ def _measure(job: MemoryJob) -> int | None:
     from ragblend.engine.prompt import Chunk, Literal, Prompt
 
     engine = Engine.open(**job.engine)
-    engine.generate(engine.chat_prompt(None, [], "Say hello."), method="full", max_new_tokens=ANSWER_TOKENS)
-    kinds = {True: Chunk, False: Literal}
-    prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in job.segments])
+    try:
+        engine.generate(
+            engine.chat_prompt(None, [], "Say hello."), method="full", max_new_tokens=ANSWER_TOKENS
+        )
+        kinds = {True: Chunk, False: Literal}
+        prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in job.segments])
+        return _answer(engine, prompt, job)
+    finally:
+        engine.close()  # a process that ends while the engine still works in the background is aborted
+
+
+def _answer(engine: "Engine", prompt: "Prompt", job: MemoryJob) -> int | None:
+    """The bytes above now at the peak of one answer."""
     options: dict[str, Any] = {} if job.ratio is None else {"ratio": job.ratio}
     meter = _CudaMeter(engine.device) if engine.device.startswith("cuda") else _HostMeter()
     result = engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, **options)

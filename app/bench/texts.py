@@ -40,5 +40,5 @@ def _cut(engine: "Engine", words: Sequence[str], start: int, tokens: int) -> str
     ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
     # A cut may fall inside a character or a merge; a text that does not come back the same is tried
     # elsewhere.
-    cut = engine.tokenizer.decode(ids[:tokens]).strip()
+    cut = engine.tokenizer.decode(ids[:tokens])
     return cut if engine.count_tokens(cut) == tokens else None

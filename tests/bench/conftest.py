@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-WORDS = (
+TEXT = (
     "the tramway keeper rang a bell when low tide left the causeway dry and the engine named Dunlin burned sawdust "
     "until its boiler sang over marsh and harbour while children counted lamps along every crossing in winter rain"
-).split()
+)
+WORDS = TEXT.split()
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
@@ -63,7 +64,9 @@ def engine(model_folder, home):
     """The real engine over the tiny model, closed afterwards."""
     from ragblend import Engine
 
-    engine = Engine.open(model=str(model_folder), home=home, device="cpu", dtype="float32", collection="bench")
+    engine = Engine.open(
+        model=str(model_folder), home=home, device="cpu", dtype="float32", collection="bench"
+    )
     yield engine
     engine.close()
 

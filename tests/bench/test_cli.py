@@ -32,7 +32,13 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     by_name = {(row["method"], row["ratio"]): row for row in rows}
     assert {row["n"] for row in rows} == {4}
     full = by_name["full", None]
-    assert (full["kl"], full["top1"], full["exact_match"], full["speedup"], full["recovery"]) == (0, 1, 1, 1, 1)
+    assert (full["kl"], full["top1"], full["exact_match"], full["speedup"], full["recovery"]) == (
+        0,
+        1,
+        1,
+        1,
+        1,
+    )
     reuse = by_name["reuse", None]
     assert reuse["kl"] > 1e-4
     assert reuse["recovery"] == 0
@@ -54,7 +60,9 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(PNG)
 
 
-def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(bench, data_file, tmp_path) -> None:
+def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(
+    bench, data_file, tmp_path
+) -> None:
     arguments = ("--data", data_file, "--max-new-tokens", "4", "--json")
     first = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
     again = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
@@ -70,7 +78,20 @@ def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
     from ragblend.kvstore.store import KVStore
 
     bench("quality", "--data", data_file, "--methods", "reuse", "--limit", "2", "--max-new-tokens", "2")
-    bench("ttft", "--chunks", "2", "--tokens", "16", "--repeats", "1", "--methods", "reuse", "--no-memory", "--data", data_file)
+    bench(
+        "ttft",
+        "--chunks",
+        "2",
+        "--tokens",
+        "16",
+        "--repeats",
+        "1",
+        "--methods",
+        "reuse",
+        "--no-memory",
+        "--data",
+        data_file,
+    )
     store = KVStore.open(home / "kv", 1 << 30)
     assert list(store.keys()) == []
     assert store.check() == []
@@ -78,7 +99,18 @@ def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
 
 
 def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
-    arguments = ("--chunks", "2,3", "--tokens", "24", "--repeats", "2", "--ratios", "0.15", "--no-memory", "--json")
+    arguments = (
+        "--chunks",
+        "2,3",
+        "--tokens",
+        "24",
+        "--repeats",
+        "2",
+        "--ratios",
+        "0.15",
+        "--no-memory",
+        "--json",
+    )
     done = bench("ttft", "--data", data_file, *arguments)
     printed = json.loads(done.stdout)
     rows = printed["rows"]
@@ -86,7 +118,9 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
     assert {row["cache"] for row in rows} == {"warm", "cold"}
     for row in rows:
         parts = sum(row["where_ms"].values())
-        assert parts == pytest.approx(row["ttft_ms"], rel=0.5)  # medians of parts need not add up to the median
+        assert parts == pytest.approx(
+            row["ttft_ms"], rel=0.5
+        )  # medians of parts need not add up to the median
         assert row["retrieve_ms"] is None  # nothing was ingested here
         assert row["fused_kv_bytes"] == row["prompt_tokens"] * 4 * 2 * 2 * 16 * 4
         assert row["raw_kv_bytes"] == row["chunks"] * 24 * 4 * 2 * 2 * 16 * 4

@@ -1,0 +1,122 @@
+"""The questions file: read as it is meant, refused with the file, the place and the field."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragblend.app.bench.data import choose, load_questions
+from ragblend.kvstore.errors import UsageError
+
+MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_dev.json"
+
+
+def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
+    questions = load_questions(data_file)
+    assert [question.index for question in questions] == [0, 1, 2, 3]
+    assert questions[1].text == "What did the keeper do on day 1?"
+    assert questions[1].answers == ("rang a bell", "day 1")
+    assert questions[1].passages[2] == f"page 12\n{entries[1]['ctxs'][2]['text']}"
+
+
+def test_a_passage_without_a_title_is_its_text(tmp_path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(
+        json.dumps([{"ctxs": [{"title": "", "text": " words "}], "question": "q", "answers": ["a"]}])
+    )
+    assert load_questions(path)[0].passages == ("words",)
+
+
+def test_choosing_limits_shuffles_and_cuts(data_file) -> None:
+    questions = load_questions(data_file)
+    assert [q.index for q in choose(questions, limit=2)] == [0, 1]
+    assert len(choose(questions, limit=9)) == 4
+    assert [len(q.passages) for q in choose(questions, passages=2)] == [2, 2, 2, 2]
+    orders = {tuple(q.index for q in choose(questions, seed=seed)) for seed in range(20)}
+    assert len(orders) > 5
+    assert choose(questions, seed=3) == choose(questions, seed=3)
+
+
+def test_a_record_belongs_to_what_the_question_says_and_not_to_its_place(data_file) -> None:
+    questions = load_questions(data_file)
+    assert {q.digest for q in choose(questions, seed=1)} == {q.digest for q in questions}
+    assert choose(questions, passages=2)[0].digest != questions[0].digest
+
+
+@pytest.mark.parametrize("option", ["limit", "passages"])
+def test_none_at_all_cannot_be_chosen(data_file, option) -> None:
+    with pytest.raises(UsageError, match=f"--{option} is 0"):
+        choose(load_questions(data_file), **{option: 0})
+
+
+def spoil(entry, field, value):
+    """The second question with one field changed; a value of None takes the field out."""
+    *path, last = field.split(".")
+    for step in path:
+        entry = entry[int(step) if step.isdigit() else step]
+    if value is None:
+        del entry[last]
+    else:
+        entry[last] = value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("question", None, "question 1: the field 'question' is missing"),
+        ("question", 7, "question 1: the field 'question' is a JSON number; expected a string"),
+        ("question", "  ", "question 1: 'question' is empty"),
+        ("answers", None, "question 1: the field 'answers' is missing"),
+        ("answers", "one", "question 1: the field 'answers' is a JSON string; expected a list"),
+        ("answers", [], "question 1: 'answers' must be"),
+        ("answers", [3], "question 1: 'answers' must be"),
+        ("ctxs", None, "question 1: the field 'ctxs' is missing"),
+        ("ctxs", [], "question 1: 'ctxs' is empty"),
+        ("ctxs", ["text"], r"question 1, ctxs\[0\]: found a JSON string; expected an object with 'title'"),
+        ("ctxs.2.text", None, r"question 1, ctxs\[2\]: the field 'text' is missing"),
+        ("ctxs.2.title", None, r"question 1, ctxs\[2\]: the field 'title' is missing"),
+        ("ctxs.2.text", "", r"question 1, ctxs\[2\]: 'text' is empty"),
+    ],
+)
+def test_a_bad_entry_is_named(entries, data_file, field, value, said) -> None:
+    spoil(entries[1], field, value)
+    data_file.write_text(json.dumps(entries))
+    with pytest.raises(UsageError, match=said) as caught:
+        load_questions(data_file)
+    assert str(data_file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not JSON"),
+        (b"[{", "is not JSON"),
+        (b"\xff\xfe[", "not UTF-8"),
+        (b"{}", "JSON object; expected a list"),
+        (b"[]", "empty list"),
+        (b"[1]", "question 0: found a JSON number"),
+        (b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, content, said) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=said) as caught:
+        load_questions(path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_file_and_a_folder_are_named(tmp_path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        load_questions(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_questions(tmp_path)
+
+
+def test_the_musique_file_loads_whole() -> None:
+    if not MUSIQUE.exists():
+        pytest.skip("the MuSiQue questions are not beside this checkout")
+    questions = load_questions(MUSIQUE)
+    assert (len(questions), {len(q.passages) for q in questions}) == (75, {10})
+    assert questions[0].answers == ("Asian Man Records",)
+    assert len({q.digest for q in questions}) == 75

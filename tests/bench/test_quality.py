@@ -1,0 +1,176 @@
+"""`quality.run` on the real engine: what is stopped goes on, and what was not measured is not claimed."""
+
+import json
+
+import pytest
+
+from ragblend.app.bench import quality
+from ragblend.app.bench.data import load_questions
+from ragblend.app.bench.quality import BenchError
+from ragblend.app.bench.records import Journal, run_digest
+from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.variants import Variant
+from ragblend.kvstore.errors import PromptTooLongError
+
+VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.3), Variant("cacheblend", 0.5))
+
+
+@pytest.fixture
+def questions(data_file):
+    return load_questions(data_file)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return Journal(tmp_path / "journal.jsonl")
+
+
+def run(engine, questions, journal, **options):
+    quality.run(engine, questions, VARIANTS, journal, **{"max_new_tokens": 5, **options})
+
+
+class StopsAfter:
+    """A progress callback that interrupts, as Ctrl-C would, after so many records."""
+
+    def __init__(self, records):
+        self.left = records
+
+    def __call__(self, done, total):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_a_stopped_run_goes_on_and_counts_nothing_twice(engine, questions, journal, stop) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, questions, journal, progress=StopsAfter(stop))
+    kept = dict(Journal(journal.path).records)
+    assert len(kept) == stop
+    assert list(engine.store.keys()) == []  # interrupted or not, the passages are taken out again
+    resumed, steps = Journal(journal.path), []
+    run(engine, questions, resumed, progress=lambda done, total: steps.append((done, total)))
+    assert resumed.resumed == stop
+    assert steps[-1] == (16 - stop, 16 - stop)
+    assert len(resumed.records) == 16
+    assert kept.items() <= resumed.records.items()  # what was measured before stands as it was
+    lines = [line for line in journal.path.read_text().splitlines() if line]
+    assert len(lines) == 16
+
+
+def test_a_resumed_run_says_the_same_as_one_in_one_go(engine, questions, journal, tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, questions, journal, progress=StopsAfter(5))
+    resumed, whole = Journal(journal.path), Journal(tmp_path / "whole.jsonl")
+    run(engine, questions, resumed)
+    run(engine, questions, whole)
+    for key, record in whole.records.items():
+        assert resumed.records[key].kl == pytest.approx(record.kl, abs=1e-6)
+        assert resumed.records[key].answer == record.answer
+
+
+def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal) -> None:
+    run(engine, questions[:1], journal)
+    whole = journal.path.read_text().rstrip("\n")
+    journal.path.write_text(whole[:-20])
+    cut = Journal(journal.path)
+    assert len(cut.records) == 3
+    run(engine, questions[:1], cut)
+    assert len(Journal(journal.path).records) == 4
+
+
+def test_a_question_measured_once_is_not_touched_again(engine, questions, journal, monkeypatch) -> None:
+    run(engine, questions, journal)
+    monkeypatch.setattr(engine, "prefill", lambda *_, **__: pytest.fail("measured again"))
+    run(engine, questions, Journal(journal.path))
+
+
+def test_the_passages_stay_where_they_were_or_are_asked_to(engine, questions, journal) -> None:
+    engine.encode([questions[0].passages[1]])
+    (mine,) = engine.store.keys()
+    run(engine, questions[:1], journal)
+    assert list(engine.store.keys()) == [mine]
+    run(engine, questions[1:2], journal, keep_kv=True)
+    assert len(list(engine.store.keys())) == 4
+
+
+def test_rows_are_paired_over_exactly_these_questions(engine, questions, journal) -> None:
+    run(engine, questions, journal)
+    rows, comparisons = summarise(journal.records, questions[:3], VARIANTS, seed=0)
+    assert {row["n"] for row in rows} == {3}
+    by_method = {row["method"]: row for row in rows}
+    own = [journal.records[(question.digest, "reuse", None)].kl for question in questions[:3]]
+    assert by_method["reuse"]["kl"] == pytest.approx(sum(own) / 3)
+    low, high = by_method["reuse"]["kl_ci"]
+    assert min(own) <= low <= by_method["reuse"]["kl"] <= high <= max(own)
+    assert by_method["random"]["recomputed_fraction"] == pytest.approx(0.3, abs=0.01)
+    pairs = [(each["method"], each["against"]) for each in comparisons]
+    assert pairs == [("random", "reuse"), ("cacheblend", "reuse")]  # random was not run at cacheblend's 0.5
+
+
+def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives(engine, questions) -> None:
+    """The bench does not decode it again: the shortcut must not change a single answer."""
+    question = questions[0]
+    prompt = quality.build_prompt(engine, question, 8)
+    engine.encode(list(question.passages))
+    reference = quality.full_outcome(engine, prompt, 8)
+    seen = set()
+    for variant in (Variant("reuse"), Variant("heads", 0.2), Variant("random", 1.0)):
+        timed = quality.timed_prefill(engine, prompt, variant)
+        logits = quality.teacher_logits(engine, timed.prefilled, reference.answer)
+        agrees = quality.takes_every_step(logits, reference.answer)
+        decoded = engine.decode(timed.prefilled, max_new_tokens=8, temperature=0.0)
+        assert agrees == (decoded.token_ids == reference.answer.token_ids)
+        seen.add(agrees)
+    assert seen == {True, False}
+
+
+def test_teacher_forcing_gives_the_logits_of_a_plain_forward(engine, questions) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = quality.build_prompt(engine, questions[0], 6)
+    reference = quality.full_outcome(engine, prompt, 6)
+    model = AutoModelForCausalLM.from_pretrained(engine.model_name, dtype=torch.float32)
+    ids = [*prompt.token_ids, *reference.answer.token_ids]
+    with torch.inference_mode():
+        plain = model(torch.tensor([ids])).logits[0, len(prompt.token_ids) - 1 : -1]
+    assert torch.allclose(reference.logits, plain, atol=1e-4)
+    assert plain.argmax(-1).tolist() == list(reference.answer.token_ids)  # greedy, then
+
+
+def test_a_missing_passage_stops_the_run_because_it_would_look_perfect(engine, questions) -> None:
+    prompt = quality.build_prompt(engine, questions[0], 5)
+    engine.encode(list(questions[0].passages[:2]))
+    with pytest.raises(BenchError, match="2 of 3 passages"):
+        quality.timed_prefill(engine, prompt, Variant("reuse"))
+    engine.finish_background()
+
+
+def test_a_model_that_cannot_be_fused_is_refused_because_it_would_look_perfect(engine, monkeypatch) -> None:
+    from ragblend.engine.gate import GateVerdict
+    from ragblend.engine.resources import Resources
+
+    monkeypatch.setattr(Resources, "gate", GateVerdict(False, (), "it has no rotary positions"))
+    with pytest.raises(BenchError, match="no rotary positions"):
+        quality.model_digest(engine)
+
+
+def test_a_prompt_too_long_stops_the_run_before_anything_is_measured(engine, questions, journal) -> None:
+    with pytest.raises(PromptTooLongError, match=r"question 0 needs .* --passages N"):
+        run(engine, questions, journal, max_new_tokens=2000)
+    assert not journal.path.exists()
+
+
+def test_the_digest_of_a_run_follows_its_settings_and_its_code(tmp_path) -> None:
+    (tmp_path / "engine.py").write_text("one")
+    first = run_digest({"model": "a"}, (tmp_path,))
+    assert run_digest({"model": "a"}, (tmp_path,)) == first
+    assert run_digest({"model": "b"}, (tmp_path,)) != first
+    (tmp_path / "engine.py").write_text("two")
+    assert run_digest({"model": "a"}, (tmp_path,)) != first
+
+
+def test_a_journal_of_another_shape_is_measured_again(journal) -> None:
+    journal.path.write_text(json.dumps({"question": "q", "kl": 0}) + "\n[]\nnull\n")
+    assert Journal(journal.path).records == {}

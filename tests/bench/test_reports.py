@@ -1,0 +1,197 @@
+"""What people see: tables, pictures and files, from rows made by hand."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from ragblend.app.bench.data import Question
+from ragblend.app.bench.environment import cpu_name
+from ragblend.app.bench.plots import plot_quality, plot_ttft
+from ragblend.app.bench.records import Record
+from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.samples_data import PASSAGES, sample_questions, sample_source
+from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.table import print_quality, print_ttft
+from ragblend.app.bench.variants import Variant, parse_choices, parse_counts, parse_variants
+from ragblend.kvstore.errors import UsageError
+
+PNG = b"\x89PNG\r\n\x1a\n"
+VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant("cacheblend", 0.15))
+
+
+def made_records(kl_by_method, questions):
+    """Records with the given KL on every question, rising a little from one to the next."""
+    return {
+        record.key: record
+        for variant in VARIANTS
+        for place, question in enumerate(questions)
+        for record in [
+            Record(
+                question=question.digest,
+                method=variant.method,
+                ratio=variant.ratio,
+                kl=kl_by_method[variant.method] * (1 + place / 10),
+                top1=0.5,
+                exact_match=place % 2 == 0,
+                gold_match=False,
+                f1=0.25,
+                rouge_l=0.5,
+                recomputed_fraction=0.1,
+                ttft_ms=10.0 * (place + 1),
+                full_ttft_ms=40.0 * (place + 1) if place else 1000.0,
+                prompt_tokens=100,
+                answer="x",
+            )
+        ]
+    }
+
+
+@pytest.fixture
+def questions():
+    return [Question(place, f"question {place}", ("passage",), ("answer",)) for place in range(5)]
+
+
+@pytest.fixture
+def summary(questions):
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    return summarise(made_records(kls, questions), questions, VARIANTS, seed=0)
+
+
+def test_rows_by_hand(summary) -> None:
+    rows, _ = summary
+    cacheblend = rows[3]
+    assert cacheblend["kl"] == pytest.approx(0.12)
+    assert cacheblend["recovery"] == pytest.approx(0.75)
+    assert cacheblend["recovery_ci"] == (pytest.approx(0.75), pytest.approx(0.75))
+    assert cacheblend["exact_match"] == 0.6
+    assert cacheblend["ttft_ms"] == 30
+    assert cacheblend["speedup"] == 4  # the median of the pairs: the first pair's 100 does not count
+
+
+def test_comparisons_by_hand(summary) -> None:
+    _, comparisons = summary
+    found = {(each["method"], each["against"]): each for each in comparisons}
+    assert set(found) == {("random", "reuse"), ("cacheblend", "reuse"), ("cacheblend", "random")}
+    assert found["cacheblend", "random"]["kl_difference"] == pytest.approx(-0.24)
+    assert found["cacheblend", "random"]["verdict"] == "better"
+    assert found["cacheblend", "random"]["nearer_on"] == 1
+
+
+def test_a_worse_method_is_called_worse_and_an_equal_one_undecided(questions) -> None:
+    kls = {"full": 0.0, "reuse": 0.1, "random": 0.4, "cacheblend": 0.4}
+    _, comparisons = summarise(made_records(kls, questions), questions, VARIANTS, seed=0)
+    verdicts = {(each["method"], each["against"]): each["verdict"] for each in comparisons}
+    assert verdicts["cacheblend", "reuse"] == "worse"
+    assert verdicts["cacheblend", "random"] == "undecided"
+
+
+def test_without_reuse_there_is_no_recovery(questions) -> None:
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    rows, comparisons = summarise(made_records(kls, questions), questions, VARIANTS[2:], seed=0)
+    assert [row["recovery"] for row in rows] == [None, None]
+    assert [each["against"] for each in comparisons] == ["random"]
+
+
+def test_the_table_warns_of_too_few_prompts(summary) -> None:
+    text = io.StringIO()
+    print_quality(Console(file=text, width=160), *summary)
+    assert "5 prompts settle nothing" in text.getvalue()
+    assert "75.0%" in text.getvalue()
+    assert "better" in text.getvalue()
+
+
+def ttft_row(method, ratio, ttft_ms, cache="warm"):
+    where = {"stall": 1.0, "move": 2.0, "select": 0.5, "compute": ttft_ms - 4.5, "first_token": 1.0}
+    return {
+        "method": method, "ratio": ratio, "chunks": 6, "tokens": 512, "cache": cache, "ttft_ms": ttft_ms,
+        "speedup": 2000 / ttft_ms, "retrieve_ms": None, "load_ms": 60.0, "where_ms": where,
+        "peak_bytes": 3 << 20, "peak_of_fused_kv": 1.25,
+    }  # fmt: skip
+
+
+def test_ttft_tables_and_pictures(tmp_path) -> None:
+    rows = [
+        ttft_row("full", None, 2000),
+        ttft_row("cacheblend", 0.15, 400),
+        ttft_row("full", None, 2100, "cold"),
+    ]
+    text = io.StringIO()
+    print_ttft(Console(file=text, width=160), rows)
+    assert "6 chunks of 512 tokens, cold disk" in text.getvalue()
+    assert "5.0x" in text.getvalue()
+    plot_ttft(rows, "title", tmp_path / "ttft.png")
+    assert (tmp_path / "ttft.png").read_bytes().startswith(PNG)
+
+
+def test_quality_picture_with_and_without_intervals(summary, tmp_path) -> None:
+    rows, _ = summary
+    plot_quality(
+        [*rows, rows[3] | {"kl_ci": None, "method": "new policy"}], "title", tmp_path / "quality.png"
+    )
+    assert (tmp_path / "quality.png").read_bytes().startswith(PNG)
+
+
+def test_results_are_replaced_whole(tmp_path) -> None:
+    path = make_folder(tmp_path / "a" / "b") / "results.json"
+    write_json(path, {"rows": [1]})
+    with pytest.raises(TypeError):
+        write_json(path, {"rows": object()})
+    assert json.loads(path.read_text()) == {"rows": [1]}
+    assert [each.name for each in path.parent.iterdir()] == ["results.json"]
+
+
+def test_an_output_that_is_a_file_is_a_usage_error(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--output"):
+        make_folder(tmp_path / "file")
+
+
+def test_methods_and_ratios_make_variants_once() -> None:
+    made = parse_variants(
+        "full, reuse,random,random", "0.05,0.15,0.05", {"full", "reuse", "random"}, {"full", "reuse"}
+    )
+    assert made == (Variant("full"), Variant("reuse"), Variant("random", 0.05), Variant("random", 0.15))
+    assert parse_variants("reuse", "", {"reuse"}, {"reuse"}) == (Variant("reuse"),)  # no ratio is needed
+
+
+@pytest.mark.parametrize(
+    ("methods", "ratios", "said"),
+    [
+        ("", "0.1", "--methods"),
+        ("x", "0.1", "'x'"),
+        ("r", "", "--ratios"),
+        ("r", "nan", "nan"),
+        ("r", "15%", "15%"),
+    ],
+)
+def test_wrong_methods_and_ratios_are_named(methods, ratios, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_variants(methods, ratios, {"r"}, set())
+
+
+def test_counts_and_choices() -> None:
+    assert parse_counts("3, 6,3", "--chunks") == (3, 6)
+    assert parse_choices("cold", "--caches", ("warm", "cold")) == ("cold",)
+    for wrong in ("0", "-1", "1.5", "²"):
+        with pytest.raises(UsageError, match="--chunks"):
+            parse_counts(wrong, "--chunks")
+
+
+def test_the_processor_has_a_name(tmp_path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU 9000\nmodel name\t: Some CPU 9000\n")
+    assert cpu_name(cpuinfo) == "Some CPU 9000"
+    assert cpu_name(tmp_path / "none")
+
+
+def test_the_samples_make_questions_whose_passages_hold_an_answer() -> None:
+    questions = sample_questions()
+    assert len(questions) >= 20
+    assert {len(question.passages) for question in questions} == {PASSAGES}
+    for question in questions:
+        text = " ".join(question.passages).lower()
+        assert any(answer.lower() in text for answer in question.answers), question.text
+    assert sample_questions() == questions  # mixed the same way every time: records are kept under them
+    assert len(sample_source().split()) > 3000

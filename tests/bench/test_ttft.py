@@ -1,0 +1,100 @@
+"""The parts of `bench ttft`: chunks of exact length, fair turns, cold reads, and memory seen from outside."""
+
+import pytest
+
+from ragblend.app.bench import ttft
+from ragblend.app.bench.memory import make_job, peak_bytes
+from ragblend.app.bench.texts import cut_texts
+from ragblend.app.bench.ttft import Plan, Samples
+from ragblend.app.bench.variants import Variant
+from ragblend.engine.config import Timings
+from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError
+
+SOURCE = (
+    "A keeper counted forty lamps; naïve visitors — some from 東京 — asked why, and nobody answered. " * 3
+)
+
+
+@pytest.mark.parametrize(("chunks", "tokens"), [(1, 1), (4, 30), (3, 64)])
+def test_chunks_have_exactly_the_tokens_asked_for_and_differ(engine, chunks, tokens) -> None:
+    texts = cut_texts(engine, SOURCE, chunks, tokens)
+    assert len(set(texts)) == len(texts) == chunks
+    assert [engine.count_tokens(text) for text in texts] == [tokens] * chunks
+
+
+def test_more_chunks_than_the_words_give_are_refused(engine) -> None:
+    with pytest.raises(UsageError, match="--data"):
+        cut_texts(engine, "one two", 30, 3)
+    with pytest.raises(UsageError, match="0 words"):
+        cut_texts(engine, " ", 1, 3)
+
+
+def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(engine, monkeypatch) -> None:
+    order = []
+    timed_prefill = ttft.timed_prefill
+    monkeypatch.setattr(
+        ttft,
+        "timed_prefill",
+        lambda engine, prompt, variant: order.append(variant) or timed_prefill(engine, prompt, variant),
+    )
+    variants = (Variant("full"), Variant("reuse"), Variant("random", 0.5))
+    rows = ttft.run(engine, SOURCE, Plan(variants, (2,), (20,), ("warm",), repeats=3))
+    rounds = [order[start : start + 3] for start in range(0, 12, 3)]
+    assert all(set(each) == set(variants) for each in rounds)
+    assert {each[0] for each in rounds} == set(variants)
+    assert [(row["method"], row["repeats"]) for row in rows] == [("full", 3), ("reuse", 3), ("random", 3)]
+
+
+def test_cold_asks_for_every_chunk_to_be_dropped_before_every_prefill(engine, monkeypatch) -> None:
+    from ragblend.kvstore.reader import ChunkReader
+
+    dropped = []
+    drop = ChunkReader.drop_page_cache
+    monkeypatch.setattr(
+        ChunkReader, "drop_page_cache", lambda self: dropped.append(self.header.key) or drop(self)
+    )
+    ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("warm",), repeats=2))
+    assert dropped == []
+    ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("cold",), repeats=2))
+    assert len(dropped) == 2 * 3
+    assert len(set(dropped)) == 2
+
+
+def test_retrieval_is_timed_when_there_is_an_index(engine) -> None:
+    asked = []
+    plan = Plan((Variant("reuse"),), (2,), (20,), ("warm",), repeats=2)
+    (row,) = ttft.run(engine, SOURCE, plan, retrieve=lambda question, top_k: asked.append(top_k))
+    assert asked == [2, 2, 2]
+    assert row["retrieve_ms"] >= 0
+
+
+def test_parts_are_medians_and_compute_is_what_is_left() -> None:
+    timings = [Timings(stall_ms=s, move_ms=2, select_ms=1, first_token_ms=3, load_ms=50) for s in (1, 2, 90)]
+    parts = ttft.where_ms(Samples(ttft_ms=[20, 21, 100], timings=timings))
+    assert parts == {"stall": 2, "move": 2, "select": 1, "compute": 13, "first_token": 3}
+
+
+def test_too_many_chunks_for_the_window_are_refused_and_leave_nothing(engine) -> None:
+    source = " ".join(str(number) for number in range(3000))
+    with pytest.raises(PromptTooLongError, match="fewer --chunks"):
+        ttft.run(engine, source, Plan((Variant("reuse"),), (60,), (40,), ("warm",), repeats=1))
+    assert list(engine.store.keys()) == []
+
+
+def test_the_child_measures_a_peak_and_refuses_another_one(engine, model_folder, home) -> None:
+    opened = {
+        "model": str(model_folder),
+        "home": str(home),
+        "device": "cpu",
+        "dtype": "float32",
+        "collection": "bench",
+    }
+    with ttft.encoded(engine, cut_texts(engine, SOURCE, 4, 400)) as stored:
+        full, reuse = (make_job(opened, stored.prompt, method, None) for method in ("full", "reuse"))
+        peaks = [peak_bytes(full), peak_bytes(reuse)]
+    if None in peaks:
+        pytest.skip("this system does not say how much memory was resident at the peak")
+    assert min(peaks) >= stored.fused_kv_bytes  # it is all in memory at the end
+    assert max(peaks) < 100 << 20  # a process with torch in it is several times that: the baseline is off
+    with pytest.raises(RagBlendError, match="4 chunks were not in the store"):
+        peak_bytes(reuse)
