@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.kvstore.blob import Blob, read_header
+from ragblend.kvstore.blob import Blob, BlobDamage, read_header
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.errors import CorruptBlobError, UsageError
 from ragblend.kvstore.reader import open_verified
@@ -74,15 +74,15 @@ def test_every_truncation_and_every_extension_is_seen(tmp_path, sample):
     key, chunk = sample(6, 3, SMALL)
     good = written(Blob.of(key, chunk))
     path = tmp_path / "value"
-    unseen = []
+    seen = {}
     for length in [*range(len(good)), len(good) + 1, len(good) + 64, 2 * len(good)]:
         path.write_bytes((good + good)[:length])
         try:
             open_verified(path, key, chunk.token_ids, lambda what: None).close()
-            unseen.append(length)
-        except CorruptBlobError:
-            continue
-    assert unseen == []
+        except BlobDamage as damage:
+            seen[length] = damage.kind
+    assert set(seen.values()) == {"bad-length"}
+    assert len(seen) == len(good) + 3
 
 
 def test_header_repeats_what_the_value_is(sample):

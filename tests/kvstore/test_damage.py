@@ -9,6 +9,7 @@ import sqlite3
 import pytest
 
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
+from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.store import KVStore
 
 
@@ -146,6 +147,18 @@ def test_swapped_files_are_two_misses(store, sample, value_path):
     assert store.get(second[0], second[1].token_ids) is None
     stats = store.stats()
     assert (stats.misses, stats.quarantined, stats.entries) == (2, 2, 0)
+
+
+def test_the_same_text_under_another_key_is_not_taken(store, sample, value_path):
+    """Equal token ids encoded behind another prefix, or in another collection: only the key tells them apart."""
+    key, chunk = sample(1)
+    model = ModelFingerprint("cc" * 32, "bb" * 32, chunk.geometry, "{}")
+    other = chunk_key(model, (9,), "", chunk.token_ids)
+    store.put(key, chunk)
+    store.put(other, chunk)
+    value_path(other).write_bytes(value_path(key).read_bytes())
+    assert store.get(other, chunk.token_ids) is None
+    assert store.get(key, chunk.token_ids) is not None
 
 
 def test_a_missing_file_is_one_counted_miss(store, sample, value_path):
