@@ -19,7 +19,7 @@ from ragblend.kvstore.keys import FORMAT_VERSION
 
 LOCK_NAME = "write.lock"
 QUARANTINE_FOLDER = "quarantine"
-_QUARANTINE_FILES = 16  # a failing disk must not fill itself with evidence
+_QUARANTINE_FILES = 4  # a failing disk must not fill itself with evidence
 _FORMAT_NAME = "FORMAT"
 _FORMAT_LINE = f"ragblend kv {FORMAT_VERSION}\n".encode()
 _BEFORE_FORMAT = {LOCK_NAME, "FORMAT.tmp"}  # may be there before FORMAT is, when an open was interrupted

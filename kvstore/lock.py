@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragblend.kvstore.errors import StoreLockedError
@@ -56,7 +56,10 @@ class WriterLock:
                 if time.monotonic() >= deadline:
                     raise StoreLockedError(self._message()) from None
                 time.sleep(_POLL_S)
-        os.pwrite(self._fd, f"{os.getpid():<20}".encode(), 0)  # for the message below, and for people
+        with suppress(
+            OSError
+        ):  # only for the message below, and a full disk must still let values be deleted
+            os.pwrite(self._fd, f"{os.getpid():<20}".encode(), 0)
 
     def _message(self) -> str:
         holder = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"

@@ -5,6 +5,7 @@ encodes the chunk again. Errors are raised only for what the caller must know: n
 format.
 """
 
+import errno
 import logging
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
@@ -40,6 +41,12 @@ from ragblend.kvstore.upkeep import (
 
 log = logging.getLogger(__name__)
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
+_DAMAGE = {
+    errno.EIO,
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.ENOTDIR,
+}  # too many open files, say, is not the value's fault
 
 
 class KVStore:
@@ -109,7 +116,10 @@ class KVStore:
                     return None
                 missing = path
             except (CorruptBlobError, OSError) as error:
-                self._quarantine(key, path, str(error))
+                if isinstance(error, OSError) and error.errno not in _DAMAGE:
+                    log.warning("KV of chunk %s cannot be opened: %s", key.digest[:12], error)
+                else:
+                    self._quarantine(key, path, str(error))
                 return None
         return None
 
@@ -140,9 +150,7 @@ class KVStore:
                     return  # evicted or replaced meanwhile
                 refuse_row(self.root, index, row)
         except (StoreError, OSError) as error:
-            log.warning(
-                "damaged KV of chunk %s stays where it is: %s", key.digest[:12], error
-            )  # found again next time
+            log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
             return
         self._counters.add(quarantined=1)
         log.warning("KV of chunk %s is in quarantine and will be encoded anew: %s", key.digest[:12], why)
@@ -164,7 +172,10 @@ class KVStore:
         with self._changing() as index:
             index.flush_touches()
             self._write(blob)
-            self._evict(spare=key.digest)
+            try:
+                self._evict(spare=key.digest)
+            except StoreError as error:  # the value is stored; the next put tries again
+                log.warning("the KV store is over its budget: %s", error)
 
     def _write(self, blob: Blob) -> None:
         digest = blob.header.key.digest

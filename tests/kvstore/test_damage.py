@@ -1,5 +1,6 @@
 """Damaged, swapped and planted things: a counted miss, never a wrong KV, never code run, never a bare exception."""
 
+import errno
 import os
 import pickle
 import random
@@ -134,6 +135,20 @@ def test_a_row_may_not_take_another_keys_file_along(store, sample, same, root, v
     assert same(store.get(good[0], good[1].token_ids), good[1])
 
 
+def test_too_many_open_files_are_a_miss_but_not_the_values_fault(store, sample, same, monkeypatch):
+    key, chunk = sample(1)
+    store.put(key, chunk)
+
+    def refused(*args, **more):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        assert store.get(key, chunk.token_ids) is None
+    assert store.stats().quarantined == 0
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
 def test_swapped_files_are_two_misses(store, sample, value_path):
     first, second = sample(1), sample(2)
     store.put(*first)
@@ -198,12 +213,12 @@ def test_random_damage_to_files_never_gives_a_wrong_value(store, sample, same, v
 
 def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_path):
     key, chunk = sample(1)
-    for _ in range(20):
+    for _ in range(9):
         store.put(key, chunk)
         os.truncate(value_path(key), 10)
         assert store.get(key, chunk.token_ids) is None
-    assert store.stats().quarantined == 20
-    assert len(list((root / "quarantine").iterdir())) == 16
+    assert store.stats().quarantined == 9
+    assert len(list((root / "quarantine").iterdir())) == 4
 
 
 def flip(path, position):
@@ -240,12 +255,12 @@ def test_flipped_bits_in_the_index(open_store, sample, same, root, tmp_path):
     used = [position for position, byte in enumerate((root / "cache.db").read_bytes()) if byte]
     seeded = random.Random(11)
     survived = 0
-    for position in [*range(0, 100, 9), *seeded.sample(used, 40)]:
+    for position in [*range(0, 100, 9), *seeded.sample(used, 30)]:
         damaged = tmp_path / str(position)
         shutil.copytree(root, damaged)
         flip(damaged / "cache.db", position)
         survived += index_survives(damaged, samples, same)
-    assert survived > 120  # of 156: adopted, or never touched
+    assert survived > 100  # of 126: adopted, or never touched
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,29 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
     assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
 
 
+def test_an_eviction_that_fails_does_not_fail_the_put(open_store, sample, same, caplog):
+    old, new, newer = (sample(seed) for seed in range(3))
+    store = open_store(budget_bytes=Blob.of(*old).nbytes)
+    store.put(*old)
+
+    def broken(*args, **more):
+        raise sqlite3.OperationalError("disk trouble")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._cache, "delete", broken)
+        store.put(*new)
+    assert "over its budget" in caplog.text
+    assert same(store.get(new[0], new[1].token_ids), new[1])
+    store.put(*newer)
+    assert list(store.keys()) == [newer[0]]
+
+
+def test_the_lock_is_taken_on_a_full_disk_too(store, sample, monkeypatch):
+    store.put(*sample(1))
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, errno.ENOSPC))
+    assert store.delete(sample(1)[0]) > 0
+
+
 def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
     def interrupted(*args, **more):
         raise KeyboardInterrupt
