@@ -83,6 +83,9 @@ _add_bench()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 the work failed, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Read when torch is loaded: with OpenMP threads that spin while they wait, as they do by default, one other busy
+    # process on the machine makes everything ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     umask = os.umask(PRIVATE_UMASK)
     try:
         return _run(given)

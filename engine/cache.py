@@ -1,4 +1,4 @@
-"""FusedCache: the KV of one whole prompt, partly stored and partly new, as the cache that transformers' layers update."""
+"""FusedCache: the KV of one whole prompt, partly stored, partly new, as the cache that transformers' layers update."""
 
 from enum import Enum, auto
 from typing import Any
@@ -17,8 +17,11 @@ GROW_TOKENS = 256
 class FusedLayer(DynamicLayer):
     """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
         shape = (1, geometry.kv_heads, capacity)
         self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
@@ -71,7 +74,8 @@ class FusedCache(DynamicCache):
         super().__init__()
         self.geometry = geometry
         self.prompt_tokens = tokens
-        self.layers = [FusedLayer(geometry, tokens + room_tokens, device) for _ in range(geometry.layers)]
+        self.fused = [FusedLayer(geometry, tokens + room_tokens, device) for _ in range(geometry.layers)]
+        self.layers = list(self.fused)  # by the name that transformers knows
         self.mode = Mode.APPEND
         self.rows: Tensor | None = None
         self.loader: Any = None
@@ -80,7 +84,7 @@ class FusedCache(DynamicCache):
 
     def span(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views (H, stop - start, D) of that layer's key and value buffers."""
-        held = self.layers[layer]
+        held = self.fused[layer]
         return held.key_buffer[0, :, start:stop], held.value_buffer[0, :, start:stop]
 
     def update(
@@ -88,14 +92,14 @@ class FusedCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D)."""
         if self.mode is Mode.APPEND:
-            return self.layers[layer_idx].update(key_states, value_states)
+            return self.fused[layer_idx].update(key_states, value_states)
         if self.loader is not None:
             self.loader.wait(layer_idx)
         if self.collect:
             self.evidence = self._evidence(layer_idx, key_states[0], value_states[0])
         if self.mode is Mode.PEEK:
             raise Peeked
-        held = self.layers[layer_idx]
+        held = self.fused[layer_idx]
         held.set_length(self.prompt_tokens)
         if self.rows is None:  # every row: nothing of the old survives
             held.keys.copy_(key_states)
@@ -107,11 +111,11 @@ class FusedCache(DynamicCache):
 
     def truncate(self) -> None:
         """Forget everything after the prompt; the prompt's own KV stays as the prefill left it."""
-        for held in self.layers:
+        for held in self.fused:
             held.set_length(self.prompt_tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self.layers[layer_idx].keys.shape[2])
+        return int(self.fused[layer_idx].keys.shape[2])
 
     @property
     def nbytes(self) -> int:

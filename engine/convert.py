@@ -59,7 +59,8 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
         )
     except (ValueError, KeyError, IndexError, RuntimeError, TypeError, NotImplementedError) as error:
         raise CorruptModelError(
-            f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be cut short: fetch it again"
+            f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be "
+            "cut short: fetch it again"
         ) from error
     _save(model, tokenizer, folder)
 
@@ -68,7 +69,7 @@ def _save(model: torch.nn.Module, tokenizer: object, folder: Path) -> None:
     # What it was unpacked from is of no use to whoever loads the safetensors.
     model.config.quantization_config = None  # type: ignore[union-attr]
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # type: ignore[union-attr]
+        del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """One decoder as parts: embedding, layers, rotary tables, head. The only file that knows how transformers names them.
 
-A layer is called as transformers itself calls it, with a cache whose `update` is ours; so every RoPE decoder whose layers
-take `position_embeddings` works, quantised or not, and no model file is copied or patched.
+A layer is called as transformers itself calls it, with a cache whose `update` is ours; so every RoPE decoder whose
+layers take `position_embeddings` works, quantised or not, and no model file is copied or patched.
 """
 
 import inspect

@@ -42,7 +42,7 @@ def _cpu_multiplies_bfloat16() -> bool:
     # oneDNN emulates bfloat16 on AVX2 and plain AVX-512, several times slower than float32; AMX and the
     # AVX-512 BF16 extension do it natively (2 to 4 times faster than float32).
     # `get_capabilities` names both, e.g. {"avx512_bf16": True, "amx_bf16": False, ...}; torch before 2.10 lacks it.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    capabilities: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
     features = capabilities()
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -50,22 +50,30 @@ def _cpu_multiplies_bfloat16() -> bool:
 class Lane:
     """The CPU: host memory is device memory, so nothing is staged."""
 
-    staged = False
+    staged = (
+        False  # whether the loader reads into `staging` memory, from where `deliver` takes it to the device
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def begin(self) -> None:
+        """Called by the computing thread when the buffers have been made, before any delivery into them."""
 
     def staging(self, like: Tensor) -> Tensor:
         """Where the loader reads to before `deliver`; here the destination itself."""
         return like
 
     def deliver(self, copies: Callable[[], None]) -> Any:
-        """Run copies (and moves) beside the compute; returns a ticket for `arrive`."""
+        """Run copies (and moves) beside the compute, from a loader's thread; returns a ticket for `arrive`."""
         copies()
         return None
 
     def arrive(self, ticket: Any) -> None:
-        """Make the computing stream wait for that delivery."""
+        """Make the computing stream wait for that delivery; the host does not wait."""
+
+    def finish(self) -> None:
+        """Order whatever is still being delivered before all later compute."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given (for clocks)."""
@@ -78,20 +86,25 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def staging(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
+    def begin(self) -> None:
+        # The buffers' memory may have been another tensor's a moment ago, still in use by kernels on the way.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def deliver(self, copies: Callable[[], None]) -> Any:
-        # The buffers were made on the compute stream; their memory may still be in use there.
-        self._stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(self._stream):
             copies()
             return self._stream.record_event()
 
     def arrive(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -132,10 +132,8 @@ class Engine:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
         keys, tokens, encoded = self._encode_ids(ids, behind, progress)
         if node_ids is not None:
-            named = zip(node_ids, ids, keys, strict=True)
-            unused = self._resources.nodes.put_many(
-                self._resources.scope, [n for n in named if n[2] is not None]
-            )
+            named = [(n, i, key) for n, i, key in zip(node_ids, ids, keys, strict=True) if key is not None]
+            unused = self._resources.nodes.put_many(self._resources.scope, named)
             for key in unused:
                 self.store.delete(key)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
@@ -174,8 +172,9 @@ class Engine:
             ids = self._resources.nodes.get(self._resources.scope, node_id)
             if ids is None:
                 raise UnknownChunkError(
-                    f"no chunk with the node id {node_id!r} was encoded in the collection {self.config.collection!r} of "
-                    f"{self.home}; encode it first, or pass its text as well: Chunk(text, node_id)"
+                    f"no chunk with the node id {node_id!r} was encoded in the collection "
+                    f"{self.config.collection!r} of {self.home}; encode it first, or "
+                    "pass its text as well: Chunk(text, node_id)"
                 )
             found[node_id] = ids
         return self._resources.tokenizing.prompt(prompt, found)

@@ -52,7 +52,8 @@ def _checked_folder(folder: Path) -> Path:
         raise ModelNotFoundError(f"{folder} has no config.json, so it is no model that transformers can load")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise TokenizerMissingError(
-            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files next to the weights"
+            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); copy the "
+            "tokenizer's files next to the weights"
         )
     return folder
 
@@ -66,8 +67,8 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name and the "
-            "network, or pass a local folder"
+            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name "
+            "and the network, or pass a local folder"
         ) from error
 
 

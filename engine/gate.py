@@ -1,10 +1,12 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
-It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself; (2) keys moved to an offset
-are the keys computed there (layer 0, which depends on nothing else); (3) editing a later chunk changes no earlier row;
-(4) a chunk right behind its encoding prefix is exact. A model that fails is served by full prefill, with a warning.
+It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself; (2) keys moved to an
+offset are the keys computed there (layer 0, which depends on nothing else); (3) editing a later chunk changes no
+earlier row; (4) a chunk right behind its encoding prefix is exact. A model that fails is served by full prefill, with a
+warning.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +33,10 @@ VERSION = 1  # raise it when the test changes: old verdicts are then forgotten
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
 TEXT = (
-    "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what they "
-    "carried; in the second, which nobody was meant to see, the names of those who never came back. When the storm of the "
-    "ninth of November broke the northern mole, both ledgers were in the lamp room, and only one was saved."
+    "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what "
+    "they carried; in the second, which nobody was meant to see, the names of those who never came back. When the "
+    "storm of the ninth of November broke the northern mole, both ledgers were in the lamp room, and only one was "
+    "saved."
 )
 
 
@@ -99,7 +102,7 @@ class _Exam:
     def all_rows(self) -> Check:
         """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
-        logits, cache = self._fused("recompute", self.first, self.second)
+        logits, _ = self._fused("recompute", self.first, self.second)
         model = self.decoder.model
         with torch.inference_mode():
             reference = (
@@ -180,8 +183,6 @@ def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     verdict = judge()
-    try:
+    with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else
         write_json(file, asdict(verdict))
-    except OSError:
-        pass  # a full disk costs a second at the next start, nothing else
     return verdict

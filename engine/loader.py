@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
-
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
@@ -26,8 +24,9 @@ class LostChunk(Exception):
 class LayerLoader:
     """Reads every span's layers in the order of use, in threads; `wait(layer)` is called by the compute.
 
-    On the CPU the reads go straight into the fused buffers and the waiting thread moves the keys; elsewhere they go
-    through the lane's staging memory, and copies and moves run beside the compute.
+    On the CPU the reads go straight into the fused buffers, and the computing thread moves the keys when it needs them:
+    both cores compute, so a thread that moved them beside it would only take its place. Elsewhere each read is copied
+    and moved beside the compute, as soon as it has landed.
     """
 
     def __init__(
@@ -45,21 +44,26 @@ class LayerLoader:
         self._reads: dict[int, list[Future[Any]]] = {}
         self._done: set[int] = set()
         self.load_ms = self.stall_ms = self.move_ms = 0.0
+        lane.begin()
         for layer in range(cache.geometry.layers):
             self._reads[layer] = [pool.submit(self._read, span, layer) for span in self._spans]
 
     def wait(self, layer: int) -> None:
         """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it is damaged."""
-        if layer in self._done or layer not in self._reads:
+        if layer in self._done:
             return
         self._done.add(layer)
         begun = time.perf_counter()
-        pieces = [read.result() for read in self._reads[layer]]
-        landed = time.perf_counter()
-        self.stall_ms += (landed - begun) * 1e3
-        self.load_ms += sum(piece[2] for piece in pieces)
-        self._lane.arrive(self._lane.deliver(lambda: self._place(layer, pieces)))
-        self.move_ms += (time.perf_counter() - landed) * 1e3
+        landed = [read.result() for read in self._reads[layer]]
+        self.stall_ms += (time.perf_counter() - begun) * 1e3
+        for load_ms, ticket in landed:
+            self.load_ms += load_ms
+            self._lane.arrive(ticket)
+        if not self._lane.staged:
+            begun = time.perf_counter()
+            for span in self._spans:
+                self._move(span, layer)
+            self.move_ms += (time.perf_counter() - begun) * 1e3
 
     def finish(self) -> None:
         """Stop what has not begun and wait for what has: after this nobody writes to the buffers."""
@@ -69,8 +73,10 @@ class LayerLoader:
         for read in reads:
             if not read.cancelled():
                 read.exception()
+        self._lane.finish()
 
-    def _read(self, span: Span, layer: int) -> tuple[Tensor, Tensor, float]:
+    def _read(self, span: Span, layer: int) -> tuple[float, Any]:
+        """In a loader's thread: one chunk's layer, and the ticket of its delivery."""
         assert span.reader is not None
         begun = time.perf_counter()
         keys, values = self._cache.span(layer, span.start, span.stop)
@@ -79,14 +85,18 @@ class LayerLoader:
             span.reader.read_layer(layer, host_keys, host_values)
         except CorruptBlobError as damage:
             raise LostChunk(span) from damage
-        return host_keys, host_values, (time.perf_counter() - begun) * 1e3
+        load_ms = (time.perf_counter() - begun) * 1e3
+        if not self._lane.staged:
+            return load_ms, None
 
-    def _place(self, layer: int, pieces: list[tuple[Tensor, Tensor, float]]) -> None:
-        rope = self._decoder.rope(layer)
-        for span, (host_keys, host_values, _) in zip(self._spans, pieces, strict=True):
-            keys, values = self._cache.span(layer, span.start, span.stop)
-            if self._lane.staged:
-                keys.copy_(host_keys, non_blocking=True)
-                values.copy_(host_values, non_blocking=True)
-            if self._moves_keys:
-                move_keys_(keys, span.delta, rope)
+        def copies() -> None:
+            keys.copy_(host_keys, non_blocking=True)
+            values.copy_(host_values, non_blocking=True)
+            self._move(span, layer)
+
+        return load_ms, self._lane.deliver(copies)
+
+    def _move(self, span: Span, layer: int) -> None:
+        if self._moves_keys:
+            keys, _ = self._cache.span(layer, span.start, span.stop)
+            move_keys_(keys, span.delta, self._decoder.rope(layer))

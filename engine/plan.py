@@ -1,4 +1,4 @@
-"""What is known of a prompt before anything is computed: which tokens have stored KV, which do not, where they stand."""
+"""What is known of a prompt before anything is computed: which tokens have stored KV, and where they stand."""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum

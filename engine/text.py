@@ -25,7 +25,7 @@ class TextStream:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         end = self._end_of(text, final)
         piece, self._given = text[self._given : end], max(self._given, end)
         return piece

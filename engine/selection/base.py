@@ -58,7 +58,7 @@ class Policy:
         return False
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
-        """(R',) ascending positions, a subset of evidence.rows, to compute in `next_layer` (the peeked one, or the next)."""
+        """(R',) ascending positions, a subset of evidence.rows, to compute in `next_layer` (this one or the next)."""
         raise AssertionError(f"{self.name} neither peeks nor narrows")
 
 
