@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ragblend.app.workspace import Workspace
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
 
 SHARED: dict[str, Any] = {
     "home": Annotated[
@@ -38,8 +39,10 @@ class Cli:
     json: bool = False
     out: TextIO = field(default_factory=lambda: sys.stdout)
 
-    def open(self, **overrides: Any) -> Workspace:
+    def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""
+        from ragblend.app.workspace import Workspace
+
         given = {"model": self.model, "device": self.device, "dtype": self.dtype}
         return Workspace.open(self.home, **given, **overrides)
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 ROUNDS = 3
 ANSWER_TOKENS = 48
 SAME = "The two answers are the same."
-DIFFERENT = "The two answers differ: fusing computes only a part of the prompt again, so it comes close to full prefill."
+DIFFERENT = (
+    "The two answers differ: fusing computes only a part of the prompt again, so it comes close to it."
+)
 
 
 def register(app: typer.Typer) -> None:

@@ -41,6 +41,7 @@ MAGIC = {
     b"SQLite format 3": "SQLite database",
     b"{\\rtf": "RTF document",
 }
+MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
 BOMS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 KIND_OF = {".pdf": "pdf", ".docx": "docx", ".epub": "epub"}  # every other suffix promises text
 
@@ -170,6 +171,14 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if len(members) > MAX_MEMBERS:
         raise OversizedDocumentError(
             f"Reading {path}: its archive has {len(members)} files; {MAX_MEMBERS} at most."
+        )
+    largest = max(
+        (member.file_size for member in members if Path(member.filename).suffix in MARKUP), default=0
+    )
+    if largest > MAX_TEXT_BYTES:  # parsers hold a part's whole tree, ten times its size, in memory
+        raise OversizedDocumentError(
+            f"Reading {path}: one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} "
+            "MiB. Split the document."
         )
     _check_unpacked(path, packed, unpacked)
 

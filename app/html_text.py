@@ -69,24 +69,24 @@ def _open(tag: Tag, sections: list[Section], stack: list[Tag | NavigableString |
         return
     if tag.name in HEADINGS:
         sections.append(Section(" ".join(tag.get_text(" ").split())))
-    edge = _edge(tag.name)
+    before, after = _edges(tag.name)
     children = [child for child in tag.children if isinstance(child, Tag | NavigableString)]
-    if tag.name == "li":
-        sections[-1].pieces.append("\n- ")
-        edge = ""
-    stack.extend([_Edge(edge), *reversed(children), _Edge(edge)])
+    stack.extend([_Edge(after), *reversed(children), _Edge(before)])
 
 
-def _edge(name: str) -> str:
+def _edges(name: str) -> tuple[str, str]:
+    """What stands before and after a block."""
     if name in CELLS:
-        return " | "
+        return "", " | "
+    if name == "li":
+        return "\n- ", ""
     if name in {"p", "table", "ul", "ol", *HEADINGS}:
-        return "\n\n"
-    return "\n" if name in BLOCKS else ""
+        return "\n\n", "\n\n"
+    return ("\n", "\n") if name in BLOCKS else ("", "")
 
 
 class _Edge(str):
-    """What stands before and after a block: kept as it is, unlike the page's own white space."""
+    """Line ends and separators of ours: kept as they are, unlike the page's own white space."""
 
 
 def _inline(text: NavigableString | str) -> str:

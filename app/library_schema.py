@@ -60,16 +60,16 @@ def _create_private(path: Path) -> None:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.row_factory = sqlite3.Row
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
-        connection.execute(f"PRAGMA {pragma}")
     found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found == 0:
-        _create_tables(connection)
-    elif found != VERSION:
+    if found not in (0, VERSION):  # before anything is written to it
         raise LibraryError(
             f"Opening the registry {path}: it has format {found}, this version of RAGBlend reads {VERSION}. "
             "Use the version that made it, or another --home."
         )
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+    if found == 0:
+        _create_tables(connection)
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:

@@ -88,8 +88,18 @@ class VectorIndex:
 
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             settings = Settings(anonymized_telemetry=False)
-            self._client = chromadb.PersistentClient(path=self.folder, settings=settings)
+            try:
+                self._client = chromadb.PersistentClient(path=self.folder, settings=settings)
+            except BaseException:
+                self._forget_failed_start()
+                raise
         return self._client
+
+    def _forget_failed_start(self) -> None:
+        """Chroma keeps what failed to start, a folder each, and would hand it out again after a repair."""
+        from chromadb.api.shared_system_client import SharedSystemClient
+
+        SharedSystemClient._identifier_to_system.pop(str(self.folder), None)
 
     def _collection(self) -> Any:
         # embedding_function=None: the default one downloads a model from the internet.

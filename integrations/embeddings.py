@@ -1,6 +1,7 @@
 """The bundled embedder: all-MiniLM-L6-v2 from its own package, offline, on the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -117,4 +118,19 @@ def _load_model() -> Any:
         ) from error
     from sentence_transformers import SentenceTransformer
 
-    return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
+    with _without_bars():
+        return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws a progress bar for the tenth of a second that loading takes."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

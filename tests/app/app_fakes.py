@@ -1,0 +1,113 @@
+"""Stand-ins for the engine and the embedder: small, exact, and counting what they were asked. Not a test file."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.gate import GateVerdict
+from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
+from ragblend.engine.results import EncodeReport, Result
+from ragblend.engine.selection import policy_named
+
+WORDS = 64  # dimensions of the fake embeddings
+
+
+class FakeEmbedder:
+    """A bag of words, hashed: texts that share words are near each other."""
+
+    name = "fake"
+
+    def __init__(self):
+        self.embedded = []
+
+    def load(self):
+        pass
+
+    def embed_passages(self, texts, progress=None):
+        self.embedded += texts
+        if progress:
+            progress(len(texts), len(texts))
+        return np.stack([self.embed_question(text) for text in texts])
+
+    def embed_question(self, text):
+        vector = np.full(WORDS, 1e-3, dtype=np.float32)
+        for word in text.lower().split():
+            vector[int(hashlib.sha256(word.strip(".,?!").encode()).hexdigest(), 16) % WORDS] += 1
+        return vector / np.linalg.norm(vector)
+
+
+class FakeEngine:
+    """Counts words as tokens; "KV" is a file a node in the home, so that it outlives a killed process."""
+
+    model_name, device, dtype, context_window = "fake", "cpu", "float32", 4096
+
+    def __init__(self, home):
+        self.folder = Path(home) / "fake-kv"
+        self.gate = GateVerdict(True)
+        self.encoded, self.requests, self.waited = [], [], False
+        self.on_encode = lambda text: None
+        self.reply = ("It ", "is ", "blue.")
+        self.misses = 0
+
+    def count_tokens(self, text):
+        return len(text.split())
+
+    def encode(self, texts, node_ids=None, progress=None, prefix=None):
+        self.folder.mkdir(exist_ok=True)
+        encoded = tokens = 0
+        for number, (text, node) in enumerate(zip(texts, node_ids, strict=True), start=1):
+            file = self.folder / node
+            if not file.exists():
+                self.on_encode(text)
+                file.write_text(text)
+                self.encoded.append(text)
+                encoded, tokens = encoded + 1, tokens + self.count_tokens(text)
+            if progress:
+                progress(number, len(texts))
+        return EncodeReport(encoded, len(texts) - encoded, tokens, (None,) * len(texts))
+
+    def forget(self, node_ids):
+        files = [self.folder / node for node in node_ids if (self.folder / node).exists()]
+        freed = sum(file.stat().st_size for file in files)
+        for file in files:
+            file.unlink()
+        return freed
+
+    def stored(self):
+        return {file.name for file in self.folder.iterdir()} if self.folder.exists() else set()
+
+    def chat_prompt(self, system, passages, question, history=()):
+        turns = [Literal(f"{asked} {answered} ") for asked, answered in history]
+        return Prompt([Literal(system or "Passages:"), *turns, *passages, Literal(question)])
+
+    def tokenize(self, prompt):
+        return Prompt(
+            [with_ids(segment, range(len((segment.text or "").split()))) for segment in prompt.segments]
+        )
+
+    def stream(self, prompt, method="cacheblend", ratio=0.15, max_new_tokens=256, temperature=0.0):
+        policy_named(method)
+        self.requests.append((prompt, method, ratio, max_new_tokens, temperature))
+        tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
+        timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
+        chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)
+        report = Report(method, ratio, tokens, 0.15, timings, chunks - self.misses, self.misses)
+        return FakeStream(self.reply, report)
+
+    def finish_background(self, timeout_s=None):
+        self.waited = True
+        return True
+
+
+class FakeStream:
+    def __init__(self, pieces, report):
+        self._pieces, self._report, self.result, self.closed = pieces, report, None, False
+
+    def __iter__(self):
+        yield from self._pieces
+        self.result = Result("".join(self._pieces), (1, 2, 3), self._report)
+
+    def close(self):
+        self.closed = True

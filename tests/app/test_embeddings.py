@@ -1,0 +1,44 @@
+"""The bundled embedder, for real: offline, unit length, and no part of a long passage is invisible."""
+
+import numpy as np
+import pytest
+
+from ragblend.integrations.embeddings import MiniLMEmbedder
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    return MiniLMEmbedder()
+
+
+def test_meaning_beats_words(embedder):
+    passages = [
+        "The captain steers the ship into port.",
+        "Knead the dough and let it rise.",
+        "Taxes are due in May.",
+    ]
+    rows = embedder.embed_passages(passages)
+    assert rows.shape == (3, 384) and rows.dtype == np.float32
+    assert np.linalg.norm(rows, axis=1) == pytest.approx(1, abs=1e-5)
+    assert np.argmax(rows @ embedder.embed_question("How does one bake bread?")) == 1
+
+
+def test_end_of_a_long_passage_counts(embedder):
+    filler = "The committee met and read the minutes of its last meeting aloud. " * 30
+    plain, telling = embedder.embed_passages(
+        [filler, filler + "The lighthouse keeper feeds three grey cats. " * 10]
+    )
+    question = embedder.embed_question("Which animals does the lighthouse keeper have?")
+    assert telling @ question > plain @ question + 0.1
+
+
+def test_progress_and_order(embedder):
+    texts = [f"text number {n}" for n in range(70)]
+    seen = []
+    rows = embedder.embed_passages(texts, lambda done, total: seen.append((done, total)))
+    assert [total for _, total in seen] == [70] * len(seen) and seen[-1] == (70, 70) and len(seen) > 1
+    assert rows[69] == pytest.approx(embedder.embed_question("text number 69"), abs=1e-4)
+
+
+def test_no_texts(embedder):
+    assert embedder.embed_passages([]).shape == (0, 384)

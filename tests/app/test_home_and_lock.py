@@ -1,0 +1,92 @@
+"""The home is private; one process writes to it at a time, and the others are told who does."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from ragblend.app.home import Home, make_private
+from ragblend.app.lock import read_holder, writer_lock
+from ragblend.kvstore.errors import LibraryError, StoreLockedError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ragblend.app.lock import writer_lock
+with writer_lock(Path(sys.argv[1]), "ragblend ingest letters"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_home_is_made_private(tmp_path):
+    old = os.umask(0)
+    try:
+        home = Home(tmp_path / "a" / "b").create()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
+    assert home.loose_paths() == []
+
+
+def test_loose_files_are_found_and_closed(tmp_path):
+    home = Home(tmp_path / "home").create()
+    folder = home.root / "chroma"
+    folder.mkdir(mode=0o755)
+    (folder / "x").write_text("secret")
+    (folder / "x").chmod(0o644)
+    assert set(home.loose_paths()) == {folder, folder / "x"}
+    make_private(folder)
+    assert home.loose_paths() == []
+
+
+def test_home_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "env"))
+    assert Home.resolve().root == tmp_path / "env"
+    assert Home.resolve(tmp_path / "given").root == tmp_path / "given"
+
+
+def test_home_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LibraryError, match="--home"):
+        Home(tmp_path / "file").create()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    lock = tmp_path / "writer.lock"
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process, lock
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_second_writer_is_told_who_holds_the_lock(holder):
+    process, lock = holder
+    with pytest.raises(StoreLockedError) as caught, writer_lock(lock):
+        pytest.fail("two writers at once")
+    assert f"process {process.pid}" in str(caught.value) and "ragblend ingest letters" in str(caught.value)
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+def test_killed_holder_blocks_nobody(holder):
+    process, lock = holder
+    process.kill()
+    process.wait()
+    with writer_lock(lock, "next"):
+        assert read_holder(lock) == json.loads(lock.read_text())
+        assert read_holder(lock)["pid"] == os.getpid()
+    assert read_holder(lock) is None
+
+
+def test_lock_is_let_go_after_an_error(tmp_path):
+    with pytest.raises(ValueError, match="inside"), writer_lock(tmp_path / "lock"):
+        raise ValueError("inside")
+    with writer_lock(tmp_path / "lock"):
+        pass

@@ -1,0 +1,258 @@
+"""Ingest: what comes in, what is left alone, what is replaced, and that a stop at any point loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragblend.app.discovery import discover
+from ragblend.app.documents import State
+from ragblend.app.ingest import ingest
+from ragblend.kvstore.errors import LibraryError, StoreFullError, StoreLockedError
+
+WORKER = Path(__file__).parent / "ingest_worker.py"
+
+
+def nodes_of(workspace):
+    return {node for ids, _ in workspace.library.embeddings("default") for node in ids}
+
+
+def assert_consistent(workspace):
+    """Registry, index and KV hold the same nodes, and nothing is left to do."""
+    nodes = nodes_of(workspace)
+    assert workspace.index.node_ids() == nodes
+    assert workspace.engine.stored() == nodes
+    assert all(document.state is State.DONE for document in workspace.library.documents("default"))
+    assert not any(
+        workspace.library.stale(document.id) for document in workspace.library.documents("default")
+    )
+    assert workspace.library.damage() == []
+
+
+def test_everything_comes_in(workspace, documents):
+    seen = []
+    report = ingest(workspace, [documents], lambda *progress: seen.append(progress))
+    assert len(report.added) == 3 and not report.failed and not report.interrupted
+    assert report.passages == report.embedded == report.encoded == len(nodes_of(workspace)) > 3
+    assert_consistent(workspace)
+    final = {stage: (done, total) for stage, done, total in seen}
+    assert final == {"parse": (3, 3), "embed": (report.passages,) * 2, "encode": (report.passages,) * 2}
+    assert workspace.home.loose_paths() == []
+
+
+def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
+    ingest(open_workspace(), [documents])
+    second = open_workspace()
+    monkeypatch.setattr(
+        "ragblend.app.ingest._read_facts", lambda path: pytest.fail("read although unchanged")
+    )
+    report = ingest(second, [documents])
+    assert len(report.unchanged) == 3
+    assert second.embedder.embedded == [] and second.engine.encoded == []
+    assert (report.embedded, report.encoded) == (0, 0)
+
+
+def test_touched_file_is_known_by_its_content(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    os.utime(documents / "sky.txt", (1, 1))
+    second = open_workspace()
+    assert len(ingest(second, [documents]).unchanged) == 3
+    assert second.embedder.embedded == [] and second.engine.encoded == []
+    assert second.library.document("default", str(documents / "sky.txt")).facts.mtime_ns == 10**9
+
+
+def test_changed_file_replaces_only_what_changed(open_workspace, documents):
+    path = documents / "boats.txt"
+    lines = [f"Boat number {n} lies at quay {n} and carries {n} barrels of herring today." for n in range(6)]
+    path.write_text(" ".join(lines))
+    first = open_workspace()
+    ingest(first, [documents])
+    before = nodes_of(first)
+    path.write_text(
+        " ".join([*lines[:-1], "The last boat has sunk with all of its barrels of herring today."])
+    )
+    second = open_workspace()
+    report = ingest(second, [documents])
+    assert report.updated == [str(path)] and len(report.unchanged) == 2
+    assert len(second.engine.encoded) == len(second.embedder.embedded) == 1
+    assert len(before - nodes_of(second)) == len(nodes_of(second) - before) == 1
+    assert_consistent(second)
+
+
+def test_other_chunk_size_cuts_again(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    second = open_workspace(chunk_tokens=64)
+    assert len(ingest(second, [documents]).updated) == 3
+    assert_consistent(second)
+
+
+def test_gone_file_is_reported_and_stays(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    (documents / "sky.txt").unlink()
+    second = open_workspace()
+    report = ingest(second, [documents])
+    assert report.gone == [str(documents / "sky.txt")]
+    assert second.library.document("default", report.gone[0]).state is State.DONE
+    assert_consistent(second)
+
+
+def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
+    (documents / "empty.txt").touch()
+    (documents / "fake.pdf").write_text("no pdf")
+    make["pdf"](documents / "locked.pdf", ["secret"], password="x")
+    (documents / "photo.jpg").write_bytes(b"\xff\xd8\xff")
+    (documents / ".hidden.txt").write_text("hidden")
+    report = ingest(workspace, [documents, documents / "none.txt", documents / "photo.jpg"])
+    kinds = {Path(path).name: kind for path, (kind, _) in report.failed.items()}
+    assert kinds == {
+        "empty.txt": "EmptyDocumentError",
+        "fake.pdf": "UnreadableDocumentError",
+        "locked.pdf": "EncryptedDocumentError",
+        "none.txt": "DocumentNotFoundError",
+        "photo.jpg": "UnreadableDocumentError",
+    }
+    assert len(report.added) == 3 and report.skipped == [str(documents / "photo.jpg")]
+    states = {d.name: d.state for d in workspace.library.documents("default")}
+    assert states["locked.pdf"] is State.FAILED and "none.txt" not in states and ".hidden.txt" not in states
+
+
+def test_failed_file_is_tried_again(open_workspace, documents):
+    (documents / "later.txt").touch()
+    ingest(open_workspace(), [documents])
+    (documents / "later.txt").write_text("Now there is something in it.")
+    second = open_workspace()
+    assert ingest(second, [documents]).added == [str(documents / "later.txt")]
+    assert_consistent(second)
+
+
+def test_file_that_becomes_unreadable_keeps_its_earlier_version(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    (documents / "sky.txt").write_bytes(b"\x89PNG\r\n\x1a\n")
+    second = open_workspace()
+    report = ingest(second, [documents])
+    document = second.library.document("default", str(documents / "sky.txt"))
+    assert len(report.failed) == 1 and document.state is State.FAILED
+    assert document.passages == 1 and "earlier version is kept" in document.reason
+    (documents / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
+    third = open_workspace()
+    assert not ingest(third, [documents]).failed
+    assert third.embedder.embedded == [] and third.engine.encoded == []
+    assert_consistent(third)
+
+
+def test_name_that_is_not_utf8(workspace, tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text("text")
+    report = ingest(workspace, [tmp_path / name])
+    assert [kind for kind, _ in report.failed.values()] == ["UnreadableDocumentError"]
+    json.dumps(report.to_json()).encode()
+
+
+def test_full_store_ends_the_run_and_keeps_what_is_done(open_workspace, documents):
+    first = open_workspace()
+
+    def fill_up(text):
+        if "sky" in text:
+            raise StoreFullError("no space left on the disk")
+
+    first.engine.on_encode = fill_up
+    with pytest.raises(StoreFullError):
+        ingest(first, [documents])
+    states = {d.name: d.state for d in first.library.documents("default")}
+    assert states == {"boats.txt": State.DONE, "bread.md": State.DONE, "sky.txt": State.PENDING}
+    second = open_workspace()
+    ingest(second, [documents])
+    assert second.embedder.embedded == [], "embeddings are in the registry already"
+    assert_consistent(second)
+
+
+def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, documents):
+    first = open_workspace()
+
+    def interrupt(text):
+        if "Ovens" in text:
+            raise KeyboardInterrupt
+
+    first.engine.on_encode = interrupt
+    report = ingest(first, [documents])
+    assert report.interrupted and report.added == [str(documents / "boats.txt")]
+    second = open_workspace()
+    report = ingest(second, [documents])
+    assert report.resumed == [str(documents / "bread.md")] and report.added == [str(documents / "sky.txt")]
+    assert len(report.unchanged) == 1
+    assert_consistent(second)
+
+
+@pytest.mark.parametrize("point", ["before-passages", "before-index", "before-encoding", "before-done"])
+def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, point):
+    done = run_worker(home, "SIGKILL", point, documents)
+    assert done.returncode == -signal.SIGKILL
+    second = open_workspace()
+    states = [document.state for document in second.library.documents("default")]
+    assert states == [State.DONE, State.PENDING]
+    report = ingest(second, [documents])
+    assert not report.failed and len(report.unchanged) == 1
+    assert_consistent(second)
+    clean = open_workspace()
+    assert ingest(clean, [documents]).to_json()["unchanged"] == [
+        str(path) for path in sorted(documents.iterdir())
+    ]
+
+
+def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
+    done = run_worker(home, "SIGINT", "before-encoding", documents)
+    assert done.returncode == 1 and "Interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["interrupted"] is True
+    second = open_workspace()
+    assert len(ingest(second, [documents]).unchanged) == 1
+    assert_consistent(second)
+
+
+def test_killed_while_replacing_leaves_no_stale_node(open_workspace, home, documents):
+    ingest(open_workspace(), [documents])
+    for path in documents.iterdir():
+        path.write_text("Entirely new words stand in this file now.")
+    run_worker(home, "SIGKILL", "before-index", documents)
+    second = open_workspace()
+    ingest(second, [documents])
+    assert len(nodes_of(second)) == 3
+    assert_consistent(second)
+
+
+def test_second_writer_is_refused(open_workspace, documents):
+    first, second = open_workspace(), open_workspace()
+    with first.writing(), pytest.raises(StoreLockedError, match=f"process {os.getpid()}"):
+        ingest(second, [documents])
+    assert second.library.documents("default") == []
+
+
+def test_damaged_index_is_named_and_loses_nothing(open_workspace, documents):
+    first = open_workspace()
+    ingest(first, [documents])
+    first.close()
+    (first.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
+    (documents / "new.txt").write_text("Something new under the sun.")
+    second = open_workspace()
+    with pytest.raises(LibraryError, match="store repair"):
+        ingest(second, [documents])
+    assert second.library.count_passages("default") >= 4
+
+
+def test_discovery_order_and_rules(tmp_path):
+    for name in ("b.txt", "a.md", ".git/x.txt", "sub/c.PDF", "sub/d.exe"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = discover([tmp_path, tmp_path / "b.txt", tmp_path / ".git" / "x.txt"])
+    names = [str(path.relative_to(tmp_path)) for path in found.files]
+    assert names == ["a.md", "b.txt", "sub/c.PDF", ".git/x.txt"]
+    assert [path.name for path in found.skipped] == ["d.exe"] and found.failed == ()
+
+
+def run_worker(home, signal_name, point, path):
+    arguments = [sys.executable, str(WORKER), str(home), signal_name, point, str(path)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)

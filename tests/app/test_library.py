@@ -1,0 +1,145 @@
+"""The registry: every change is all or nothing, ids are stable, deletion is complete, damage is named."""
+
+import sqlite3
+import stat
+
+import numpy as np
+import pytest
+
+from ragblend.app.documents import FileFacts, Passage, State, document_id, node_id
+from ragblend.app.library import Library
+from ragblend.kvstore.errors import LibraryError
+
+FACTS = FileFacts(10, 20, "ab" * 32)
+
+
+@pytest.fixture
+def library(tmp_path):
+    opened = Library.open(tmp_path / "library.sqlite")
+    yield opened
+    opened.close()
+
+
+def fill(library, path, texts, recipe="r"):
+    document = library.begin("default", path)
+    passages = [
+        Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in enumerate(texts)
+    ]
+    rows = np.arange(3 * len(texts), dtype=np.float32).reshape(len(texts), 3)
+    library.replace_passages(document, FACTS, recipe, passages, rows)
+    return document, [passage.node_id for passage in passages]
+
+
+def test_round_trip(library, tmp_path):
+    document, nodes = fill(library, "/a/b.txt", ["one", "two"])
+    library.finish(document)
+    library.close()
+    again = Library.open(tmp_path / "library.sqlite")
+    try:
+        found = again.document("default", "/a/b.txt")
+        assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
+        assert [passage.text for passage in again.passages_of(document)] == ["one", "two"]
+        ids, rows = again.embeddings_of(document)
+        assert ids == nodes and rows.dtype == np.float32 and rows.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
+        assert again.damage() == []
+    finally:
+        again.close()
+
+
+def test_file_is_private_and_durable(library):
+    for suffix in ("", "-wal", "-shm"):
+        path = library.path.with_name(library.path.name + suffix)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    values = {
+        name: library._connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("synchronous", "journal_mode")
+    }
+    assert values == {"synchronous": 2, "journal_mode": "wal"}
+
+
+def test_ids_are_stable_and_differ():
+    document = document_id("default", "/a")
+    assert document == document_id("default", "/a") != document_id("other", "/a")
+    assert node_id(document, 0, "x") == node_id(document, 0, "x") != node_id(document, 1, "x")
+
+
+def test_replaced_passages_are_stale_until_finished(library):
+    document, before = fill(library, "/a", ["same", "old"])
+    _, after = fill(library, "/a", ["same", "new", "more"])
+    assert before[0] == after[0]
+    assert library.stale(document) == [before[1]]
+    fill(library, "/a", ["same", "old"])  # back again before the first change was finished
+    assert set(library.stale(document)) == set(after[1:])
+    library.finish(document)
+    assert library.stale(document) == []
+
+
+def test_a_failed_change_changes_nothing(library):
+    document, nodes = fill(library, "/a", ["one", "two"])
+    twice = [Passage("same", document, 0, "x", ""), Passage("same", document, 1, "y", "")]
+    with pytest.raises(LibraryError, match="unchanged"):
+        library.replace_passages(document, FACTS, "r", twice, np.zeros((2, 3), np.float32))
+    assert [passage.node_id for passage in library.passages_of(document)] == nodes
+    assert library.stale(document) == []
+
+
+def test_interrupt_inside_a_transaction_rolls_back(library):
+    document, nodes = fill(library, "/a", ["one"])
+
+    def passages():
+        yield nodes[0], document, 0, "changed", "", b""
+        raise KeyboardInterrupt
+
+    def replace():
+        with library._transaction() as connection:
+            connection.execute("DELETE FROM chunks")
+            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", passages())
+
+    with pytest.raises(KeyboardInterrupt):
+        replace()
+    assert [passage.node_id for passage in library.passages_of(document)] == nodes
+
+
+def test_removed_text_is_not_in_the_file_any_more(library):
+    document, _ = fill(library, "/a", ["unmistakable words " * 20])
+    fill(library, "/b", ["other"])
+    library.remove(document)
+    everything = b"".join(path.read_bytes() for path in library.path.parent.iterdir())
+    assert b"unmistakable" not in everything and b"other" in everything
+    assert library.count_passages("default") == 1
+
+
+def test_find_by_id_path_and_name(library):
+    document, _ = fill(library, "/a/report.txt", ["x"])
+    for reference in (document, document[:6], "/a/report.txt", "report.txt"):
+        assert library.find("default", reference).id == document
+    fill(library, "/b/report.txt", ["x"])
+    with pytest.raises(LibraryError, match=r"/a/report.txt, /b/report.txt"):
+        library.find("default", "report.txt")
+    with pytest.raises(LibraryError, match="docs list"):
+        library.find("default", "nothing")
+
+
+def test_collections_are_apart(library):
+    fill(library, "/a", ["x"])
+    assert library.documents("other") == [] and library.count_passages("other") == 0
+
+
+def test_other_format_version_is_refused_untouched(tmp_path):
+    path = tmp_path / "library.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version=99")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(LibraryError, match="format 99"):
+        Library.open(path)
+    assert path.read_bytes() == before
+
+
+def test_damaged_file_is_named_and_kept(tmp_path):
+    path = tmp_path / "library.sqlite"
+    path.write_bytes(b"this is no database, " * 100)
+    with pytest.raises(LibraryError, match="backup"):
+        Library.open(path)
+    assert path.read_bytes().startswith(b"this is no database")

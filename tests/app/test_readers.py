@@ -1,0 +1,280 @@
+"""Documents -> text with its place; and every document that must be refused, by name and with advice."""
+
+import os
+import struct
+import zipfile
+
+import pytest
+
+from ragblend.app import guards
+from ragblend.app.readers import clean, read_document
+from ragblend.kvstore.errors import (
+    DocumentNotFoundError,
+    EmptyDocumentError,
+    EncryptedDocumentError,
+    OversizedDocumentError,
+    UnreadableDocumentError,
+)
+
+
+def text_of(path):
+    return "\n".join(part.text for part in read_document(path))
+
+
+def test_plain_text_in_any_encoding(tmp_path):
+    path = tmp_path / "a.txt"
+    german = "Die Möwen über dem Fluss schreien, während die Fähre ablegt. " * 8
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252"):
+        path.write_bytes(german.encode(encoding))
+        assert text_of(path) == german.strip(), encoding
+
+
+def test_markdown_keeps_its_text_and_names_headings(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text(
+        "before\n\n# One\n\nfirst <b>x</b> & a < b\n\n## Two ##\n\n```\n# no heading\n```\n| a | b |\n"
+    )
+    parts = read_document(path)
+    assert [part.location for part in parts] == ["", "One", "Two"]
+    assert "first <b>x</b> & a < b" in parts[1].text
+    assert "# no heading" in parts[2].text and "| a | b |" in parts[2].text
+
+
+def test_html_glues_no_words_and_drops_what_is_not_read(tmp_path):
+    path = tmp_path / "a.html"
+    path.write_text(
+        "<html><head><title>t</title><style>p{}</style></head><body><nav>menu</nav><h1>Tides</h1><p>High<br>water"
+        "<script>alert(1)</script></p><table><tr><th>Day</th><th>Hour</th></tr><tr><td>Mon</td><td>9</td></tr></table>"
+        "<ul><li>one</li><li>two <b>bold</b></li></ul><h2>Rules</h2><!-- note --><p>None.</p></body></html>"
+    )
+    parts = read_document(path)
+    assert [part.location for part in parts] == ["Tides", "Rules"]
+    lines = parts[0].text.split("\n")
+    for line in ("High", "water", "Mon | 9", "- one", "- two bold"):
+        assert any(line in found for found in lines), line
+    assert not any(word in parts[0].text for word in ("menu", "alert", "p{}"))
+    assert "note" not in parts[1].text
+
+
+def test_deeply_nested_html_does_not_overflow(tmp_path):
+    path = tmp_path / "deep.html"
+    path.write_text("<div>" * 3000 + "bottom" + "</div>" * 3000)
+    assert text_of(path) == "bottom"
+
+
+def test_pdf_keeps_page_numbers(tmp_path, make):
+    path = make["pdf"](tmp_path / "a.pdf", ["first page", "", "third page"])
+    assert [(part.location, part.text) for part in read_document(path)] == [
+        ("p. 1", "first page"),
+        ("p. 3", "third page"),
+    ]
+
+
+def test_docx(tmp_path, make):
+    path = make["docx"](tmp_path / "a.docx", ["One paragraph.", "Another."])
+    assert text_of(path).split() == ["One", "paragraph.", "Another."]
+
+
+def test_epub_follows_the_spine_and_names_chapters(tmp_path, make):
+    chapters = [("z%20z.xhtml", "Start", "<p>first chapter</p>"), ("a.xhtml", "", "<h1>End</h1><p>last</p>")]
+    path = make["epub"](tmp_path / "a.epub", chapters)
+    with zipfile.ZipFile(path, "a") as archive:  # the manifest's names are URLs
+        archive.writestr("OEBPS/z z.xhtml", archive.read("OEBPS/z%20z.xhtml"))
+    assert [(part.location, part.text) for part in read_document(path)] == [
+        ("Start", "first chapter"),
+        ("End", "End\n\nlast"),
+    ]
+
+
+def test_csv_rows_carry_their_column_names(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('name;year;note\nAda;1815;"two\nlines"\nshort\nlong;1;2;3\n;;\n')
+    assert [(part.location, part.text) for part in read_document(path)] == [
+        ("row 2", "name: Ada\nyear: 1815\nnote: two lines"),
+        ("row 3", "name: short"),
+        ("row 4", "name: long\nyear: 1\nnote: 2\ncolumn 4: 3"),
+    ]
+
+
+def test_clean_text_can_be_stored_and_read_by_a_model():
+    assert clean("a\x00b\ud800c\r\nd  \n\n\n\ne\u00ad\u200bf\ttab") == "ab?c\nd\n\nef\ttab"
+
+
+def fails_with(error, path, *words):
+    with pytest.raises(error) as caught:
+        read_document(path)
+    message = str(caught.value)
+    assert str(path) in message and all(word in message for word in words), message
+    assert message.rstrip().endswith("."), "ends with what to do"
+
+
+def test_missing_file(tmp_path):
+    fails_with(DocumentNotFoundError, tmp_path / "none.txt", "no such file", "Check the path")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".pdf", ".docx", ".csv"])
+def test_empty_file(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").touch()
+    fails_with(EmptyDocumentError, tmp_path / f"a{suffix}", "empty")
+
+
+def test_white_space_alone_is_empty(tmp_path):
+    (tmp_path / "a.txt").write_text(" \n\t\n ")
+    fails_with(EmptyDocumentError, tmp_path / "a.txt", "no text")
+
+
+def test_scanned_pdf_names_text_recognition(tmp_path, make):
+    fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "scanned", "ocrmypdf")
+
+
+def test_encrypted_pdf(tmp_path, make):
+    path = make["pdf"](tmp_path / "a.pdf", ["secret"], password="hunter2")
+    fails_with(EncryptedDocumentError, path, "password", "qpdf")
+
+
+def test_encrypted_docx_is_an_ole_file(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600))
+    fails_with(EncryptedDocumentError, tmp_path / "a.docx", "without a password")
+
+
+def test_encrypted_zip_member(tmp_path, make):
+    path = make["docx"](tmp_path / "a.docx", ["x"])
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02")  # the first entry of the directory: set its encryption bit
+    data[at + 8] |= 1
+    path.write_bytes(data)
+    fails_with(EncryptedDocumentError, path, "encrypted")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"%PDF-1.4 rest", "pdf"),
+        ("a.pdf", b"just some text", "text"),
+        ("a.md", b"\x89PNG\r\n\x1a\n" + bytes(50), "PNG image"),
+        ("a.html", b"\x7fELF" + bytes(50), "program"),
+        ("a.csv", b"a,b\n1,\x00\x01\x02", "binary"),
+        ("a.docx", b"plain words", "text"),
+    ],
+)
+def test_mislabelled_file(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    fails_with(UnreadableDocumentError, tmp_path / name, "promises", words)
+
+
+def test_mislabelled_archive_is_told_its_right_name(tmp_path, make):
+    make["docx"](tmp_path / "a.docx", ["x"]).rename(tmp_path / "a.pdf")
+    fails_with(UnreadableDocumentError, tmp_path / "a.pdf", "Rename it to .docx")
+    with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
+        archive.writestr("hello.txt", "x")
+    fails_with(UnreadableDocumentError, tmp_path / "b.docx", "zip archive")
+
+
+@pytest.mark.parametrize("keep", [10, 200, 3000])
+def test_truncated_docx(tmp_path, make, keep):
+    path = make["docx"](tmp_path / "a.docx", ["x"])
+    path.write_bytes(path.read_bytes()[:keep])
+    fails_with(UnreadableDocumentError, path, "damaged")
+
+
+def test_truncated_pdf(tmp_path, make):
+    path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
+    path.write_bytes(path.read_bytes()[:150])
+    with pytest.raises((UnreadableDocumentError, EmptyDocumentError)):
+        read_document(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_file_without_the_right_to_read(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    path.chmod(0)
+    fails_with(UnreadableDocumentError, path, "Permission denied", "chmod")
+
+
+def test_unreadable_file(tmp_path, monkeypatch):
+    """The same for root, whom no mode stops: the open itself fails."""
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    fails_with(UnreadableDocumentError, path, "Permission denied", "chmod")
+
+
+def test_pipe_is_refused_and_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    fails_with(UnreadableDocumentError, tmp_path / "a.txt", "not a regular file")
+
+
+def test_oversized_file(tmp_path):
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(guards.MAX_TEXT_BYTES + 1)
+    fails_with(OversizedDocumentError, tmp_path / "a.txt", "limit", "Split")
+
+
+def bomb(path, megabytes):
+    """A docx whose one picture unpacks to so many MiB of zeros."""
+    with (
+        zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("word/media/b.bin", "w") as file,
+    ):
+        for _ in range(megabytes):
+            file.write(bytes(1024**2))
+    return path
+
+
+def test_zip_bomb_in_a_docx(tmp_path, make):
+    path = bomb(make["docx"](tmp_path / "a.docx", ["x"]), 40)
+    assert path.stat().st_size < 200_000
+    fails_with(OversizedDocumentError, path, "zip bomb", "MiB")
+
+
+def test_archive_with_one_huge_part(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(guards, "MAX_TEXT_BYTES", 100_000)
+    path = make["docx"](tmp_path / "a.docx", ["word " * 50_000])
+    fails_with(OversizedDocumentError, path, "one part", "Split")
+
+
+def test_zip_bomb_whose_directory_lies(tmp_path, make):
+    """The directory says 10 bytes; what comes out is counted while it is read, and the lie is caught."""
+    path = bomb(make["docx"](tmp_path / "a.docx", ["x"]), 40)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"PK\x01\x02")
+    data[at + 24 : at + 28] = struct.pack("<I", 10)
+    path.write_bytes(data)
+    with pytest.raises((OversizedDocumentError, UnreadableDocumentError), match=r"a\.docx"):
+        read_document(path)
+
+
+def test_honest_archive_passes(tmp_path, make):
+    path = make["docx"](tmp_path / "a.docx", ["word " * 50_000])
+    assert len(text_of(path)) > 200_000
+
+
+def test_no_encoding_fits(tmp_path, monkeypatch):
+    """Bytes that no encoding explains: charset-normalizer gives up."""
+    monkeypatch.setattr(
+        "charset_normalizer.from_bytes", lambda data: type("None_", (), {"best": lambda s: None})()
+    )
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x81"[2:] + b"\x81\x8d\x8f\x90\x9d")
+    fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8")
+
+
+def test_parser_that_crashes_names_the_file(tmp_path, make, monkeypatch):
+    def crash(path):
+        raise RecursionError("deep")
+
+    path = make["docx"](tmp_path / "a.docx", ["x"])
+    monkeypatch.setitem(__import__("ragblend.app.readers").app.readers.READERS, ".docx", crash)
+    fails_with(UnreadableDocumentError, path, "RecursionError")
+
+
+def test_epub_with_entities_is_refused(tmp_path):
+    """A billion laughs: defusedxml refuses entities."""
+    package = '<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><package>&b;</package>'
+    with zipfile.ZipFile(tmp_path / "a.epub", "w") as archive:
+        archive.writestr("META-INF/container.xml", package)
+    fails_with(UnreadableDocumentError, tmp_path / "a.epub", "EntitiesForbidden")

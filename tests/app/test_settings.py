@@ -1,0 +1,73 @@
+"""Settings: file, environment and command line, in that order; nothing unknown and nothing impossible gets in."""
+
+import dataclasses
+
+import pytest
+
+from ragblend.app.settings import Settings
+from ragblend.kvstore.errors import SettingsError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    return path
+
+
+def test_each_source_overrides_the_one_before(tmp_path):
+    path = write(tmp_path, 'model = "file"\nratio = 0.3\ntop_k = 3\n')
+    environment = {"RAGBLEND_RATIO": "0.4", "RAGBLEND_TOP_K": "4", "RAGBLEND_HOME": "/x", "OTHER": "1"}
+    settings = Settings.load(path, environment, {"top_k": 5, "method": None})
+    assert (settings.model, settings.ratio, settings.top_k, settings.method) == ("file", 0.4, 5, "cacheblend")
+
+
+def test_no_file_means_defaults(tmp_path):
+    assert Settings.load(tmp_path / "none.toml", {}) == Settings()
+    assert (Settings().chunk_tokens, Settings().chunk_overlap, Settings().ratio) == (512, 0, 0.15)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().ratio = 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "words"),
+    [
+        ("raito = 0.2", {}, ["settings.toml", "'raito'", "'ratio'"]),
+        ("[model]\nname = 'x'", {}, ["settings.toml", "model"]),
+        ("", {"RAGBLEND_TOPK": "3"}, ["environment", "'topk'", "'top_k'"]),
+        ("ratio = 'much'", {}, ["ratio", "'much'", "a number"]),
+        ("top_k = 2.5", {}, ["top_k", "whole number"]),
+        ("top_k = true", {}, ["top_k", "whole number"]),
+        ("model = 3", {}, ["model", "text"]),
+        ("ratio = nan", {}, ["ratio", "number"]),
+        ("", {"RAGBLEND_TOP_K": "many"}, ["environment", "top_k", "'many'"]),
+        ("this is not toml", {}, ["settings.toml", "Correct the file"]),
+    ],
+)
+def test_wrong_settings_name_source_key_and_remedy(tmp_path, text, environment, words):
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(write(tmp_path, text), environment)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ratio": 2.0},
+        {"ratio": -0.1},
+        {"top_k": 0},
+        {"chunk_tokens": 3},
+        {"chunk_overlap": 512},
+        {"collection": "../up"},
+        {"collection": ""},
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"store_budget_bytes": 0},
+        {"model": ""},
+    ],
+)
+def test_impossible_values_are_refused(change):
+    with pytest.raises(SettingsError, match=next(iter(change))):
+        Settings().changed(change)
