@@ -88,12 +88,12 @@ def verify(root, acknowledged, sample, same):
 def test_killed_at_every_step_of_a_put(root, worker, sample, same):
     """Before and after every change that the first two puts make to the disk."""
     acknowledged, killed = set(), 0
-    for step in range(1, 31):
+    for step in range(1, 37):
         more, died = crash(worker, root, seed=step, step=step)
         acknowledged |= more
         killed += died
         verify(root, acknowledged, sample, same)
-    assert killed == 30
+    assert killed == 36
     assert len(acknowledged) > 5
 
 
