@@ -1,11 +1,12 @@
 """`ragblend bench ...`: arguments in, tables or JSON out; the work is in `quality_report`, `ttft_report`."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ragblend.app.cli_common import Cli, command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,14 +26,6 @@ def bench() -> None:
     """Measure: does the fused answer agree with full prefill, and how much sooner does it start?"""
 
 
-Home = Annotated[Path | None, typer.Option("--home", help="Where data lives (or RAGBLEND_HOME).")]
-Model = Annotated[
-    str | None, typer.Option("--model", help="default, a hub id, a local folder or a .gguf file.")
-]
-Device = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or mps; the best there is if not given.")
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 Data = Annotated[
     Path | None,
     typer.Option(
@@ -67,16 +60,12 @@ Repeats = Annotated[
 Memory = Annotated[
     bool, typer.Option("--memory/--no-memory", help="Measure peak memory, in processes of its own.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, everything else on stderr.")]
 
 
-@bench_app.command()
+@command(bench_app, "quality")
 def quality(
+    cli: Cli,
     data: Data = None,
-    home: Home = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     methods: Methods = QUALITY_METHODS,
     ratios: Ratios = "0.05,0.15,0.3",
     limit: Limit = None,
@@ -86,28 +75,28 @@ def quality(
     output: Output = Path("bench-results"),
     fresh: Fresh = False,
     keep_kv: KeepKV = False,
-    as_json: Json = False,
 ) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     from ragblend.app.bench.quality_report import QualityRequest, report_quality
     from ragblend.app.bench.table import print_quality
 
-    engine = _engine_arguments(model, home, device, dtype)
+    engine = _engine_arguments(cli)
     request = QualityRequest(
         data, engine, methods, ratios, limit, seed, passages, max_new_tokens, output, fresh, keep_kv
     )
-    results = report_quality(request)
-    print_quality(_console(as_json), results["rows"], results["comparisons"])
-    _finish(results["rows"], results["files"], as_json)
+    try:
+        results = report_quality(request)
+    except KeyboardInterrupt:
+        cli.note("Stopped. What was measured is kept; run the same command again to go on.")
+        raise typer.Exit(1) from None
+    print_quality(_console(cli), results["rows"], results["comparisons"])
+    _finish(cli, results["rows"], results["files"])
 
 
-@bench_app.command()
+@command(bench_app, "ttft")
 def ttft(
+    cli: Cli,
     data: Data = None,
-    home: Home = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     methods: Methods = TTFT_METHODS,
     ratios: Ratios = "0.05,0.15,0.3",
     chunks: Chunks = "6",
@@ -116,22 +105,19 @@ def ttft(
     repeats: Repeats = 5,
     memory: Memory = True,
     output: Output = Path("bench-results"),
-    as_json: Json = False,
 ) -> None:
     """Time to the first token, where it went, peak memory and bytes on disk, by method."""
     from ragblend.app.bench.table import print_ttft
     from ragblend.app.bench.ttft_report import TtftRequest, report_ttft
 
-    engine = _engine_arguments(model, home, device, dtype)
+    engine = _engine_arguments(cli)
     request = TtftRequest(data, engine, methods, ratios, chunks, tokens, caches, repeats, memory, output)
     results = report_ttft(request)
-    print_ttft(_console(as_json), results["rows"])
-    _finish({name: results[name] for name in ("rows", "environment")}, results["files"], as_json)
+    print_ttft(_console(cli), results["rows"])
+    _finish(cli, {name: results[name] for name in ("rows", "environment")}, results["files"])
 
 
-def _engine_arguments(
-    model: str | None, home: Path | None, device: str | None, dtype: str | None
-) -> dict[str, Any]:
+def _engine_arguments(cli: Cli) -> dict[str, Any]:
     """What `Engine.open` is called with, here and in the child processes: plain JSON values.
 
     What is not given comes from the settings, as for every other command. The collection is the benches' own: its
@@ -140,23 +126,24 @@ def _engine_arguments(
     from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
-    found = Home.resolve(home)
-    settings = Settings.load(found.settings, overrides={"model": model, "device": device, "dtype": dtype})
+    home = Home.resolve(cli.home)
+    overrides = {"model": cli.model, "device": cli.device, "dtype": cli.dtype}
+    settings = Settings.load(home.settings, overrides=overrides)
     chosen = {name: getattr(settings, name) for name in ("model", "device", "dtype", "store_budget_bytes")}
-    return {"home": str(found.root), "collection": "bench", **chosen}
+    return {"home": str(home.root), "collection": "bench", **chosen}
 
 
-def _console(as_json: bool) -> "Console":
+def _console(cli: Cli) -> "Console":
+    """Where tables go. In a file or a pipe there is no width to fit, and one folded to 80 columns is unreadable."""
     from rich.console import Console
 
-    # In a file or a pipe there is no width to fit in, and a table folded to 80 columns cannot be read.
-    console = Console(stderr=as_json)
-    return console if console.is_terminal else Console(stderr=as_json, width=160)
+    console = Console(stderr=cli.json)
+    return console if console.is_terminal else Console(stderr=cli.json, width=160)
 
 
-def _finish(value: Any, files: dict[str, str], as_json: bool) -> None:
+def _finish(cli: Cli, value: Any, files: dict[str, str]) -> None:
+    """Print the JSON: for `quality` the list of rows that design.md section 7 fixes, for `ttft` an object."""
     for name in files.values():
-        typer.echo(f"wrote {name}", err=True)
-    if as_json:
-        json.dump(value, sys.stdout, ensure_ascii=False)
-        sys.stdout.write("\n")
+        cli.note(f"wrote {name}")
+    if cli.json:
+        print(json.dumps(value, ensure_ascii=False), file=cli.out)

@@ -57,7 +57,7 @@ def _rouge_scorer() -> Callable[[str, str], Any]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise UsageError("ROUGE-L needs the package rouge-score: pip install rouge-score") from error
-    return RougeScorer(["rougeL"], use_stemmer=True).score  # type: ignore[no-any-return]
+    return RougeScorer(["rougeL"], use_stemmer=True).score
 
 
 def kl_divergence(reference: "Tensor", other: "Tensor") -> float:

@@ -7,16 +7,15 @@ method answers greedily itself. One record a (question, method, ratio), kept as 
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ragblend.app.bench import metrics
 from ragblend.app.bench.data import Question
+from ragblend.app.bench.prefilling import stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.variants import Variant
-from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
+from ragblend.kvstore.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,19 +27,6 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
-
-
-class BenchError(RagBlendError):
-    """The run would have measured something else than it says."""
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A prompt that was read, what that took the engine, and the milliseconds to its first token on our clock."""
-
-    prefilled: "Prefilled"
-    report: "Report"
-    ttft_ms: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +60,7 @@ def run(
     total = sum(len(todo) for _, todo, _ in work)
     done = 0
     for place, (question, todo, prompt) in enumerate(work):
-        with _encoded(engine, question, keep_kv):
+        with stored(engine, question.passages, keep_kv):
             if place == 0:
                 warm_up(engine, prompt, todo)
             for record in measure(engine, question, prompt, todo, max_new_tokens):
@@ -89,38 +75,6 @@ def _pending(question: Question, variants: Sequence[Variant], journal: Journal, 
     todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
     random.Random(f"{seed} {question.digest}").shuffle(todo)
     return todo
-
-
-@contextmanager
-def _encoded(engine: "Engine", question: Question, keep_kv: bool) -> Iterator[None]:
-    """The passages' KV is in the store inside the block; what was not there before is taken out again.
-
-    75 questions of 10 passages are 10 GB with SmolLM2: left in, they would push the user's own documents out.
-    """
-    before = frozenset() if keep_kv else frozenset(engine.store.keys())
-    report = engine.encode(list(question.passages))
-    try:
-        yield
-    finally:
-        for key in () if keep_kv else set(report.keys) - before:
-            assert key is not None, "the model was found fusible, and passages are not empty"
-            engine.store.delete(key)
-
-
-def model_digest(engine: "Engine") -> str:
-    """The key that one word is stored under: it is made of weights, tokenizer, dtype, RoPE and encoding prefix.
-
-    Raises BenchError for a model whose KV may not be fused: there would be nothing to compare.
-    """
-    before = frozenset(engine.store.keys())
-    (key,) = engine.encode(["digest"]).keys
-    if key is None:
-        raise BenchError(
-            f"{engine.model_name} cannot be fused ({engine.gate.reason}); choose another --model"
-        )
-    if key not in before:
-        engine.store.delete(key)
-    return key.digest
 
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
@@ -204,29 +158,6 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         prompt_tokens=outcome.report.tokens.prompt,
         answer=text,
     )
-
-
-def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed:
-    """Read the prompt and say the first token, against our own clock.
-
-    Raises BenchError if something else was measured than was asked for: a passage that the store does not have is
-    computed exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
-    """
-    started = perf_counter()
-    prefilled = engine.prefill(prompt, **variant.arguments)
-    report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
-    ttft_ms = 1000 * (perf_counter() - started)
-    if report.method != variant.method:
-        raise BenchError(
-            f"{variant} was served by {report.method} prefill: {report.warning}; choose another --model"
-        )
-    if variant.method != "full" and report.misses:
-        passages = report.hits + report.misses
-        raise BenchError(
-            f"{variant} found {report.hits} of {passages} passages in the store, and would compute the others exactly; "
-            "the store's budget is too small for one question, or another process is evicting"
-        )
-    return Timed(prefilled, report, ttft_ms)
 
 
 def teacher_logits(engine: "Engine", prefilled: "Prefilled", answer: "Result") -> "Tensor":

@@ -8,6 +8,7 @@ from ragblend.app.bench import quality
 from ragblend.app.bench.data import Question, choose, load_questions
 from ragblend.app.bench.environment import environment
 from ragblend.app.bench.plots import plot_quality
+from ragblend.app.bench.prefilling import model_digest
 from ragblend.app.bench.progress import progress_bar
 from ragblend.app.bench.records import Journal, run_digest
 from ragblend.app.bench.results import make_folder, write_json
@@ -75,7 +76,7 @@ def _digest(engine: "Engine", request: QualityRequest) -> str:
     import ragblend.kvstore
 
     settings = {
-        "model": quality.model_digest(engine),
+        "model": model_digest(engine),
         "device": engine.device,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,

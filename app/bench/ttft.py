@@ -12,7 +12,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench.memory import make_job, peak_bytes
-from ragblend.app.bench.quality import INSTRUCTION, timed_prefill
+from ragblend.app.bench.prefilling import stored, timed_prefill
+from ragblend.app.bench.quality import INSTRUCTION
 from ragblend.app.bench.texts import cut_texts
 from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import PromptTooLongError
@@ -92,34 +93,29 @@ def run(
     tick = _ticker(plan.steps, progress)
     for chunks in plan.chunks:
         for tokens in plan.tokens:
-            with encoded(engine, cut_texts(engine, source, chunks, tokens)) as stored:
-                peaks = _peaks(stored, plan.variants, memory_engine)
+            with encoded(engine, cut_texts(engine, source, chunks, tokens)) as subject:
+                peaks = _peaks(subject, plan.variants, memory_engine)
                 for cache in plan.caches:
-                    samples, retrieve_ms = measure(engine, stored, plan, cache, retrieve, chunks, tick)
+                    samples, retrieve_ms = measure(engine, subject, plan, cache, retrieve, chunks, tick)
                     case = {"chunks": chunks, "tokens": tokens, "cache": cache}
-                    rows += _rows(case, samples, stored, peaks, retrieve_ms)
+                    rows += _rows(case, samples, subject, peaks, retrieve_ms)
     return rows
 
 
 @contextmanager
 def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
-    """The texts' KV is in the store inside the block; what was not there before is taken out again."""
+    """A prompt over the texts, whose KV is in the store inside the block."""
     from ragblend.engine.prompt import Chunk
 
-    before = frozenset(engine.store.keys())
-    report = engine.encode(list(texts))
-    try:
-        chunks = [Chunk(text) for text in texts]
-        prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))
-        if len(prompt.token_ids) > engine.context_window:
-            raise PromptTooLongError(
-                f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
-                f"{engine.model_name} takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
-            )
-        yield _weighed(engine, prompt, report.keys)
-    finally:
-        for key in set(report.keys) - before:
-            engine.store.delete(key)
+    chunks = [Chunk(text) for text in texts]
+    prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))
+    if len(prompt.token_ids) >= engine.context_window:
+        raise PromptTooLongError(
+            f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
+            f"{engine.model_name} takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
+        )
+    with stored(engine, texts) as keys:
+        yield _weighed(engine, prompt, keys)
 
 
 def _weighed(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -> Encoded:
@@ -142,7 +138,7 @@ def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -
 
 def measure(
     engine: "Engine",
-    stored: Encoded,
+    subject: Encoded,
     plan: Plan,
     cache: str,
     retrieve: Callable[[str, int], object] | None,
@@ -159,8 +155,8 @@ def measure(
             retrieve_ms.append(1000 * (perf_counter() - started))
         for variant in _rotated(plan.variants, turn):
             if cache == "cold":
-                drop_page_cache(engine, stored)
-            timed = timed_prefill(engine, stored.prompt, variant)
+                drop_page_cache(engine, subject)
+            timed = timed_prefill(engine, subject.prompt, variant)
             tick()
             if turn:
                 samples[variant].ttft_ms.append(timed.ttft_ms)
@@ -175,25 +171,25 @@ def _rotated(variants: tuple[Variant, ...], turn: int) -> tuple[Variant, ...]:
     return variants[first:] + variants[:first]
 
 
-def drop_page_cache(engine: "Engine", stored: Encoded) -> None:
+def drop_page_cache(engine: "Engine", subject: Encoded) -> None:
     """Ask the kernel to forget the stored chunks, so that the next prefill reads them from the disk."""
-    for reader in _readers(engine, stored.prompt, stored.keys):
+    for reader in _readers(engine, subject.prompt, subject.keys):
         reader.drop_page_cache()
 
 
 def _peaks(
-    stored: Encoded, variants: Sequence[Variant], memory_engine: dict[str, Any] | None
+    subject: Encoded, variants: Sequence[Variant], memory_engine: dict[str, Any] | None
 ) -> dict[Variant, int | None]:
     if memory_engine is None:
         return dict.fromkeys(variants)
-    jobs = {each: make_job(memory_engine, stored.prompt, each.method, each.ratio) for each in variants}
+    jobs = {each: make_job(memory_engine, subject.prompt, each.method, each.ratio) for each in variants}
     return {variant: peak_bytes(job) for variant, job in jobs.items()}
 
 
 def _rows(
     case: Row,
     samples: dict[Variant, Samples],
-    stored: Encoded,
+    subject: Encoded,
     peaks: dict[Variant, int | None],
     retrieve_ms: float | None,
 ) -> list[Row]:
@@ -203,17 +199,17 @@ def _rows(
             "method": variant.method,
             "ratio": variant.ratio,
             **case,
-            "prompt_tokens": len(stored.prompt.token_ids),
+            "prompt_tokens": len(subject.prompt.token_ids),
             "repeats": len(taken.ttft_ms),
             **_times(taken, full),
             "retrieve_ms": retrieve_ms,
             "recomputed_fraction": taken.recomputed_fraction,
             "peak_bytes": peaks[variant],
-            "fused_kv_bytes": stored.fused_kv_bytes,
-            "peak_of_fused_kv": _part(peaks[variant], stored.fused_kv_bytes),
-            "blob_bytes": stored.blob_bytes,
-            "raw_kv_bytes": stored.raw_kv_bytes,
-            "blob_of_raw_kv": _part(stored.blob_bytes, stored.raw_kv_bytes),
+            "fused_kv_bytes": subject.fused_kv_bytes,
+            "peak_of_fused_kv": _part(peaks[variant], subject.fused_kv_bytes),
+            "blob_bytes": subject.blob_bytes,
+            "raw_kv_bytes": subject.raw_kv_bytes,
+            "blob_of_raw_kv": _part(subject.blob_bytes, subject.raw_kv_bytes),
         }
         for variant, taken in samples.items()
     ]

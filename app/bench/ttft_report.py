@@ -10,8 +10,8 @@ from ragblend.app.bench import ttft
 from ragblend.app.bench.data import load_questions
 from ragblend.app.bench.environment import environment
 from ragblend.app.bench.plots import plot_ttft
+from ragblend.app.bench.prefilling import model_digest
 from ragblend.app.bench.progress import progress_bar
-from ragblend.app.bench.quality import model_digest
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
 

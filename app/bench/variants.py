@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
@@ -17,7 +18,7 @@ class Variant:
         return self.method if self.ratio is None else f"{self.method} {self.ratio:g}"
 
     @property
-    def arguments(self) -> dict[str, str | float]:
+    def arguments(self) -> dict[str, Any]:
         """What to pass to `engine.prefill` beside the prompt."""
         return {"method": self.method} if self.ratio is None else {"method": self.method, "ratio": self.ratio}
 

@@ -146,3 +146,30 @@ def test_wrong_arguments_are_usage_errors_before_any_model_is_loaded(bench, argu
     with pytest.raises(UsageError, match=said):
         bench(*arguments)
     assert not home.exists()
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
+    bench, data_file, tmp_path, monkeypatch
+) -> None:
+    from ragblend.app.bench import quality
+
+    record, calls = quality._record, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return record(*arguments)
+
+    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
+    monkeypatch.setattr(quality, "_record", interrupted)
+    stopped = bench(*arguments)
+    assert (stopped.exit_code, stopped.stdout) == (1, "")
+    assert "run the same command again" in stopped.stderr
+    (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
+    assert len(journal.read_text().split()) == len(journal.read_text().split())
+    rows = json.loads(bench(*arguments).stdout)
+    assert (
+        len(calls) == 4 + 5
+    )  # eight records, of which three were there; the interrupted one was begun twice
+    assert [row["n"] for row in rows] == [4, 4]

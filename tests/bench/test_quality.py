@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.app.bench import quality
 from ragblend.app.bench.data import load_questions
-from ragblend.app.bench.quality import BenchError
+from ragblend.app.bench.prefilling import BenchError, model_digest, timed_prefill
 from ragblend.app.bench.records import Journal, run_digest
 from ragblend.app.bench.summary import summarise
 from ragblend.app.bench.variants import Variant
@@ -116,7 +116,7 @@ def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives
     reference = quality.full_outcome(engine, prompt, 8)
     seen = set()
     for variant in (Variant("reuse"), Variant("heads", 0.2), Variant("random", 1.0)):
-        timed = quality.timed_prefill(engine, prompt, variant)
+        timed = timed_prefill(engine, prompt, variant)
         logits = quality.teacher_logits(engine, timed.prefilled, reference.answer)
         agrees = quality.takes_every_step(logits, reference.answer)
         decoded = engine.decode(timed.prefilled, max_new_tokens=8, temperature=0.0)
@@ -143,7 +143,7 @@ def test_a_missing_passage_stops_the_run_because_it_would_look_perfect(engine, q
     prompt = quality.build_prompt(engine, questions[0], 5)
     engine.encode(list(questions[0].passages[:2]))
     with pytest.raises(BenchError, match="2 of 3 passages"):
-        quality.timed_prefill(engine, prompt, Variant("reuse"))
+        timed_prefill(engine, prompt, Variant("reuse"))
     engine.finish_background()
 
 
@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_fused_is_refused_because_it_would_look_perfect(e
 
     monkeypatch.setattr(Resources, "gate", GateVerdict(False, (), "it has no rotary positions"))
     with pytest.raises(BenchError, match="no rotary positions"):
-        quality.model_digest(engine)
+        model_digest(engine)
 
 
 def test_a_prompt_too_long_stops_the_run_before_anything_is_measured(engine, questions, journal) -> None:

@@ -1,0 +1,83 @@
+"""The engine as both benches use it: chunks stored for a while, and prefills against our own clock."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ragblend.app.bench.variants import Variant
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from ragblend.engine.config import Report
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.results import Prefilled
+    from ragblend.kvstore.chunks import ChunkKey
+
+
+class BenchError(RagBlendError):
+    """The run would have measured something else than it says."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A prompt that was read, what that took the engine, and the milliseconds to its first token on our clock."""
+
+    prefilled: "Prefilled"
+    report: "Report"
+    ttft_ms: float
+
+
+@contextmanager
+def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Iterator[tuple[ChunkKey, ...]]":
+    """The texts' KV is in the store inside the block, under these keys; what is new is taken out again after it.
+
+    75 questions of 10 passages are 10 GB with SmolLM2: left in, they would push the user's own documents out.
+    Raises BenchError for a model whose KV may not be fused: there would be nothing to compare.
+    """
+    keys: list[ChunkKey] = []
+    new: list[ChunkKey] = []
+    try:
+        for text in texts:  # one by one, so that an interrupt leaves nothing whose key is not known
+            report = engine.encode([text])
+            (key,) = report.keys
+            if key is None:
+                reason = engine.gate.reason
+                raise BenchError(f"{engine.model_name} cannot be fused ({reason}); choose another --model")
+            keys.append(key)
+            new += [key] * report.encoded
+        yield tuple(keys)
+    finally:
+        for key in () if keep else new:
+            engine.store.delete(key)
+
+
+def model_digest(engine: "Engine") -> str:
+    """The key that one word is stored under: it is made of weights, tokenizer, dtype, RoPE and encoding prefix."""
+    with stored(engine, ["digest"]) as (key,):
+        return key.digest
+
+
+def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed:
+    """Read the prompt and say the first token, against our own clock.
+
+    Raises BenchError if something else was measured than was asked for: a passage that the store does not have is
+    computed exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
+    """
+    started = perf_counter()
+    prefilled = engine.prefill(prompt, **variant.arguments)
+    report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
+    ttft_ms = 1000 * (perf_counter() - started)
+    if report.method != variant.method:
+        raise BenchError(
+            f"{variant} was served by {report.method} prefill: {report.warning}; choose another --model"
+        )
+    if variant.method != "full" and report.misses:
+        passages = report.hits + report.misses
+        raise BenchError(
+            f"{variant} found {report.hits} of {passages} passages in the store, and would compute the others exactly; "
+            "the store's budget is too small for one question, or another process is evicting"
+        )
+    return Timed(prefilled, report, ttft_ms)
