@@ -78,6 +78,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
 	    --methods full,naive,reuse,random,cacheblend --ratios 0.15
 
+# The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:
-	rm -rf $(VENV) build dist ragblend.egg-info $(DEMO_HOME) $(BENCH_OUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist ragblend.egg-info .demo bench-results .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
