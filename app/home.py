@@ -61,10 +61,11 @@ class Home:
         return self
 
     def loose_paths(self) -> list[Path]:
-        """Files and folders of the home that other users of this machine may read or enter."""
+        """What other users of this machine may read or enter, of the home and all in it but models, which are public."""
         if not self.root.exists():
             return []
-        return [path for path in (self.root, *sorted(self.root.rglob("*"))) if _is_loose(path)]
+        inside = (path for path in sorted(self.root.rglob("*")) if not path.is_relative_to(self.models))
+        return [path for path in (self.root, *inside) if _is_loose(path)]
 
 
 def make_private(folder: Path) -> None:
