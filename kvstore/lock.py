@@ -56,9 +56,8 @@ class WriterLock:
                 if time.monotonic() >= deadline:
                     raise StoreLockedError(self._message()) from None
                 time.sleep(_POLL_S)
-        with suppress(
-            OSError
-        ):  # only for the message below, and a full disk must still let values be deleted
+        # Only for the message below, and a full disk must still let values be deleted.
+        with suppress(OSError):
             os.pwrite(self._fd, f"{os.getpid():<20}".encode(), 0)
 
     def _message(self) -> str:

@@ -110,6 +110,38 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
     assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
 
 
+class FailingCommit:
+    """diskcache's connection of this thread, with no room for the commit."""
+
+    def __init__(self, real):
+        self.real, self.failed = real, False
+
+    def execute(self, statement, *args):
+        if statement == "COMMIT":
+            self.failed = True
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self.real.execute(statement, *args)
+
+    def close(self):
+        self.real.close()
+
+
+def test_a_commit_that_fails_ends_its_transaction(store, sample, same, root):
+    """diskcache neither commits nor rolls back then: the next put would begin inside the same transaction."""
+    old, new = sample(1), sample(2)
+    store.put(*old)
+    failing_commit = store._cache._local.con = FailingCommit(store._cache._con)
+    with pytest.raises(StoreFullError, match="disk is full"):
+        store.put(*new)
+    assert failing_commit.failed
+    assert len(list(root.glob("values/*/*.kv"))) == 1
+    store.put(*new)
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
+    assert store.check() == []
+
+
 def test_an_eviction_that_fails_does_not_fail_the_put(open_store, sample, same, caplog):
     old, new, newer = (sample(seed) for seed in range(3))
     store = open_store(budget_bytes=Blob.of(*old).nbytes)

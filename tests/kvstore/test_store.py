@@ -128,6 +128,17 @@ def test_the_budget_evicts_the_longest_unused_and_only_what_is_needed(open_store
     assert store.check() == []
 
 
+def test_a_new_value_is_never_its_own_victim(open_store, sample):
+    """Not even when the clock was set back, and everything else seems to be used later."""
+    samples = [sample(seed) for seed in range(3)]
+    store = open_store(budget_bytes=2 * Blob.of(*samples[0]).nbytes)
+    store.put(*samples[0])
+    store.put(*samples[1])
+    store._index._sql.execute("UPDATE Cache SET access_time = access_time + 1e6")
+    store.put(*samples[2])
+    assert [store.contains(key) for key, _ in samples] == [False, True, True]
+
+
 def test_one_large_value_evicts_several_small_ones_but_not_all(open_store, sample):
     small = [sample(seed, 4) for seed in range(6)]
     large = sample(9, 10)
