@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragblend.kvstore.errors import UsageError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -53,10 +51,8 @@ def rouge_l(answer: str, gold: Sequence[str]) -> float:
 
 @functools.cache
 def _rouge_scorer() -> Callable[[str, str], Any]:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise UsageError("ROUGE-L needs the package rouge-score: pip install rouge-score") from error
+    from rouge_score.rouge_scorer import RougeScorer
+
     return RougeScorer(["rougeL"], use_stemmer=True).score
 
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.kvstore.errors import UsageError
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -123,11 +121,9 @@ def _of_case(rows: Sequence[Row], case: tuple[int, int, str]) -> list[Row]:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("the plot needs the package matplotlib: pip install matplotlib") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     # A figure of its own canvas: pyplot would keep every figure alive, and look for a display.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import quality
 from ragblend.app.bench.data import Question, choose, load_questions
-from ragblend.app.bench.environment import environment
+from ragblend.app.bench.environment import check_extra, environment
 from ragblend.app.bench.plots import plot_quality
 from ragblend.app.bench.prefilling import model_digest
 from ragblend.app.bench.progress import progress_bar
@@ -41,6 +41,7 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     from ragblend.engine.engine import Engine
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
+    check_extra()
     variants = parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO)
     questions = choose(_questions(request.data), request.limit, request.seed, request.passages)
     folder = make_folder(request.output)

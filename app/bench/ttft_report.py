@@ -8,7 +8,7 @@ from typing import Any
 
 from ragblend.app.bench import ttft
 from ragblend.app.bench.data import load_questions
-from ragblend.app.bench.environment import environment
+from ragblend.app.bench.environment import check_extra, environment
 from ragblend.app.bench.plots import plot_ttft
 from ragblend.app.bench.prefilling import model_digest
 from ragblend.app.bench.progress import progress_bar
@@ -38,6 +38,7 @@ def report_ttft(request: TtftRequest) -> dict[str, Any]:
     """Measure and write `ttft.json` and `ttft.png`; the results, and `files` by kind."""
     from ragblend.engine.engine import Engine
 
+    check_extra()
     plan = _plan(request)
     source = _source(request.data)
     folder = make_folder(request.output)

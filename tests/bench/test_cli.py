@@ -148,6 +148,16 @@ def test_wrong_arguments_are_usage_errors_before_any_model_is_loaded(bench, argu
     assert not home.exists()
 
 
+@pytest.mark.parametrize("command", ["quality", "ttft"])
+def test_a_missing_package_is_named_before_anything_is_measured(bench, command, home, monkeypatch) -> None:
+    from ragblend.app.bench import environment
+
+    monkeypatch.setattr(environment, "EXTRA", ("torch", "no_such_plotter"))
+    with pytest.raises(UsageError, match=r"need no_such_plotter, .*ragblend\[bench\]"):
+        bench(command)
+    assert not home.exists()
+
+
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     bench, data_file, tmp_path, monkeypatch
 ) -> None:
@@ -167,7 +177,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     assert (stopped.exit_code, stopped.stdout) == (1, "")
     assert "run the same command again" in stopped.stderr
     (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
-    assert len(journal.read_text().split()) == len(journal.read_text().split())
+    assert len([line for line in journal.read_text().splitlines() if line]) == 3
     rows = json.loads(bench(*arguments).stdout)
     assert (
         len(calls) == 4 + 5
