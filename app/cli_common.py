@@ -70,7 +70,7 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., int | None]]
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
         run.__signature__ = inspect.Signature([*own, *_shared_parameters()])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in [*own, *_shared_parameters()]}
-        del run.__wrapped__  # type: ignore[attr-defined]  # else typer reads the annotations of what is wrapped
+        del run.__wrapped__  # else typer reads the annotations of what is wrapped
         app.command(name)(run)
         return run
 

@@ -22,7 +22,9 @@ class Discovery:
 def discover(paths: Sequence[Path]) -> Discovery:
     """Walk folders (not into hidden ones, nor through links to folders), take files as they are."""
     files: dict[Path, None] = {}
-    folders, skipped, failed = [], [], []
+    folders: list[Path] = []
+    skipped: list[Path] = []
+    failed: list[tuple[Path, DocumentError]] = []
     for path in map(_absolute, paths):
         try:
             if path.is_dir():

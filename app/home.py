@@ -61,7 +61,7 @@ class Home:
         return self
 
     def loose_paths(self) -> list[Path]:
-        """What other users of this machine may read or enter, of the home and all in it but models, which are public."""
+        """What other users of this machine may read or enter, in the whole home but its models, which are public."""
         if not self.root.exists():
             return []
         inside = (path for path in sorted(self.root.rglob("*")) if not path.is_relative_to(self.models))

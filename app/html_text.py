@@ -8,9 +8,22 @@ import re
 import warnings
 from dataclasses import dataclass, field
 
-from bs4 import BeautifulSoup, Comment, NavigableString, Tag, XMLParsedAsHTMLWarning
+from bs4 import BeautifulSoup, Tag, XMLParsedAsHTMLWarning
+from bs4.element import CData, NavigableString, PreformattedString
 
-HIDDEN = {"script", "style", "template", "noscript", "head", "svg", "math", "iframe", "object", "nav"}
+HIDDEN = {
+    "button",
+    "script",
+    "style",
+    "template",
+    "noscript",
+    "head",
+    "svg",
+    "math",
+    "iframe",
+    "object",
+    "nav",
+}
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 CELLS = {"td", "th"}
 # fmt: off
@@ -60,7 +73,9 @@ def _walk(root: Tag, sections: list[Section]) -> None:
         node = stack.pop()
         if isinstance(node, Tag):
             _open(node, sections, stack)
-        elif not isinstance(node, Comment):
+        elif isinstance(node, CData) or not isinstance(
+            node, PreformattedString
+        ):  # comments, doctypes, instructions
             sections[-1].pieces.append(_inline(node))
 
 

@@ -17,6 +17,7 @@ from ragblend.app import readers
 from ragblend.app.chunking import Cut, cut_document
 from ragblend.app.discovery import Discovery, discover
 from ragblend.app.documents import Document, FileFacts, Passage, State
+from ragblend.app.guards import check_file
 from ragblend.app.library import Embeddings
 from ragblend.app.progress import Meter, Stage, silent
 from ragblend.app.workspace import Workspace
@@ -136,7 +137,7 @@ class _Run:
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
         with self._meter.stage("embed", len(new)) as progress:
-            rows = embedder.embed_passages([passage.text for passage in new], progress) if new else []
+            rows = list(embedder.embed_passages([passage.text for passage in new], progress)) if new else []
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
         return np.stack([earlier[passage.node_id] for passage in passages])
@@ -160,7 +161,7 @@ class _Run:
 
     def _facts(self, path: Path, name: str) -> FileFacts:
         try:
-            readers.check_file(path)  # before hashing: a pipe would never end, a huge file take long
+            check_file(path)  # before hashing: a pipe would never end, a huge file take long
             return _read_facts(path)
         except DocumentError as error:
             known = self._library.document(self._collection, name)

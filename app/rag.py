@@ -24,6 +24,7 @@ class Rag:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._retriever = Retriever(workspace)
+        self._warm = False
 
     def ask(self, question: str, *, history: History = (), **changes: Any) -> Answer:
         """The whole answer. changes: method, ratio, top_k, max_new_tokens, temperature instead of the settings'.
@@ -49,8 +50,11 @@ class Rag:
         return AnswerStream(self._workspace.engine, settings, fitted, retrieve_ms)
 
     def warm_up(self) -> None:
-        """Load the embedder, so that retrieval is timed and not loading."""
-        self._workspace.embedder.load()
+        """Load the embedder and open the index, so that what is timed is retrieval and not loading."""
+        if not self._warm:
+            self._workspace.embedder.embed_question("warm up")
+            self._workspace.index.count()
+            self._warm = True
 
 
 @dataclass(frozen=True)

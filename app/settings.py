@@ -120,7 +120,7 @@ def _typed(key: str, value: Any, source: str) -> Any:
     kind = TYPES[key]
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise SettingsError(_wrong_type(key, value, source))
     return value
 
