@@ -113,9 +113,8 @@ class Index:
     def touch(self, digest: str) -> None:
         """Note that a value was used now; written by the next `flush_touches`."""
         with self._lock:
-            self._now = max(
-                time.time(), self._now + 1e-6
-            )  # uses within one tick of the clock keep their order
+            # Two uses within one tick of the clock keep their order.
+            self._now = max(time.time(), self._now + 1e-6)
             self._touched[digest] = self._now
 
     def flush_touches(self) -> None:

@@ -207,9 +207,8 @@ def _unused(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
 
 
 def _chunk_keys(digests: Iterable[str]) -> Iterator[ChunkKey]:
-    return (
-        ChunkKey(digest) for digest in digests if _DIGEST.fullmatch(digest)
-    )  # a flipped bit names no value
+    # A flipped bit may leave what is no digest: it names no value.
+    return (ChunkKey(digest) for digest in digests if _DIGEST.fullmatch(digest))
 
 
 def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
