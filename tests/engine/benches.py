@@ -1,0 +1,79 @@
+"""A model with its engine beside what transformers alone says, and prompts with chunks in them."""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+
+from ragblend import Chunk, Engine, Literal, Prompt
+
+PREFIX = "Passages: read them all.\n\n"
+SUFFIX = "\n\nQuestion: who kept the ledgers, and where were they?"
+WORDS = " ".join(tiny_models.CORPUS).split()
+
+
+def make_text(seed: int, words: int = 24) -> str:
+    """A passage of that many words, about three tokens each; the same seed gives the same."""
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+def make_prompt(texts: list[str], suffix: str = SUFFIX, prefix: str = PREFIX) -> Prompt:
+    """Prefix, the texts as chunks with separators, suffix."""
+    segments: list[Any] = [Literal(prefix)] if prefix else []
+    for number, text in enumerate(texts):
+        segments += [Literal("\n\n"), Chunk(text)] if number else [Chunk(text)]
+    return Prompt([*segments, Literal(suffix)] if suffix else segments)
+
+
+@dataclass
+class Bench:
+    """One model: its folder, an engine on it, and what transformers alone says."""
+
+    name: str
+    folder: Path
+    engine: Engine
+
+    @cached_property
+    def reference(self) -> Any:
+        return tiny_models.load_reference(self.folder)
+
+    def logits(self, prompt: Prompt) -> torch.Tensor:
+        """(T, vocab) of the prompt, by transformers alone."""
+        return tiny_models.reference_logits(self.reference, self.engine.tokenize(prompt).token_ids)
+
+    def kv(self, token_ids: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return tiny_models.reference_kv(self.reference, token_ids)
+
+    def answer(self, prompt: Prompt, tokens: int) -> list[int]:
+        """Greedy ids by transformers' own `generate`."""
+        ids = torch.tensor([self.engine.tokenize(prompt).token_ids])
+        with torch.inference_mode():
+            out = self.reference.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=1,
+            )
+        return out[0, ids.shape[1] :].tolist()
+
+
+def chat(bench: Bench, texts: list[str], question: str = "who kept the ledgers?") -> Prompt:
+    """A chat prompt over these passages, tokenized: its first chunk stands right behind its encoding prefix."""
+    return bench.engine.tokenize(bench.engine.chat_prompt(None, [Chunk(text) for text in texts], question))
+
+
+def chunk_places(prompt: Prompt) -> list[tuple[int, int]]:
+    """(start, stop) of each chunk of a tokenized prompt."""
+    pairs = zip(prompt.segments, prompt.offsets, strict=True)
+    return [(at, at + len(s.token_ids or ())) for s, at in pairs if isinstance(s, Chunk)]
+
+
+def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, in standard deviations of what was expected where that is above 1."""
+    spread = max(1.0, float(expected.float().std()))
+    return float((found.float() - expected.float()).abs().max()) / spread

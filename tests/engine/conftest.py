@@ -1,0 +1,95 @@
+"""Tiny models on disk, and engines on private homes."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+
+import tiny_models
+from benches import Bench
+
+from ragblend import Engine
+
+MODELS_VARIABLE = "RAGBLEND_TEST_MODELS"  # a folder that keeps the converted SmolLM2 between sessions
+transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Folder of a tiny model by its name in `tiny_models.KINDS`; made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.save_model(name, tmp_path_factory.mktemp("models") / name)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bench_for(model_folder, tmp_path_factory):
+    """A `Bench` with an engine on a home of its own, in float32; one a model and session."""
+    made: dict[str, Bench] = {}
+
+    def bench(name: str) -> Bench:
+        if name not in made:
+            home = tmp_path_factory.mktemp(f"home-{name}")
+            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype="float32")
+            made[name] = Bench(name, model_folder(name), engine)
+        return made[name]
+
+    yield bench
+    for held in made.values():
+        held.engine.close()
+
+
+@pytest.fixture
+def fresh_bench_for(model_folder, tmp_path):
+    """The same, on an empty home: for tests that count, break or evict what is stored."""
+    made: list[Bench] = []
+
+    def bench(name: str = "llama", **options: Any) -> Bench:
+        arguments = {"home": tmp_path / f"home{len(made)}", "device": "cpu", "dtype": "float32"} | options
+        made.append(Bench(name, model_folder(name), Engine.open(str(model_folder(name)), **arguments)))
+        return made[-1]
+
+    yield bench
+    for held in made:
+        held.engine.close()
+
+
+@pytest.fixture(params=tiny_models.SUPPORTED)
+def bench(request, bench_for):
+    """Every supported kind of model in turn."""
+    return bench_for(request.param)
+
+
+@pytest.fixture
+def llama(bench_for):
+    return bench_for("llama")
+
+
+@pytest.fixture
+def fresh(fresh_bench_for):
+    """A llama on an empty home."""
+    return fresh_bench_for("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2_home(tmp_path_factory):
+    """A home in which the bundled model is converted, or will be on first use (20 s).
+
+    RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session.
+    """
+    home = tmp_path_factory.mktemp("smollm2-home")
+    kept = os.environ.get(MODELS_VARIABLE)
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        (home / "models").symlink_to(Path(kept).resolve(), target_is_directory=True)
+    return home

@@ -1,0 +1,179 @@
+"""What is reported is what was done, and what is stored stays as it was."""
+
+import hashlib
+
+import pytest
+import torch
+from benches import largest_error, make_prompt, make_text
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.selection import METHODS
+from ragblend.kvstore.errors import UnknownChunkError, UsageError
+from ragblend.kvstore.layout import value_files
+
+TEXTS = [make_text(seed, words=30) for seed in range(5)]
+
+
+def digests(store):
+    """SHA-256 of every value's file."""
+    names = [file.filename for file in value_files(store.root)]
+    return {name: hashlib.sha256((store.root / name).read_bytes()).hexdigest() for name in names}
+
+
+def test_stored_bytes_are_unchanged_after_100_generations(fresh):
+    engine = fresh.engine
+    engine.encode(TEXTS)
+    before = digests(engine.store)
+    assert len(before) == len(TEXTS)
+    names = sorted(METHODS)
+    for number in range(100):
+        order = TEXTS[number % 5 :] + TEXTS[: number % 5]
+        options = {"method": names[number % len(names)], "ratio": 0.4, "max_new_tokens": 3}
+        engine.generate(make_prompt(order), **options)
+    engine.finish_background()
+    assert digests(engine.store) == before
+    assert engine.store.check() == []
+
+
+def computed_layer_rows(bench, monkeypatch):
+    """A dict that counts rows through layers (`run`) and rows whose KV alone was computed (`peek`)."""
+    decoder = bench.engine._resources.decoder
+    counted = {"run": 0, "peek": 0}
+    run_layer = decoder.run_layer
+
+    def counting(layer, hidden, state, cache):
+        kind = "peek" if cache.mode.name == "PEEK" else "run"
+        counted[kind] += hidden.shape[1]
+        return run_layer(layer, hidden, state, cache)
+
+    monkeypatch.setattr(decoder, "run_layer", counting)
+    return counted
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-k", "cacheblend-gradual"])
+def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
+    """Counted at the layers themselves; and it is the ratio asked for, where the selection leaves room for that."""
+    llama.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    llama.engine.prefill(prompt)  # the gate has been run
+    counted = computed_layer_rows(llama, monkeypatch)
+    report = llama.engine.prefill(prompt, method=method, ratio=ratio).report
+    layers, tokens = llama.engine._resources.decoder.geometry.layers, report.tokens
+    stored, share = tokens.reused + tokens.recomputed, llama.engine._resources.decoder.attention_share
+    fresh = tokens.fresh + tokens.missing
+    peeked = share * (counted["peek"] - fresh) if counted["peek"] else 0.0
+    spent = (counted["run"] - fresh * layers + peeked) / (stored * layers)
+    assert report.recomputed_fraction == pytest.approx(spent, abs=1e-6)
+    selection = 0.0 if method in ("random", "heads") else (1 + share) / layers + 0.01
+    if selection <= ratio < 1:
+        assert report.recomputed_fraction == pytest.approx(ratio, abs=0.02)
+    elif ratio < 1:
+        assert ratio <= report.recomputed_fraction <= selection + 0.02
+
+
+def test_random_rows_follow_the_seed(llama):
+    llama.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    one, two, other = (llama.engine.prefill(prompt, "random", 0.3, seed=seed).logits for seed in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert largest_error(one, other) > 1e-3
+
+
+def test_encode_skips_what_is_stored_and_says_so(fresh):
+    seen = []
+    first = fresh.engine.encode(TEXTS, progress=lambda done, total: seen.append((done, total)))
+    assert (first.encoded, first.skipped) == (5, 0)
+    assert seen == [(number, 5) for number in range(1, 6)]
+    assert first.tokens == sum(fresh.engine.count_tokens(text) for text in TEXTS)
+    second = fresh.engine.encode([*TEXTS, make_text(99)])
+    assert (second.encoded, second.skipped) == (1, 5)
+    assert second.keys[:5] == first.keys
+
+
+def test_an_interrupted_encode_keeps_what_is_done(fresh):
+    def interrupt(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fresh.engine.encode(TEXTS, progress=interrupt)
+    assert fresh.engine.store.stats().entries == 2
+    again = fresh.engine.encode(TEXTS)
+    assert (again.encoded, again.skipped) == (3, 2)
+
+
+def test_node_ids_name_chunks(fresh):
+    engine = fresh.engine
+    engine.encode(TEXTS[:2], node_ids=["one", "two"])
+    by_id = Prompt([Literal("read: "), Chunk(node_id="two"), Literal(" who?")])
+    by_text = Prompt([Literal("read: "), Chunk(TEXTS[1]), Literal(" who?")])
+    assert engine.tokenize(by_id).token_ids == engine.tokenize(by_text).token_ids
+    assert engine.prefill(by_id, "reuse").report.hits == 1
+    with pytest.raises(UnknownChunkError, match="three"):
+        engine.generate(Prompt([Chunk(node_id="three"), Literal("?")]))
+    with pytest.raises(UsageError, match="node ids"):
+        engine.encode(TEXTS, node_ids=["one"])
+
+
+def test_an_empty_node_is_known(fresh):
+    """A document may split into an empty passage; asking with it is no reason to fail."""
+    fresh.engine.encode(["", TEXTS[0]], node_ids=["empty", "full"])
+    prompt = Prompt([Literal("read: "), Chunk(node_id="empty"), Chunk(node_id="full"), Literal("?")])
+    assert fresh.engine.prefill(prompt).report.hits == 1
+
+
+def test_forget_frees_what_nobody_shares(fresh):
+    engine = fresh.engine
+    engine.encode([TEXTS[0], TEXTS[0], TEXTS[1]], node_ids=["a", "b", "c"])
+    assert engine.store.stats().entries == 2
+    assert engine.forget(["a"]) == 0  # b has the same text
+    assert engine.prefill(Prompt([Chunk(node_id="b"), Literal("?")]), "reuse").report.hits == 1
+    with pytest.raises(UnknownChunkError):
+        engine.tokenize(Prompt([Chunk(node_id="a")]))
+    before = engine.store.stats().bytes
+    freed = engine.forget(["b", "unheard of"])
+    assert freed > 0
+    assert engine.store.stats().bytes == before - freed
+    assert engine.store.stats().entries == 1
+
+
+def test_a_node_whose_text_changed_gives_up_its_old_kv(fresh):
+    fresh.engine.encode([TEXTS[0]], node_ids=["a"])
+    old = fresh.engine.encode([TEXTS[0]]).keys[0]
+    fresh.engine.encode([TEXTS[1]], node_ids=["a"])
+    assert not fresh.engine.store.contains(old)
+    assert fresh.engine.store.stats().entries == 1
+
+
+def test_collections_share_no_kv(fresh_bench_for, tmp_path):
+    one = fresh_bench_for("llama", home=tmp_path / "h", collection="one")
+    two = fresh_bench_for("llama", home=tmp_path / "h", collection="two")
+    one.engine.encode([TEXTS[0]], node_ids=["a"])
+    assert two.engine.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 1
+    with pytest.raises(UnknownChunkError):
+        two.engine.tokenize(Prompt([Chunk(node_id="a")]))
+
+
+def test_models_share_no_kv(fresh_bench_for, tmp_path, model_folder):
+    """Same shape, same tokenizer, same home; other weights."""
+    import tiny_models
+
+    other = tiny_models.save_model("llama", tmp_path / "other", seed=1)
+    one = fresh_bench_for("llama", home=tmp_path / "h").engine
+    one.encode(TEXTS[:1])
+    from ragblend import Engine
+
+    two = Engine.open(str(other), home=tmp_path / "h", device="cpu", dtype="float32")
+    assert two.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 1
+    assert one.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 0
+    two.close()
+
+
+def test_an_engine_works_again_after_close(fresh):
+    fresh.engine.encode(TEXTS[:1])
+    before = fresh.engine.prefill(make_prompt(TEXTS[:1]), "reuse").logits
+    fresh.engine.close()
+    after = fresh.engine.prefill(make_prompt(TEXTS[:1]), "reuse")
+    assert after.report.hits == 1
+    assert torch.equal(before, after.logits)

@@ -1,0 +1,217 @@
+"""Threads, cancellation and streams that nobody reads to the end: the engine goes on serving."""
+
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from benches import make_prompt, make_text
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.selection import Policy
+from ragblend.kvstore.errors import Cancelled
+
+TEXTS = [make_text(seed) for seed in range(6)]
+
+
+@pytest.fixture
+def stored(llama):
+    llama.engine.encode(TEXTS)
+    return llama
+
+
+@pytest.fixture
+def serves(stored):
+    """Checks, when the test is over, that the engine still gives the right answer."""
+    prompt = make_prompt(TEXTS)
+    expected = stored.engine.generate(prompt, max_new_tokens=10).token_ids
+    yield
+    assert stored.engine.generate(prompt, max_new_tokens=10).token_ids == expected
+    assert device_is_free(stored.engine)
+
+
+def device_is_free(engine, timeout_s=10.0):
+    """Whether the queue empties; the device is held by nobody then."""
+    end = time.monotonic() + timeout_s
+    while engine._queue._waiting and time.monotonic() < end:
+        time.sleep(0.01)
+    return not engine._queue._waiting
+
+
+class CancelsAt(Policy):
+    """Sets an event when the layer loop asks about that layer, and remembers the last layer it was asked about."""
+
+    def __init__(self, layer, event):
+        super().__init__(name="cancels")
+        object.__setattr__(self, "state", {"layer": layer, "event": event, "last": -1})
+
+    def peeks(self, plan, layer):
+        self.state["last"] = layer
+        if layer == self.state["layer"]:
+            self.state["event"].set()
+        return False
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_cancelled_between_layers(stored, serves, layer):
+    event = threading.Event()
+    policy = CancelsAt(layer, event)
+    with pytest.raises(Cancelled):
+        stored.engine.prefill(make_prompt(TEXTS), method=policy, cancel=event)
+    assert policy.state["last"] == layer  # no further layer was begun
+
+
+def test_cancelled_before_it_begins(stored, serves):
+    event = threading.Event()
+    event.set()
+    for call in (stored.engine.prefill, stored.engine.generate):
+        with pytest.raises(Cancelled):
+            call(make_prompt(TEXTS), cancel=event)
+
+
+def test_cancelled_between_tokens(stored, serves):
+    """Set while the third token is on its way: the answer ends long before its 1500 tokens."""
+    event = threading.Event()
+    model = stored.engine._resources.loaded.model
+    calls = []
+
+    def count(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            event.set()
+
+    hook = model.model.register_forward_pre_hook(count)
+    try:
+        with pytest.raises(Cancelled, match="tokens"):
+            stored.engine.generate(make_prompt(TEXTS), max_new_tokens=1500, cancel=event)
+    finally:
+        hook.remove()
+    assert len(calls) <= 4
+
+
+def test_cancelled_while_it_waits(stored, serves):
+    event, waiting = threading.Event(), threading.Event()
+
+    def wait():
+        waiting.set()
+        with pytest.raises(Cancelled):
+            stored.engine.generate(make_prompt(TEXTS), cancel=event)
+
+    with stored.engine._queue.turn(), ThreadPoolExecutor(1) as pool:
+        done = pool.submit(wait)
+        waiting.wait(5)
+        event.set()
+        done.result(timeout=10)
+
+
+def test_a_policy_that_fails_takes_nobody_with_it(stored, serves):
+    class Fails(Policy):
+        def peeks(self, plan, layer):
+            if layer == 2:
+                raise ZeroDivisionError
+            return False
+
+    with pytest.raises(ZeroDivisionError):
+        stored.engine.prefill(make_prompt(TEXTS), method=Fails(name="fails"))
+    with pytest.raises(ZeroDivisionError):
+        list(stored.engine.stream(make_prompt(TEXTS), method=Fails(name="fails")))
+
+
+def test_closing_a_stream_frees_the_device(stored, serves):
+    stream = stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500)
+    next(iter(stream))
+    stream.close()
+    assert not stored.engine._queue._waiting
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(Cancelled):
+        _ = stream.result
+
+
+def test_leaving_a_streams_block_frees_the_device(stored, serves):
+    with stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500) as stream:
+        for _ in stream:
+            break
+    assert not stored.engine._queue._waiting
+
+
+def test_a_stream_that_nobody_holds_any_more_stops(stored, serves):
+    """`for piece in engine.stream(...): break` must not keep the device for 1500 tokens."""
+    calls = []
+    hook = stored.engine._resources.loaded.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
+            break
+        gc.collect()
+        assert device_is_free(stored.engine, timeout_s=60)
+    finally:
+        hook.remove()
+    assert len(calls) < 500
+
+
+def test_eight_threads_get_their_own_answers(stored, serves):
+    prompts = [
+        make_prompt([TEXTS[(n + i) % 6] for i in range(4)], suffix=f" question {n}?") for n in range(8)
+    ]
+    methods = [
+        "full",
+        "reuse",
+        "cacheblend",
+        "heads",
+        "random",
+        "cacheblend-k",
+        "cacheblend-gradual",
+        "prefix",
+    ]
+    engine = stored.engine
+
+    def ask(number):
+        options = {"method": methods[number], "ratio": 0.5, "max_new_tokens": 12}
+        if number % 2:
+            return "".join(engine.stream(prompts[number], **options))
+        return engine.generate(prompts[number], **options).text
+
+    alone = [ask(number) for number in range(8)]
+    assert len(set(alone)) == 8
+    with ThreadPoolExecutor(8) as pool:
+        together = [list(pool.map(ask, range(8))) for _ in range(3)]
+    assert together == [alone] * 3
+
+
+def test_eight_threads_open_load_and_encode_together(fresh_bench_for, tmp_path):
+    """Everything is loaded on first use: here by eight threads at once."""
+    bench = fresh_bench_for("llama")
+    prompts = [make_prompt([TEXTS[n % 6]], suffix=f" question {n}?") for n in range(8)]
+
+    def ask(number):
+        bench.engine.encode([TEXTS[number % 6]], node_ids=[f"node {number}"])
+        prompt = Prompt([Literal("read: "), Chunk(node_id=f"node {number}"), Literal("?")])
+        assert bench.engine.prefill(prompt, "reuse").report.hits == 1
+        return list(bench.engine.generate(prompts[number], "full", max_new_tokens=5).token_ids)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    assert found == [bench.answer(prompt, 5) for prompt in prompts]
+    assert bench.engine.store.stats().entries == 6
+
+
+def test_asking_while_encoding(fresh):
+    """The device is given back between chunks, so a question does not wait for the whole collection."""
+    order = []
+    texts = [make_text(100 + n) for n in range(30)]
+    fresh.engine.prefill(make_prompt(TEXTS[:1]), "full")
+    begun = threading.Event()
+
+    def progress(done, total):
+        order.append("chunk")
+        begun.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(fresh.engine.encode, texts, None, progress)
+        begun.wait(10)
+        fresh.engine.prefill(make_prompt(TEXTS[:2]), "full")
+        order.append("answer")
+        encoding.result()
+    assert order.index("answer") < len(texts)
+    assert fresh.engine.store.stats().entries == 30

@@ -1,0 +1,185 @@
+"""Tokens after the prompt: transformers' own greedy answer, pieces, stop strings, seeds."""
+
+import pytest
+import torch
+from benches import largest_error, make_prompt, make_text
+from tiny_models import reference_logits
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
+
+TEXTS = [make_text(seed) for seed in range(3)]
+
+
+@pytest.fixture
+def stored(llama):
+    llama.engine.encode(TEXTS)
+    return llama
+
+
+def test_greedy_full_is_transformers_generate(bench):
+    bench.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    result = bench.engine.generate(prompt, method="full", max_new_tokens=40)  # beyond a sliding window
+    assert list(result.token_ids) == bench.answer(prompt, 40)
+    assert result.report.tokens.generated == len(result.token_ids)
+
+
+def test_decoding_goes_on_from_the_fused_cache(bench):
+    """With one chunk right behind its prefix nothing is approximate, so even `reuse` answers as the model does."""
+    bench.engine.encode(TEXTS)
+    prompt = bench.engine.chat_prompt(None, [Chunk(TEXTS[0])], "who?")
+    expected = bench.answer(prompt, 40)
+    for method in ("reuse", "cacheblend", "cacheblend-gradual"):
+        assert list(bench.engine.generate(prompt, method=method, max_new_tokens=40).token_ids) == expected
+
+
+def test_more_tokens_than_the_buffers_have_room_for(stored):
+    prompt = make_prompt(TEXTS)
+    prefilled = stored.engine.prefill(prompt, "full")  # made with room for 64
+    result = stored.engine.decode(prefilled, max_new_tokens=400)
+    expected = stored.answer(prompt, 400)
+    assert list(result.token_ids) == expected
+    assert len(expected) > 64, "the model ended its answer too early for this test"
+
+
+def test_decoding_twice_gives_the_same_twice(stored):
+    prefilled = stored.engine.prefill(make_prompt(TEXTS), "cacheblend", 0.5)
+    before = [tensor.clone() for tensor in prefilled.cache.span(3, 0, 50)]
+    one = stored.engine.decode(prefilled, max_new_tokens=30)
+    two = stored.engine.decode(prefilled, max_new_tokens=30)
+    assert one.token_ids == two.token_ids
+    assert all(torch.equal(a, b) for a, b in zip(before, prefilled.cache.span(3, 0, 50), strict=True))
+
+
+def test_continue_logits_is_teacher_forcing(bench):
+    bench.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    prefilled = bench.engine.prefill(prompt, "full")
+    answer = [9, 30, 77, 200, 41, 5, 6, 8]
+    for _ in range(2):  # the cache is as before afterwards
+        found = bench.engine.continue_logits(prefilled, answer)
+        expected = reference_logits(bench.reference, [*prefilled.prompt.token_ids, *answer])
+        start = len(prefilled.prompt.token_ids) - 1
+        assert found.shape == (len(answer), 400)
+        assert largest_error(found, expected[start : start + len(answer)]) < 1e-4
+
+
+def test_a_stream_is_the_answer_in_pieces(stored):
+    prompt = make_prompt(TEXTS)
+    expected = stored.engine.generate(prompt, max_new_tokens=60)
+    stream = stored.engine.stream(prompt, max_new_tokens=60)
+    pieces = list(stream)
+    assert "".join(pieces) == expected.text == stream.result.text
+    assert stream.result.token_ids == expected.token_ids
+    assert len(pieces) > 5
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_stop_strings_are_cut_and_never_shown(stored, length):
+    prompt = make_prompt(TEXTS)
+    whole = stored.engine.generate(prompt, max_new_tokens=60).text
+    at = next(i for i in range(8, len(whole)) if whole[i : i + length].isprintable())
+    stop = whole[at : at + length]
+    expected = whole[: whole.index(stop)]
+    result = stored.engine.generate(prompt, max_new_tokens=60, stop=[stop])
+    assert result.text == expected
+    assert len(result.token_ids) < 60
+    assert "".join(stored.engine.stream(prompt, max_new_tokens=60, stop=stop)) == expected
+
+
+def test_an_empty_stop_string_stops_nothing(stored):
+    prompt = make_prompt(TEXTS)
+    expected = stored.engine.generate(prompt, max_new_tokens=10)
+    assert stored.engine.generate(prompt, max_new_tokens=10, stop=[""]).text == expected.text
+
+
+def test_sampling_follows_the_seed(stored):
+    prompt = make_prompt(TEXTS)
+    options = {"max_new_tokens": 20, "temperature": 1.5}
+    one, two, other = (stored.engine.generate(prompt, seed=seed, **options).token_ids for seed in (1, 1, 2))
+    assert one == two
+    assert one != other
+    narrow = stored.engine.generate(prompt, seed=3, top_k=1, **options)
+    greedy = stored.engine.generate(prompt, max_new_tokens=20)
+    assert narrow.token_ids == greedy.token_ids
+
+
+def test_sampling_from_all_tokens(stored):
+    """top_k 0 means no limit, not transformers' own default of 50."""
+    prompt = make_prompt(TEXTS)
+    first = {
+        stored.engine.generate(prompt, max_new_tokens=1, temperature=50.0, seed=seed).token_ids
+        for seed in range(120)
+    }
+    assert len(first) > 70
+
+
+def test_timings_are_of_this_request(stored):
+    report = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=10).report
+    timings = report.timings
+    assert 0 < timings.prefill_ms <= timings.ttft_ms <= timings.total_ms
+    assert timings.tokens_per_s > 0
+    assert timings.stall_ms <= timings.prefill_ms
+    assert (report.method, report.ratio) == ("cacheblend", 0.15)
+
+
+# --- wrong use
+
+
+@pytest.mark.parametrize("ratio", [2, -0.1, float("nan")])
+def test_an_impossible_ratio_is_refused(stored, ratio):
+    for call in (stored.engine.prefill, stored.engine.generate, stored.engine.stream):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            call(make_prompt(TEXTS), ratio=ratio)
+
+
+def test_an_unknown_method_is_refused_with_the_nearest(stored):
+    with pytest.raises(UsageError, match="did you mean 'cacheblend'"):
+        stored.engine.generate(make_prompt(TEXTS), method="cachblend")
+    with pytest.raises(UsageError, match="there are full"):
+        stored.engine.prefill(make_prompt(TEXTS), method="")
+
+
+def test_unknown_options_are_refused(stored):
+    prompt = make_prompt(TEXTS)
+    with pytest.raises(UsageError, match="temprature"):
+        stored.engine.generate(prompt, temprature=0.1)
+    with pytest.raises(UsageError, match="temprature"):
+        stored.engine.stream(prompt, temprature=0.1)
+    prefilled = stored.engine.prefill(prompt)
+    with pytest.raises(UsageError, match="temprature"):
+        stored.engine.decode(prefilled, temprature=0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"max_new_tokens": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+    ],
+)
+def test_impossible_options_are_refused(stored, options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        stored.engine.generate(make_prompt(TEXTS), **options)
+
+
+def test_a_prompt_longer_than_the_window_is_refused(stored):
+    window = stored.engine.context_window
+    ids = tuple(stored.engine.tokenizer.encode(TEXTS[0])) * (window // 10)
+    for tokens in (window, window + 100):
+        with pytest.raises(PromptTooLongError, match=str(window - 1)):
+            stored.engine.prefill(Prompt([Literal(token_ids=ids[:tokens])]))
+    with pytest.raises(PromptTooLongError):
+        stored.engine.encode([TEXTS[0] * 100])
+    last = stored.engine.generate(Prompt([Literal(token_ids=ids[: window - 1])]), max_new_tokens=50)
+    assert len(last.token_ids) == 1  # the answer ends where the window does
+
+
+def test_an_unknown_node_is_refused_before_the_device_is_asked(stored):
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        stored.engine.stream(Prompt([Chunk(node_id="nobody")]))

@@ -1,0 +1,175 @@
+"""Fused prefill against transformers alone, for every supported kind of model, in float32."""
+
+import pytest
+import torch
+from benches import PREFIX, chat, chunk_places, largest_error, make_prompt, make_text
+
+from ragblend.engine.selection import METHODS, Policy
+from ragblend.engine.selection.baselines import Recompute
+
+TEXTS = [make_text(seed) for seed in range(4)]
+ALLOWED = 1e-4
+
+
+@pytest.fixture
+def stored(bench):
+    """A bench whose store has the passages of TEXTS."""
+    bench.engine.encode(TEXTS)
+    return bench
+
+
+class EveryThird(Policy):
+    """Scattered rows that depend on nothing but the plan."""
+
+    def rows(self, plan):
+        chosen = plan.always.clone()
+        chosen[::3] = True
+        return chosen.nonzero().squeeze(1)
+
+
+def test_attention_is_not_flat(bench):
+    """With flat attention the other tests would hardly notice a wrong mask or a wrong rotation."""
+    ids = torch.tensor([bench.engine.tokenize(make_prompt(TEXTS)).token_ids])
+    with torch.inference_mode():
+        maps = bench.reference(ids, output_attentions=True).attentions
+    for weights in maps:
+        rows = weights[0, :, 64:]  # (heads, R, T): rows that have much to choose from
+        assert float(rows.amax(dim=-1).mean()) > 5 / min(rows.shape[-1], 64)
+
+
+def test_the_gate_passes(bench):
+    verdict = bench.engine.gate
+    assert verdict.passed, verdict.reason
+    assert len(verdict.checks) >= 4
+
+
+@pytest.mark.parametrize("method", ["full", "recompute", "prefix"])
+def test_every_row_computed_is_the_model(stored, method):
+    prompt = make_prompt(TEXTS)
+    expected = stored.logits(prompt)[-1]
+    prefilled = stored.engine.prefill(prompt, method=method)
+    assert prefilled.report.warning is None
+    assert largest_error(prefilled.logits, expected) < ALLOWED
+    token_ids = stored.engine.tokenize(prompt).token_ids
+    for layer, (keys, values) in enumerate(stored.kv(token_ids)):
+        found_keys, found_values = prefilled.cache.span(layer, 0, len(token_ids))
+        assert largest_error(found_keys, keys) < ALLOWED, f"keys of layer {layer}"
+        assert largest_error(found_values, values) < ALLOWED, f"values of layer {layer}"
+
+
+def test_the_fused_path_of_scattered_rows_is_the_model_when_nothing_is_wrong_with_what_is_stored(stored):
+    """Rows in many blocks against stored KV: with one chunk, right behind its prefix, nothing deviates."""
+    long = make_text(7, words=90)
+    stored.engine.encode([long])
+    prompt = chat(stored, [long])
+    for method in ("reuse", "cacheblend", EveryThird(name="third")):
+        assert (
+            largest_error(stored.engine.prefill(prompt, method=method).logits, stored.logits(prompt)[-1])
+            < ALLOWED
+        )
+
+
+def test_moved_keys_of_layer_0_are_those_computed_there(stored):
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    cache = stored.engine.prefill(prompt, method="reuse").cache
+    keys, values = stored.kv(prompt.token_ids)[0]
+    for start, stop in chunk_places(prompt):
+        found_keys, found_values = cache.span(0, start, stop)
+        assert largest_error(found_keys, keys[:, start:stop]) < ALLOWED
+        assert largest_error(found_values, values[:, start:stop]) < ALLOWED
+
+
+def test_naive_leaves_keys_where_they_were(stored):
+    """Or the comparison above proves nothing."""
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    cache = stored.engine.prefill(prompt, method="naive").cache
+    keys, _ = stored.kv(prompt.token_ids)[0]
+    start, stop = chunk_places(prompt)[-1]
+    assert largest_error(cache.span(0, start, stop)[0], keys[:, start:stop]) > 0.5
+
+
+@pytest.mark.parametrize("method", ["reuse", "cacheblend", "cacheblend-gradual", "heads"])
+def test_the_first_chunk_behind_its_prefix_is_exact_in_all_layers(stored, method):
+    prompt = chat(stored, TEXTS)
+    prefilled = stored.engine.prefill(prompt, method=method, ratio=0.5)
+    start, stop = chunk_places(prompt)[0]
+    for layer, (keys, values) in enumerate(stored.kv(prompt.token_ids)):
+        found_keys, found_values = prefilled.cache.span(layer, 0, stop)
+        assert largest_error(found_keys, keys[:, :stop]) < ALLOWED, f"keys of layer {layer}"
+        assert largest_error(found_values, values[:, :stop]) < ALLOWED, f"values of layer {layer}"
+    assert prefilled.report.tokens.reused >= stop - start  # and nothing was spent on it
+
+
+def test_a_prefix_of_ones_own_makes_the_first_chunk_exact(bench):
+    """Also where the tokenizer puts a begin token before the prompt, which belongs to the encoding prefix."""
+    text = make_text(11)
+    bench.engine.encode([text], prefix=PREFIX)
+    prompt = make_prompt([text])
+    prefilled = bench.engine.prefill(prompt, method="reuse")
+    assert (prefilled.report.hits, prefilled.report.misses) == (1, 0)
+    assert largest_error(prefilled.logits, bench.logits(prompt)[-1]) < ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("method", "ratio"),
+    [(name, 0.3) for name in ("full", "recompute", "prefix", "reuse", "naive", "random", "heads")]
+    + [("cacheblend", 1.0), ("cacheblend-k", 1.0), (EveryThird(name="third"), 0.3)],
+)
+def test_editing_a_later_chunk_changes_no_earlier_row(stored, method, ratio):
+    """With a mask aligned to the corner, scattered rows see the future. cacheblend at 1: its choice may change."""
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    start, stop = chunk_places(prompt)[-1]
+    segments = list(prompt.segments)
+    segments[-2] = type(segments[-2])(token_ids=tuple(reversed(segments[-2].token_ids)))
+    edited = type(prompt)(segments)
+    one, two = (stored.engine.prefill(p, method=method, ratio=ratio).cache for p in (prompt, edited))
+    stored.engine.finish_background()
+    for layer in range(one.geometry.layers):
+        for a, b in zip(one.span(layer, 0, start), two.span(layer, 0, start), strict=True):
+            assert largest_error(a, b) < 1e-6, f"layer {layer}"
+    assert largest_error(one.span(0, start, stop)[0], two.span(0, start, stop)[0]) > 0.1
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_same_prompt_twice_gives_the_same_bits(stored, method):
+    prompt = make_prompt(TEXTS)
+    one, two = (stored.engine.prefill(prompt, method=method, ratio=0.4, seed=3) for _ in range(2))
+    assert torch.equal(one.logits, two.logits)
+    assert one.report.tokens == two.report.tokens
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "cacheblend-k", "cacheblend-gradual", "random", "heads"])
+def test_at_ratio_1_every_row_is_computed(stored, method):
+    prompt = make_prompt(TEXTS)
+    prefilled = stored.engine.prefill(prompt, method=method, ratio=1.0)
+    assert prefilled.report.tokens.reused == 0
+    assert largest_error(prefilled.logits, stored.logits(prompt)[-1]) < ALLOWED
+
+
+@pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-gradual"])
+def test_at_ratio_0_it_is_reuse(stored, method):
+    prompt = make_prompt(TEXTS)
+    reuse = stored.engine.prefill(prompt, method="reuse")
+    found = stored.engine.prefill(prompt, method=method, ratio=0.0)
+    assert found.report.tokens.recomputed == 0
+    assert largest_error(found.logits, reuse.logits) < ALLOWED
+
+
+def test_more_rows_come_nearer_to_full(stored):
+    """Reuse is far from full on these models, so that all of the above could fail; 90% of the rows is nearer."""
+    prompt = make_prompt(TEXTS)
+    full = stored.logits(prompt)[-1]
+    errors = [
+        largest_error(stored.engine.prefill(prompt, method="random", ratio=ratio).logits, full)
+        for ratio in (0.0, 1.0)
+    ]
+    assert errors[0] > 0.1 > 1e-3 > errors[1]
+
+
+def test_reordered_chunks_are_the_model_too(stored):
+    orders = [TEXTS, TEXTS[::-1], [TEXTS[i] for i in (2, 0, 3, 1)]]
+    for texts in orders:
+        prompt = make_prompt(texts)
+        prefilled = stored.engine.prefill(prompt, method=Recompute())
+        assert prefilled.report.hits == len(texts)
+        assert largest_error(prefilled.logits, stored.logits(prompt)[-1]) < ALLOWED

@@ -1,0 +1,198 @@
+"""Prompts of every shape: no chunk, one, many, the same twice, missing ones, chunks at either end."""
+
+import pytest
+import torch
+from benches import PREFIX, SUFFIX, chunk_places, largest_error, make_prompt, make_text
+from tiny_models import reference_kv
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.engine import attention, cache
+from ragblend.engine.selection import METHODS
+
+TEXTS = [make_text(seed) for seed in range(4)]
+ALLOWED = 1e-4
+EXACT_METHODS = ("full", "recompute", "prefix")
+
+
+@pytest.fixture
+def stored(llama):
+    llama.engine.encode(TEXTS)
+    return llama
+
+
+def check_all_methods(bench, prompt):
+    """Exact methods are the model; all others give finite logits and tokens that add up."""
+    expected = bench.logits(prompt)[-1]
+    for method in METHODS:
+        prefilled = bench.engine.prefill(prompt, method=method, ratio=0.3)
+        tokens = prefilled.report.tokens
+        assert torch.isfinite(prefilled.logits).all(), method
+        assert tokens.prompt == len(bench.engine.tokenize(prompt).token_ids)
+        assert tokens.reused + tokens.recomputed + tokens.fresh + tokens.missing == tokens.prompt, method
+        assert min(tokens.reused, tokens.recomputed, tokens.fresh, tokens.missing) >= 0, method
+        if method in EXACT_METHODS:
+            assert largest_error(prefilled.logits, expected) < ALLOWED, method
+    bench.engine.finish_background()
+
+
+def test_no_chunk(stored):
+    check_all_methods(stored, Prompt([Literal("who kept the two ledgers?")]))
+    for method in METHODS:
+        prefilled = stored.engine.prefill(Prompt([Literal("who kept the two ledgers?")]), method=method)
+        assert largest_error(prefilled.logits, stored.logits(prefilled.prompt)[-1]) < ALLOWED
+        assert prefilled.report.recomputed_fraction == 0
+
+
+def test_one_chunk(stored):
+    check_all_methods(stored, make_prompt(TEXTS[:1]))
+
+
+def test_one_token(stored):
+    check_all_methods(stored, Prompt([Literal("a")]))
+
+
+def test_a_prompt_that_ends_in_a_chunk(stored):
+    """Its last token gives the logits, so that row is computed though it is stored."""
+    check_all_methods(stored, make_prompt(TEXTS[:2], suffix=""))
+    last = stored.engine.prefill(make_prompt(TEXTS[:2], suffix=""), method="reuse")
+    assert last.report.tokens.fresh > 0
+
+
+def test_a_chunk_first_and_no_prefix(stored):
+    check_all_methods(stored, make_prompt(TEXTS[:3], prefix=""))
+
+
+def test_nothing_but_one_chunk(stored):
+    check_all_methods(stored, make_prompt(TEXTS[:1], prefix="", suffix=""))
+
+
+def test_chunks_that_touch(stored):
+    check_all_methods(stored, Prompt([Literal(PREFIX), *[Chunk(t) for t in TEXTS], Literal(SUFFIX)]))
+
+
+def test_the_same_chunk_twice(stored):
+    prompt = make_prompt([TEXTS[0], TEXTS[1], TEXTS[0]])
+    check_all_methods(stored, prompt)
+    prefilled = stored.engine.prefill(prompt, method="reuse")
+    first, _, second = chunk_places(prefilled.prompt)
+    assert (prefilled.report.hits, prefilled.report.misses) == (3, 0)
+    values = [prefilled.cache.span(2, *place)[1] for place in (first, second)]
+    assert torch.equal(values[0], values[1])  # both as stored
+
+
+def test_an_empty_chunk(stored):
+    prompt = make_prompt([TEXTS[0], "", TEXTS[1]])
+    check_all_methods(stored, prompt)
+    assert stored.engine.encode([""]).keys == (None,)
+    assert stored.engine.prefill(prompt, method="reuse").report.misses == 0
+
+
+def test_130_chunks(stored):
+    texts = [f"{number}: {make_text(number, words=3)}" for number in range(130)]
+    stored.engine.encode(texts)
+    prompt = make_prompt(texts)
+    check_all_methods(stored, prompt)
+    assert stored.engine.prefill(prompt).report.hits == 130
+
+
+def test_an_empty_prompt_is_refused(stored):
+    from ragblend.kvstore.errors import PromptError, UsageError
+
+    with pytest.raises((PromptError, UsageError)):
+        stored.engine.prefill(Prompt([]))
+    with pytest.raises((PromptError, UsageError)):
+        stored.engine.prefill(Prompt([Literal("")]))
+
+
+def test_token_ids_are_the_segments_ids(stored):
+    """Never decoded and encoded again: tokens do not merge over a boundary."""
+    prompt = Prompt([Literal("the har"), Chunk("bour mas"), Literal("ter")])
+    tokenized = stored.engine.tokenize(prompt)
+    encode = stored.engine.tokenizer.encode
+    assert list(tokenized.token_ids) == encode("the har") + encode("bour mas") + encode("ter")
+    assert list(tokenized.token_ids) != encode("the harbour master")
+    assert tokenized.offsets == [0, len(encode("the har")), len(encode("the har") + encode("bour mas"))]
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"full"}))
+def test_a_missing_chunk_is_computed_in_place_and_encoded_alone_later(fresh, method):
+    """What is stored in the end is the chunk read alone, never what came out of the fused context."""
+    engine = fresh.engine
+    engine.encode([TEXTS[0], TEXTS[2]])
+    prompt = make_prompt(TEXTS[:3])
+    before = engine.prefill(prompt, method=method, ratio=0.3)
+    missing = engine.tokenize(Prompt([Chunk(TEXTS[1])])).token_ids
+    assert (before.report.hits, before.report.misses) == (2, 1)
+    assert before.report.tokens.missing == len(missing)
+    assert engine.finish_background(60)
+    after = engine.prefill(prompt, method=method, ratio=0.3)
+    assert (after.report.hits, after.report.misses, after.report.tokens.missing) == (3, 0, 0)
+    if method in EXACT_METHODS:
+        assert largest_error(before.logits, fresh.logits(prompt)[-1]) < ALLOWED
+    assert_stored_alone(fresh, TEXTS[1])
+
+
+def assert_stored_alone(bench, text):
+    """The stored KV of that text is what transformers computes for it behind the canonical prefix."""
+    engine = bench.engine
+    ids = tuple(engine.tokenize(Prompt([Chunk(text)])).token_ids)
+    prefix = engine.chat_prompt(None, [Chunk(text)], "q")
+    prefix_ids = engine.tokenize(prefix).prefix_ids
+    key = engine.encode([text]).keys[0]
+    assert engine.encode([text]).encoded == 0
+    chunk = engine.store.get(key, ids)
+    assert chunk is not None
+    assert chunk.start == len(prefix_ids)
+    for layer, (keys, values) in enumerate(reference_kv(bench.reference, [*prefix_ids, *ids])):
+        assert largest_error(chunk.keys[layer], keys[:, chunk.start :]) < ALLOWED
+        assert largest_error(chunk.values[layer], values[:, chunk.start :]) < ALLOWED
+
+
+def test_missing_rows_are_right_where_nothing_before_them_is_wrong(fresh):
+    """A missing chunk behind the prefix is computed in place, so it and its KV are exact in every layer."""
+    fresh.engine.encode(TEXTS[1:])
+    prompt = make_prompt(TEXTS)
+    for method in ("reuse", "cacheblend", "cacheblend-gradual", "heads"):
+        prefilled = fresh.engine.prefill(prompt, method=method, ratio=0.4)
+        start, stop = chunk_places(prefilled.prompt)[0]
+        for layer, (keys, values) in enumerate(fresh.kv(prefilled.prompt.token_ids)):
+            found = prefilled.cache.span(layer, start, stop)
+            assert largest_error(found[0], keys[:, start:stop]) < ALLOWED
+            assert largest_error(found[1], values[:, start:stop]) < ALLOWED
+        fresh.engine.finish_background()
+        fresh.engine.store.delete(fresh.engine.encode(TEXTS[:1]).keys[0])
+
+
+class _EmptyIsNaN:
+    """torch, whose `empty` is full of NaN: reading what nobody wrote becomes visible."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args, **kwargs):
+        return torch.empty(*args, **kwargs).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_method_reads_what_it_did_not_write(fresh_bench_for, monkeypatch, name, method):
+    """Buffers are not cleared. An exact, a stored, a missing chunk and one at the end; prefill and decoding."""
+    bench = fresh_bench_for(name)
+    engine = bench.engine
+    engine.encode([TEXTS[0], TEXTS[1], TEXTS[3]])
+    monkeypatch.setattr(engine._chores, "add", lambda chore: None)  # both runs find the same store
+    texts = [Chunk(text) for text in TEXTS]
+    prompts = [make_prompt(TEXTS, suffix=""), engine.chat_prompt(None, texts, "who?")]
+
+    def outcome(prompt):
+        prefilled = engine.prefill(prompt, method=method, ratio=0.4)
+        return prefilled.logits, engine.continue_logits(prefilled, [5, 6, 7])
+
+    clean = [outcome(prompt) for prompt in prompts]
+    monkeypatch.setattr(cache, "torch", _EmptyIsNaN())
+    monkeypatch.setattr(attention, "torch", _EmptyIsNaN())
+    for prompt, (logits, continued) in zip(prompts, clean, strict=True):
+        found = outcome(prompt)
+        assert torch.equal(found[0], logits)
+        assert torch.equal(found[1], continued)
