@@ -117,14 +117,16 @@ def fit(
     room = engine.context_window - settings.max_new_tokens
     kept = list(sources)
     while True:
-        chunks = [Chunk(text=source.text, node_id=source.node_id) for source in kept]
+        # The best passage last, next to the question: measured on the samples, small models then answer more often, by
+        # full prefill and fused alike.
+        chunks = [Chunk(text=source.text, node_id=source.node_id) for source in reversed(kept)]
         prompt = engine.tokenize(engine.chat_prompt(settings.system, chunks, question, history))
         over = len(prompt.token_ids) - room
         if over <= 0:
             return Fitted(prompt, tuple(kept), _left_out(sources, kept, engine.context_window))
         if not kept:
             raise PromptTooLongError(_too_long(engine, settings, len(prompt.token_ids)))
-        lengths = [len(chunk.token_ids or ()) for chunk in prompt.chunks]
+        lengths = [len(chunk.token_ids or ()) for chunk in reversed(prompt.chunks)]
         while kept and over > 0:  # the lowest-ranked go first
             kept.pop()
             over -= lengths.pop()

@@ -5,6 +5,7 @@ The main path: `generate` -> `Server.prefill` (look up, plan, load) -> `fused_pr
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,13 +282,14 @@ class Engine:
             return prefill_natively(resources.loaded.model, request, refusal, cancel)
         prefilled = resources.server.prefill(request, cancel)
         if prefilled.report.misses and request.policy.name != "full":
-            self._chores.add(lambda: self._encode_missing(request.prompt))
+            for chunk in request.prompt.chunks:
+                if chunk.token_ids:
+                    self._chores.add(partial(self._encode_later, chunk.token_ids))
         return prefilled
 
-    def _encode_missing(self, prompt: Prompt) -> None:
-        """Encode a prompt's chunks alone, for the next question: never from the fused cache."""
-        ids = [c.token_ids for c in prompt.chunks if c.token_ids]
-        self._encode_ids(ids, self._resources.canonical_prefix, None)
+    def _encode_later(self, token_ids: tuple[int, ...]) -> None:
+        """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
+        self._encode_ids([token_ids], self._resources.canonical_prefix, None)
 
     def _encode_ids(
         self, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...], progress: Progress | None

@@ -14,8 +14,12 @@ from ragblend.engine.cache import FusedCache, Mode, Peeked
 from ragblend.engine.decoder import Decoder, RowState
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import Evidence, Policy
+from ragblend.engine.selection.base import Evidence, Policy, joined
 from ragblend.kvstore.errors import Cancelled
+
+# More rows than this pass through a layer in several goes. That changes nothing they compute (a row sees only what is
+# before it, and goes are in order), and keeps activations small beside the KV.
+BATCH_ROWS = 1024
 
 
 @dataclass
@@ -25,6 +29,15 @@ class Spent:
     stored_layer_rows: float = 0.0
     last_layer_recomputed: int = 0
     select_ms: float = 0.0
+
+
+@dataclass
+class Work:
+    """Rows on their way through the layers: rows (R,), hidden (1, R, hidden), and the state of each go."""
+
+    rows: Tensor
+    hidden: Tensor
+    goes: list[RowState]
 
 
 @torch.inference_mode()
@@ -42,74 +55,73 @@ def fused_prefill(
     """
     spent = Spent()
     rows = policy.rows(plan)
-    hidden = decoder.embed(plan.token_ids[rows])
-    state = decoder.rows(rows, plan.tokens, hidden)
+    work = _work(decoder, plan, rows, decoder.embed(plan.token_ids[rows]))
     cache.loader = loader
     try:
         for layer in range(plan.layers):
             if cancel is not None and cancel.is_set():
                 raise Cancelled("the prefill was cancelled")
             if policy.peeks(plan, layer):
-                spent.stored_layer_rows += plan.attention_share * _stored(plan, state.rows)
-                keep = _choose(policy, plan, _peek(decoder, layer, hidden, state, cache, plan), layer, spent)
-                hidden, state = _narrowed(decoder, plan, hidden, state, keep)
+                spent.stored_layer_rows += plan.attention_share * _stored(plan, work)
+                evidence = _run(decoder, layer, work, cache, plan, Mode.PEEK, collect=True)
+                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer, spent))
             narrows = policy.narrows(plan, layer)
-            hidden = _run(decoder, layer, hidden, state, cache, plan, collect=narrows)
-            spent.last_layer_recomputed = _stored(plan, state.rows)
+            evidence = _run(decoder, layer, work, cache, plan, Mode.SCATTER, collect=narrows)
+            spent.last_layer_recomputed = _stored(plan, work)
             spent.stored_layer_rows += spent.last_layer_recomputed
             if narrows:
-                assert cache.evidence is not None
-                keep = _choose(policy, plan, cache.evidence, layer + 1, spent)
-                hidden, state = _narrowed(decoder, plan, hidden, state, keep)
-        return decoder.head(hidden[:, -1:])[0], spent
+                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer + 1, spent))
+        return decoder.head(work.hidden[:, -1:])[0], spent
     finally:
         cache.mode, cache.loader, cache.evidence, cache.rows = Mode.APPEND, None, None, None
 
 
+def _work(decoder: Decoder, plan: Plan, rows: Tensor, hidden: Tensor) -> Work:
+    # All rows in one go take attention's own causal path, which is faster than any mask.
+    size = plan.tokens if rows.numel() == plan.tokens else BATCH_ROWS
+    return Work(rows, hidden, [decoder.rows(part, plan.tokens, hidden) for part in rows.split(size)])
+
+
 def _run(
-    decoder: Decoder,
-    layer: int,
-    hidden: Tensor,
-    state: RowState,
-    cache: FusedCache,
-    plan: Plan,
-    collect: bool,
-) -> Tensor:
-    cache.mode, cache.collect = Mode.SCATTER, collect
-    cache.rows = state.rows if state.rows.numel() < plan.tokens else None
-    return decoder.run_layer(layer, hidden, state, cache)
+    decoder: Decoder, layer: int, work: Work, cache: FusedCache, plan: Plan, mode: Mode, collect: bool
+) -> Evidence | None:
+    """Take the rows through one layer; PEEK stops before its attention and leaves them where they were."""
+    moved, seen = [], []
+    for state, hidden in zip(work.goes, work.hidden.split(_sizes(work), dim=1), strict=True):
+        cache.mode, cache.collect = mode, collect
+        cache.rows = state.rows if state.rows.numel() < plan.tokens else None
+        try:
+            moved.append(decoder.run_layer(layer, hidden, state, cache))
+        except Peeked:
+            assert mode is Mode.PEEK
+        if collect:
+            assert cache.evidence is not None, f"layer {layer} never called the cache"
+            seen.append(cache.evidence)
+            cache.evidence = None
+    if moved:
+        work.hidden = moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
+    return joined(seen) if seen else None
 
 
-def _peek(
-    decoder: Decoder, layer: int, hidden: Tensor, state: RowState, cache: FusedCache, plan: Plan
-) -> Evidence:
-    """New KV of these rows in this layer, without the layer's attention or feed-forward."""
-    cache.mode, cache.collect = Mode.PEEK, True
-    cache.rows = state.rows if state.rows.numel() < plan.tokens else None
-    try:
-        decoder.run_layer(layer, hidden, state, cache)
-    except Peeked:
-        assert cache.evidence is not None
-        return cache.evidence
-    raise AssertionError(f"layer {layer} never called the cache")
+def _sizes(work: Work) -> list[int]:
+    return [state.rows.numel() for state in work.goes]
 
 
-def _choose(policy: Policy, plan: Plan, evidence: Evidence, next_layer: int, spent: Spent) -> Tensor:
+def _choose(policy: Policy, plan: Plan, evidence: Evidence | None, next_layer: int, spent: Spent) -> Tensor:
+    assert evidence is not None
     begun = time.perf_counter()
     keep = policy.narrow(plan, evidence, next_layer)
     spent.select_ms += (time.perf_counter() - begun) * 1e3
     return keep
 
 
-def _narrowed(
-    decoder: Decoder, plan: Plan, hidden: Tensor, state: RowState, keep: Tensor
-) -> tuple[Tensor, RowState]:
-    """The same hidden states with only the rows `keep`, ascending positions among the current ones."""
-    if keep.numel() == state.rows.numel():
-        return hidden, state
-    hidden = hidden.index_select(1, torch.searchsorted(state.rows, keep))
-    return hidden, decoder.rows(keep, plan.tokens, hidden)
+def _narrowed(decoder: Decoder, plan: Plan, work: Work, keep: Tensor) -> Work:
+    """The same work with only the rows `keep`, ascending positions among the current ones."""
+    if keep.numel() == work.rows.numel():
+        return work
+    hidden = work.hidden.index_select(1, torch.searchsorted(work.rows, keep))
+    return _work(decoder, plan, keep, hidden)
 
 
-def _stored(plan: Plan, rows: Tensor) -> int:
-    return rows.numel() - plan.always_tokens  # the rows that every policy computes are in every row set
+def _stored(plan: Plan, work: Work) -> int:
+    return work.rows.numel() - plan.always_tokens  # the rows that every policy computes are in every row set

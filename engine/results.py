@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ragblend.engine.config import Report
 from ragblend.engine.prompt import Prompt
+from ragblend.engine.scheduler import end_at_exit
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
 
@@ -58,6 +59,7 @@ class Stream:
         self._work = work
         self._thread = threading.Thread(target=self._run, name="ragblend-stream", daemon=True)
         self._thread.start()
+        end_at_exit(self)
 
     @property
     def result(self) -> Result:
@@ -85,6 +87,10 @@ class Stream:
         self._cancel.set()
         self._thread.join()
         self._ended = True
+
+    def end(self) -> None:
+        """The same, when the process ends."""
+        self.close()
 
     def __enter__(self) -> "Stream":
         return self

@@ -1,15 +1,41 @@
 """The queue before the device: one request at a time, in the order of their coming, and chores when nobody waits."""
 
+import atexit
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
 _POLL_S = 0.05
+
+
+class Ends(Protocol):
+    """Something with a thread of its own."""
+
+    def end(self) -> None:
+        """Stop the thread and wait for it."""
+
+
+_running: "weakref.WeakSet[Ends]" = weakref.WeakSet()
+
+
+def end_at_exit(thing: Ends) -> None:
+    """Have it ended before the interpreter is: torch, stopped in the middle by that, aborts the process."""
+    if not _running:
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+    _running.add(thing)
+
+
+def _end_all() -> None:
+    for thing in list(_running):
+        thing.end()
 
 
 class DeviceQueue:
@@ -45,9 +71,13 @@ class DeviceQueue:
 
 
 class Chores:
-    """Work for later, in one background thread; a chore that fails is logged and forgotten."""
+    """Work for later, in one background thread; a chore that fails is logged and forgotten.
+
+    When the process ends, the chore under way is finished and the others are dropped.
+    """
 
     def __init__(self) -> None:
+        end_at_exit(self)
         self._changed = threading.Condition()
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
@@ -63,6 +93,12 @@ class Chores:
         """Wait until nothing is left to do; False if that took too long."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def end(self) -> None:
+        """Forget what has not begun, and wait for what has."""
+        with self._changed:
+            self._queue.clear()
+        self.finish()
 
     def _run(self) -> None:
         while True:

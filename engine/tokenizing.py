@@ -7,7 +7,8 @@ from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment, with_ids
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
 OPENING = "Passages:\n\n"
-CLOSING = "\n\nAnswer from the passages above, in one or two short sentences.\nQuestion: "
+# Not "Question: ...": small models then go on asking themselves questions after the answer.
+CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
 _SPLIT = "\x00passages\x00"
 

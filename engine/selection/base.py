@@ -24,6 +24,15 @@ class Evidence:
     old_values: Tensor
 
 
+def joined(parts: list[Evidence]) -> Evidence:
+    """One layer's evidence, gathered in several goes."""
+    if len(parts) == 1:
+        return parts[0]
+    heads = ("new_keys", "new_values", "old_keys", "old_values")
+    kv = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in heads}
+    return Evidence(layer=parts[0].layer, rows=torch.cat([part.rows for part in parts]), **kv)
+
+
 @dataclass(frozen=True)
 class Policy:
     """Base of all policies: computes what must be computed, and nothing more.

@@ -33,7 +33,7 @@ class CacheBlend(Policy):
         return (plan.always | plan.candidates).nonzero().squeeze(1)
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        return layer == self._check_layer(plan)
+        return layer == self._check_layer(plan) and not _keeps_all(plan)
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
@@ -66,7 +66,7 @@ class GradualCacheBlend(CacheBlend):
     name: str = field(default="cacheblend-gradual", kw_only=True)
 
     def narrows(self, plan: Plan, layer: int) -> bool:
-        return self._check_layer(plan) <= layer < plan.layers - 1
+        return self._check_layer(plan) <= layer < plan.layers - 1 and not _keeps_all(plan)
 
     def ratio_at(self, plan: Plan, layer: int) -> float:
         mean, check = self.remaining_ratio(plan), self._check_layer(plan)
@@ -83,6 +83,11 @@ def deviation(evidence: Evidence, measure: str) -> Tensor:
     }[measure]
     delta = new.float() - old.float()  # (H, R, D)
     return delta.pow_(2).sum(dim=(0, 2))
+
+
+def _keeps_all(plan: Plan) -> bool:
+    """Whether the ratio pays for every candidate, so that there is nothing to choose."""
+    return plan.ratio >= _reach(plan)
 
 
 def _reach(plan: Plan) -> float:
