@@ -75,11 +75,15 @@ def test_a_stream_is_the_answer_in_pieces(stored):
     assert len(pieces) > 5
 
 
-@pytest.mark.parametrize("length", [1, 4])
+def is_plain(text):
+    return text.isascii() and text.isprintable()
+
+
+@pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings_are_cut_and_never_shown(stored, length):
     prompt = make_prompt(TEXTS)
     whole = stored.engine.generate(prompt, max_new_tokens=60).text
-    at = next(i for i in range(8, len(whole)) if whole[i : i + length].isprintable())
+    at = next(i for i in range(8, len(whole)) if is_plain(whole[i : i + length]))
     stop = whole[at : at + length]
     expected = whole[: whole.index(stop)]
     result = stored.engine.generate(prompt, max_new_tokens=60, stop=[stop])

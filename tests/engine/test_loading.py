@@ -1,0 +1,256 @@
+"""Models that cannot be loaded: a named error that says what was found and what to do."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from benches import make_prompt
+
+from ragblend import Engine
+from ragblend.engine import files
+from ragblend.kvstore.errors import (
+    CorruptModelError,
+    ModelNotFoundError,
+    TokenizerMissingError,
+    UsageError,
+)
+
+
+@pytest.fixture
+def broken(model_folder, tmp_path):
+    """A copy of a sound model, to break."""
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder("llama"), folder)
+    return folder
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Asks a model for its answer, as a user would."""
+
+    def ask_(model):
+        engine = Engine.open(str(model), home=tmp_path / "home", device="cpu", dtype="float32")
+        try:
+            return engine.generate(make_prompt(["the harbour"]), max_new_tokens=2)
+        finally:
+            engine.close()
+
+    return ask_
+
+
+def test_a_sound_copy_answers(broken, ask):
+    """Or the tests below prove nothing."""
+    assert ask(broken).token_ids
+
+
+def test_a_folder_without_a_tokenizer(broken, ask):
+    for file in [*broken.glob("token*"), *broken.glob("special*"), *broken.glob("chat*")]:
+        file.unlink()
+    with pytest.raises(TokenizerMissingError, match=r"no tokenizer.*copy"):
+        ask(broken)
+
+
+def test_a_tokenizer_that_is_nothing_but_its_config(broken, ask):
+    (broken / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerMissingError):
+        ask(broken)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer(broken, ask, content):
+    (broken / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerMissingError, match="broken"):
+        ask(broken)
+
+
+def test_a_folder_without_a_config(broken, ask):
+    (broken / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+        ask(broken)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no such thing"}'])
+def test_a_damaged_config(broken, ask, content):
+    (broken / "config.json").write_text(content)
+    with pytest.raises((CorruptModelError, TokenizerMissingError), match="broken"):
+        ask(broken)
+
+
+def test_a_folder_without_weights(broken, ask):
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(CorruptModelError, match="broken"):
+        ask(broken)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 20_000, -1])
+def test_truncated_weights(broken, ask, keep):
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(CorruptModelError, match="broken"):
+        ask(broken)
+
+
+def test_weights_of_another_shape(broken, ask):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
+    with pytest.raises(CorruptModelError, match="broken"):
+        ask(broken)
+
+
+def test_weights_that_are_not_all_there(broken, ask):
+    """transformers fills what it misses with random numbers; an answer from those is worse than an error."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(broken / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptModelError, match="broken"):
+        ask(broken)
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/folder", "./no-such-folder", "no-such-name", "missing.gguf", "a/b/c"]
+)
+def test_an_unknown_path(ask, name):
+    with pytest.raises(ModelNotFoundError, match="there is no model"):
+        ask(name)
+
+
+def test_a_hub_id_that_cannot_be_had(ask, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="hub"):
+        ask("nobody/no-such-model")
+
+
+def test_a_file_that_is_no_model(ask, tmp_path):
+    (tmp_path / "model.txt").write_text("hello")
+    with pytest.raises(ModelNotFoundError, match=r"not a \.gguf"):
+        ask(tmp_path / "model.txt")
+
+
+def test_no_model_named():
+    with pytest.raises(UsageError, match="no model"):
+        Engine.open("")
+
+
+def test_the_default_model_is_not_installed(ask, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFoundError, match="not installed; run"):
+        ask("default")
+
+
+# --- GGUF
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return files.find_model("default")
+
+
+def write(tmp_path, content):
+    path = Path(tmp_path) / "model.gguf"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GG",
+        b"PK\x03\x04" + bytes(100),
+        b"GGUF",
+        b"GGUF" + bytes(100),
+        b"GGUF\x03\x00\x00\x00" + b"\xff" * 64,
+    ],
+)
+def test_a_gguf_that_is_none(ask, tmp_path, content):
+    with pytest.raises(CorruptModelError, match=r"model\.gguf"):
+        ask(write(tmp_path, content))
+    assert left_over(tmp_path / "home") == []
+
+
+@pytest.mark.parametrize("keep", [24, 1000, 400_000, 4_000_000])
+def test_a_real_gguf_cut_short(ask, tmp_path, bundled, keep):
+    with bundled.open("rb") as stream:
+        content = stream.read(keep)
+    with pytest.raises(CorruptModelError, match=r"model\.gguf"):
+        ask(write(tmp_path, content))
+    assert left_over(tmp_path / "home") == []
+
+
+def left_over(home):
+    """Folders under models: nothing half converted may stay."""
+    return [path.name for path in (home / "models").iterdir() if path.is_dir()]
+
+
+# --- where data lives
+
+
+def test_a_home_that_cannot_be_made(model_folder, tmp_path):
+    from ragblend.kvstore.errors import StoreError
+
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot be made"):
+        Engine.open(str(model_folder("llama")), home=tmp_path / "file" / "home")
+
+
+def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "of the environment"))
+    engine = Engine.open(str(model_folder("llama")), device="cpu", dtype="float32")
+    assert engine.home == tmp_path / "of the environment"
+    assert engine.home.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"dtype": "int8"}, "int8"),
+        ({"device": "tpu"}, "tpu"),
+        ({"store_budget_bytes": 0}, "budget"),
+        ({"device": "cuda"}, "cuda"),
+    ],
+)
+def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match=named):
+        _ = Engine.open(str(model_folder("llama")), home=tmp_path, **options).device
+
+
+def test_open_shares_one_engine(model_folder, tmp_path):
+    one, two = (Engine.open(str(model_folder("llama")), home=tmp_path, dtype="float32") for _ in range(2))
+    assert one is two
+    assert Engine.open(str(model_folder("llama")), home=tmp_path / "other", dtype="float32") is not one
+
+
+def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_path, monkeypatch):
+    from ragblend.engine import resources
+
+    judged, judge = [], resources.run_gate
+    monkeypatch.setattr(resources, "run_gate", lambda *a: judged.append(1) or judge(*a))
+    one = fresh_bench_for("llama", home=tmp_path / "h")
+    verdict = one.engine.gate
+    one.engine.close()
+    assert one.engine.gate == verdict
+    assert len(judged) == 1
+    one.engine.close()
+    (file,) = (tmp_path / "h" / "models").glob("gate-*")
+    file.write_text("{")
+    assert one.engine.gate == verdict
+    assert len(judged) == 2
+
+
+def test_a_gate_that_could_not_be_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
+    """Out of memory today is no reason to refuse the model for ever."""
+    from ragblend.engine import gate
+
+    bench = fresh_bench_for("llama", home=tmp_path / "h")
+    with monkeypatch.context() as broken:
+        broken.setattr(gate, "ChunkEncoder", lambda *a: (_ for _ in ()).throw(MemoryError("no room")))
+        assert not bench.engine.gate.passed
+    bench.engine.close()
+    assert bench.engine.gate.passed

@@ -1,0 +1,162 @@
+"""Models that cannot be fused are served by full prefill, with a warning that says why; and none is served wrongly."""
+
+import pytest
+import tiny_models
+import torch
+from benches import chunk_places, largest_error, make_prompt, make_text
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.kvstore.errors import UnknownChunkError
+
+TEXTS = [make_text(seed) for seed in range(3)]
+ALLOWED = 1e-4
+
+
+@pytest.fixture(params=tiny_models.UNSUPPORTED)
+def plain(request, bench_for):
+    return bench_for(request.param)
+
+
+def test_they_are_refused_by_name(plain):
+    verdict = plain.engine.gate
+    assert not verdict.passed
+    assert verdict.reason
+
+
+def test_they_are_served_by_full_prefill(plain):
+    prompt = make_prompt(TEXTS)
+    prefilled = plain.engine.prefill(prompt, method="cacheblend")
+    assert prefilled.report.method == "full"
+    assert plain.engine.gate.reason in prefilled.report.warning
+    assert prefilled.report.tokens.prompt == prefilled.report.tokens.fresh == len(prefilled.prompt.token_ids)
+    assert largest_error(prefilled.logits, plain.logits(prompt)[-1]) < ALLOWED
+
+
+def test_they_answer_as_transformers_does(plain):
+    prompt = make_prompt(TEXTS)
+    expected = plain.answer(prompt, 20)
+    assert list(plain.engine.generate(prompt, method="reuse", max_new_tokens=20).token_ids) == expected
+    stream = plain.engine.stream(prompt, max_new_tokens=20)
+    assert list(stream.result.token_ids) == expected
+
+
+def test_they_decode_twice_from_one_prefill(plain):
+    prompt = make_prompt(TEXTS)
+    prefilled = plain.engine.prefill(prompt)
+    answers = [list(plain.engine.decode(prefilled, max_new_tokens=10).token_ids) for _ in range(2)]
+    assert answers == [plain.answer(prompt, 10)] * 2
+
+
+def test_their_logits_can_be_continued(plain):
+    """The benches ask for this, of every model."""
+    prompt = make_prompt(TEXTS)
+    prefilled = plain.engine.prefill(prompt)
+    answer = [9, 30, 77, 200]
+    expected = tiny_models.reference_logits(plain.reference, [*prefilled.prompt.token_ids, *answer])
+    start = len(prefilled.prompt.token_ids) - 1
+    for _ in range(2):
+        found = plain.engine.continue_logits(prefilled, answer)
+        assert largest_error(found, expected[start : start + 4]) < ALLOWED
+
+
+def test_nothing_is_stored_of_them(plain):
+    report = plain.engine.encode(TEXTS)
+    assert (report.encoded, report.tokens, report.keys) == (0, 0, (None,) * 3)
+    assert plain.engine.store.stats().entries == 0
+
+
+def test_their_nodes_are_known_by_their_ids(plain):
+    """Without KV a chunk is still a text: a question over ingested nodes is answered, by full prefill."""
+    plain.engine.encode(TEXTS[:1], node_ids=["one"])
+    by_id = Prompt([Literal("read: "), Chunk(node_id="one"), Literal("?")])
+    by_text = Prompt([Literal("read: "), Chunk(TEXTS[0]), Literal("?")])
+    assert plain.engine.tokenize(by_id).token_ids == plain.engine.tokenize(by_text).token_ids
+
+
+def test_their_unknown_nodes_are_refused_by_name(plain):
+    with pytest.raises(UnknownChunkError, match="nobody"):
+        plain.engine.tokenize(Prompt([Chunk(node_id="nobody")]))
+
+
+# --- frequencies that depend on the length
+
+
+def test_longrope_is_fused_below_its_regime_and_plain_beyond(fresh_bench_for):
+    bench = fresh_bench_for("phi3-longrope")
+    assert bench.engine.gate.passed, bench.engine.gate.reason
+    bench.engine.encode(TEXTS)
+    short, long = make_prompt(TEXTS), make_prompt([*TEXTS, make_text(9, words=120)])
+    for _ in range(2):  # back and forth: transformers changes the live frequencies
+        inside = bench.engine.prefill(short, method="recompute")
+        assert (inside.report.warning, inside.report.method, inside.report.hits) == (None, "recompute", 3)
+        assert largest_error(inside.logits, bench.logits(short)[-1]) < ALLOWED
+        beyond = bench.engine.prefill(long, method="recompute")
+        assert beyond.report.method == "full"
+        assert str(tiny_models.REGIME_TOKENS) in beyond.report.warning
+        assert largest_error(beyond.logits, bench.logits(long)[-1]) < ALLOWED
+    reuse = bench.engine.tokenize(short)
+    start, stop = chunk_places(reuse)[-1]
+    keys = bench.engine.prefill(short, method="reuse").cache.span(0, start, stop)[0]
+    assert largest_error(keys, bench.kv(reuse.token_ids)[0][0][:, start:stop]) < ALLOWED
+
+
+def test_dynamic_ntk_stays_in_one_regime(bench_for):
+    bench = bench_for("llama-dynamic")
+    bench.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    found = bench.engine.prefill(prompt, method="recompute")
+    assert largest_error(found.logits, bench.logits(prompt)[-1]) < ALLOWED
+    start, stop = chunk_places(found.prompt)[-1]
+    if found.report.warning is None:
+        keys = bench.engine.prefill(prompt, method="reuse").cache.span(0, start, stop)[0]
+        assert largest_error(keys, bench.kv(found.prompt.token_ids)[0][0][:, start:stop]) < ALLOWED
+
+
+# --- models that are not on the list, but load: right or refused, never wrong
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "smollm3"])
+def test_other_models_answer_as_transformers_does(bench_for, name):
+    """Attention with soft caps (Gemma 2) or sinks (gpt-oss) is not what torch's sdpa computes."""
+    bench = bench_for(name)
+    prompt = make_prompt(TEXTS)
+    found = bench.engine.prefill(prompt, method="full")
+    assert largest_error(found.logits, bench.logits(prompt)[-1]) < ALLOWED
+    answer = bench.engine.generate(prompt, method="full", max_new_tokens=20)
+    assert list(answer.token_ids) == bench.answer(prompt, 20)
+
+
+@pytest.mark.parametrize("name", [*tiny_models.SUPPORTED, "smollm3"])
+def test_stored_keys_are_moved_as_the_model_rotates_in_every_layer(bench_for, name):
+    """By the model's own rotation: back to position 0, and on to the new one. A layer without RoPE moves nothing."""
+    bench = bench_for(name)
+    if not bench.engine.gate.passed:
+        pytest.skip("refused")
+    keys = bench.engine.encode(TEXTS).keys
+    prompt = bench.engine.tokenize(make_prompt(TEXTS))
+    cache = bench.engine.prefill(prompt, method="reuse").cache
+    start, stop = chunk_places(prompt)[-1]
+    chunk = bench.engine.store.get(keys[-1], prompt.token_ids[start:stop])
+    for layer, stored in enumerate(chunk.keys):
+        expected = rotated_by_the_model(bench.reference, layer, stored, chunk.start, start)
+        found = cache.span(layer, start, stop - 1)[0]  # the last token before the suffix is stored too
+        assert largest_error(found, expected[:, :-1]) < ALLOWED, f"layer {layer}"
+
+
+def rotated_by_the_model(model, layer, keys, old_start, new_start):
+    """keys (H, T, D), through transformers' own tables and `apply_rotary_pos_emb`."""
+    import sys
+
+    attention = model.model.layers[layer].self_attn
+    if not getattr(attention, "use_rope", True):
+        return keys
+    apply = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    rotary, steps = model.model.rotary_emb, torch.arange(keys.shape[1])[None]
+    kind = (getattr(model.config, "layer_types", None) or ["full_attention"] * 99)[layer]
+    arguments = (kind,) if hasattr(rotary, f"{kind}_inv_freq") else ()
+    (old_cos, old_sin), (new_cos, new_sin) = (
+        rotary(keys[None], start + steps, *arguments) for start in (old_start, new_start)
+    )
+    scale = (old_cos**2 + old_sin**2)[..., :1]  # YaRN scales its tables: undone once, done once
+    unrotated = apply(keys[None], keys[None], old_cos / scale, -old_sin / scale)[1]
+    return apply(unrotated, unrotated, new_cos, new_sin)[1][0]
