@@ -1,0 +1,59 @@
+"""Many rows pass through a layer in several goes: that changes nothing, with every kind of mask."""
+
+import pytest
+import torch
+from benches import chat, chunk_places, largest_error, make_prompt, make_text
+from test_prompts import _EmptyIsNaN
+
+from ragblend.engine import attention, cache, fusion
+from ragblend.engine.selection import METHODS
+
+TEXTS = [make_text(seed) for seed in range(4)]
+
+
+@pytest.fixture(params=["row blocks", "position masks"])
+def masks(request, monkeypatch, llama, bench_for):
+    """The CPU's own attention, and the masks that accelerators get."""
+
+    def use(bench):
+        decoder = bench.engine._resources.decoder if bench.engine.gate.passed else None
+        monkeypatch.setattr(decoder, "_blocked", request.param == "row blocks")
+
+    return use
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen2"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_goes_of_20_rows_give_what_one_go_gives(fresh_bench_for, monkeypatch, masks, name, method):
+    """A go must not see the rows of the next one: what they left in the buffers is here NaN."""
+    bench = fresh_bench_for(name)
+    bench.engine.encode([TEXTS[0], TEXTS[2]])
+    monkeypatch.setattr(bench.engine._chores, "add", lambda chore: None)
+    prompt = chat(bench, TEXTS)
+    masks(bench)
+    monkeypatch.setattr(fusion, "BATCH_ROWS", 10_000)
+    expected = bench.engine.prefill(prompt, method=method, ratio=0.5)
+    monkeypatch.setattr(fusion, "BATCH_ROWS", 20)
+    monkeypatch.setattr(cache, "torch", _EmptyIsNaN())
+    monkeypatch.setattr(attention, "torch", _EmptyIsNaN())
+    found = bench.engine.prefill(prompt, method=method, ratio=0.5)
+    assert found.report.tokens == expected.report.tokens
+    assert found.report.recomputed_fraction == pytest.approx(expected.report.recomputed_fraction)
+    assert largest_error(found.logits, expected.logits) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_position_masks_are_the_model_too(bench_for, masks, name):
+    """What an accelerator computes with, on the CPU."""
+    bench = bench_for(name)
+    bench.engine.encode(TEXTS)
+    masks(bench)
+    prompt = make_prompt(TEXTS)
+    for method in ("full", "recompute", "prefix"):
+        found = bench.engine.prefill(prompt, method=method)
+        assert largest_error(found.logits, bench.logits(prompt)[-1]) < 1e-4, method
+    exact = chat(bench, TEXTS[:1])
+    assert largest_error(bench.engine.prefill(exact, "reuse").logits, bench.logits(exact)[-1]) < 1e-4
+    start, stop = chunk_places(bench.engine.tokenize(prompt))[-1]
+    keys = bench.engine.prefill(prompt, "reuse").cache.span(0, start, stop)[0]
+    assert torch.isfinite(keys).all()

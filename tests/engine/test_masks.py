@@ -1,0 +1,84 @@
+"""Masks and blocked attention against a loop over rows and keys."""
+
+import pytest
+import torch
+from torch import nn
+
+from ragblend.engine.attention import BLOCK_ROWS, row_blocks, rows_attention
+from ragblend.engine.masks import is_plain_causal, position_mask
+
+TOKENS = 400
+
+
+def scattered(count, seed=0):
+    """`count` ascending positions below TOKENS, the last one among them."""
+    chosen = torch.randperm(TOKENS - 1, generator=torch.Generator().manual_seed(seed))[: count - 1]
+    return torch.cat([chosen.sort().values, torch.tensor([TOKENS - 1])])
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 399, 400, 1000])
+def test_a_row_sees_what_is_before_it_and_in_its_window(window):
+    rows = scattered(30)
+    mask = position_mask(rows, TOKENS, window)
+    assert mask.shape == (1, 1, 30, TOKENS)
+    for number, row in enumerate(rows.tolist()):
+        first = 0 if window is None else max(0, row - window + 1)
+        seen = mask[0, 0, number].nonzero().squeeze(1).tolist()
+        assert seen == list(range(first, row + 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "window", "plain"),
+    [(TOKENS, None, True), (TOKENS, TOKENS, True), (TOKENS, TOKENS - 1, False), (TOKENS - 1, None, False)],
+)
+def test_plain_causal_is_the_whole_sequence_and_nothing_slides(count, window, plain):
+    assert is_plain_causal(torch.arange(count), TOKENS, window) is plain
+
+
+@pytest.mark.parametrize("rows", [scattered(1), scattered(30), scattered(300), torch.arange(TOKENS)])
+@pytest.mark.parametrize("window", [None, 1, 20, 150])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_heads):
+    random = torch.Generator().manual_seed(1)
+    query = torch.randn(1, rows.numel(), heads, 8, generator=random).transpose(
+        1, 2
+    )  # as the models hand it over
+    key = torch.randn(1, kv_heads, TOKENS, 8, generator=random)
+    value = torch.randn(1, kv_heads, TOKENS, 12, generator=random)
+    blocks = row_blocks(rows, window, torch.float32)
+    found, weights = rows_attention(nn.Module(), query, key, value, None, scaling=0.5, row_blocks=blocks)
+    expected = nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(heads // kv_heads, 1),
+        value.repeat_interleave(heads // kv_heads, 1),
+        attn_mask=position_mask(rows, TOKENS, window),
+        scale=0.5,
+    ).transpose(1, 2)
+    assert weights is None
+    assert found.shape == (1, rows.numel(), heads, 12)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
+    rows = scattered(300)
+    blocks = row_blocks(rows, 20, torch.float32)
+    assert [b.start for b in blocks] == list(range(0, 300, BLOCK_ROWS))
+    assert [b.stop for b in blocks][:-1] == [b.start for b in blocks][1:]
+    assert blocks[-1].stop == 300
+    for block in blocks:
+        held = rows[block.start : block.stop]
+        assert block.stop_key == int(held[-1]) + 1
+        assert block.first_key == max(0, int(held[0]) - 19)
+
+
+def test_what_lies_behind_the_last_row_is_not_touched():
+    """Later rows may not have been computed yet: NaN there must not leak through a mask."""
+    rows = torch.arange(0, 100, 3)
+    key = torch.randn(1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(1))
+    value = key.clone()
+    key[:, :, 100:], value[:, :, 100:] = float("nan"), float("nan")
+    query = torch.randn(1, 2, rows.numel(), 8)
+    found, _ = rows_attention(
+        nn.Module(), query, key, value, None, row_blocks=row_blocks(rows, None, torch.float32)
+    )
+    assert torch.isfinite(found).all()

@@ -1,0 +1,93 @@
+"""The queue before the device, and chores in the background."""
+
+import threading
+import time
+
+import pytest
+
+from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.kvstore.errors import Cancelled
+
+
+def until(condition, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert condition()
+
+
+def test_first_come_first_served_and_one_at_a_time():
+    queue, order, inside = DeviceQueue(), [], []
+
+    def work(number):
+        with queue.turn():
+            inside.append(number)
+            assert len(inside) == 1
+            order.append(number)
+            time.sleep(0.002)
+            inside.remove(number)
+
+    threads = []
+    with queue.turn():
+        for number in range(8):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+            until(lambda n=number: len(queue._waiting) == n + 2)
+        assert order == []
+    for thread in threads:
+        thread.join(10)
+    assert order == list(range(8))
+
+
+def test_one_who_gives_up_does_not_hold_up_the_others():
+    queue, cancel, outcome = DeviceQueue(), threading.Event(), []
+
+    def gives_up():
+        with pytest.raises(Cancelled), queue.turn(cancel):
+            outcome.append("never")
+        outcome.append("gave up")
+
+    def waits():
+        with queue.turn():
+            outcome.append("served")
+
+    with queue.turn():
+        one = threading.Thread(target=gives_up)
+        one.start()
+        until(lambda: len(queue._waiting) == 2)
+        two = threading.Thread(target=waits)
+        two.start()
+        until(lambda: len(queue._waiting) == 3)
+        cancel.set()
+        one.join(10)
+        assert outcome == ["gave up"]
+    two.join(10)
+    assert outcome == ["gave up", "served"]
+
+
+def test_an_error_gives_the_device_back():
+    queue = DeviceQueue()
+    with pytest.raises(ZeroDivisionError), queue.turn():
+        raise ZeroDivisionError
+    with queue.turn():
+        pass
+    assert not queue._waiting
+
+
+def test_chores_run_in_order_and_survive_a_failing_one(caplog):
+    chores, done = Chores(), []
+    chores.add(lambda: done.append(1))
+    chores.add(lambda: 1 / 0)
+    chores.add(lambda: done.append(2))
+    assert chores.finish(10)
+    assert done == [1, 2]
+    assert "failed" in caplog.text
+
+
+def test_finish_says_when_it_takes_too_long():
+    chores, go = Chores(), threading.Event()
+    chores.add(go.wait)
+    assert not chores.finish(0.05)
+    go.set()
+    assert chores.finish(10)
+    assert chores.finish(0)

@@ -1,0 +1,174 @@
+"""Which rows the policies choose: on planted evidence, and by budget arithmetic."""
+
+import pytest
+import torch
+
+from ragblend.engine.plan import Kind, Span, make_plan
+from ragblend.engine.selection import METHODS, Evidence, policy_named
+from ragblend.engine.selection.base import pick_top
+from ragblend.kvstore.errors import UsageError
+
+TOKENS, LAYERS = 120, 10
+
+
+class Stored:
+    """A reader that is only asked where its chunk began."""
+
+    start = 10
+
+    def read_layer(self, layer, keys, values):
+        raise AssertionError("nothing is loaded here")
+
+
+def plan_of(ratio=0.3, layers=LAYERS, share=0.25, seed=0):
+    """10 literal, 20 exact, 30 reusable, 20 missing, 30 reusable, 10 literal tokens."""
+    spans = (
+        Span(10, 20, Stored(), exact=True),
+        Span(30, 30, Stored()),
+        Span(60, 20, None),
+        Span(80, 30, Stored()),
+    )
+    return make_plan(torch.arange(TOKENS), spans, layers, ratio, share, seed)
+
+
+def evidence_of(plan, rows, deviating, layer=1):
+    """Evidence in which the rows `deviating` deviate, the more the later they come in that list."""
+    random = torch.Generator().manual_seed(0)
+    old_keys, old_values = (torch.randn(2, rows.numel(), 4, generator=random) for _ in range(2))
+    keys, values = old_keys.clone(), old_values.clone()
+    for strength, row in enumerate(deviating, start=1):
+        at = int((rows == row).nonzero())
+        keys[:, at] += strength
+        values[:, at] += strength
+    for row in plan.always.nonzero().squeeze(1).tolist():  # of these nothing was stored
+        if row in rows:
+            at = int((rows == row).nonzero())
+            old_keys[:, at], old_values[:, at] = float("nan"), float("nan")
+    return Evidence(layer, rows, keys, values, old_keys, old_values)
+
+
+def test_a_plan_sorts_every_token():
+    plan = plan_of()
+    counts = torch.bincount(plan.kinds.long(), minlength=4).tolist()
+    assert counts == [20, 20, 20, 60]
+    assert (plan.always_tokens, plan.missing_tokens) == (40, 20)
+    assert (plan.candidate_tokens, plan.stored_tokens) == (60, 80)
+    lost = plan.without(plan.spans[1])
+    assert (lost.missing_tokens, lost.candidate_tokens, lost.stored_tokens) == (50, 30, 50)
+    assert lost.spans[0] == plan.spans[0]
+
+
+def test_the_last_token_is_always_fresh():
+    plan = make_plan(torch.arange(20), (Span(5, 15, Stored()),), 2, 0.3, 0.2)
+    assert plan.kinds[-1] == Kind.FRESH
+    assert (plan.candidate_tokens, plan.always_tokens) == (14, 6)
+
+
+def test_pick_top_takes_the_best_candidates_and_all_that_must_be():
+    plan = plan_of()
+    rows = torch.arange(TOKENS)
+    scores = torch.zeros(TOKENS)
+    scores[[12, 5, 65]] = 99.0  # exact, literal, missing: no candidates
+    scores[[33, 85, 109]] = torch.tensor([1.0, 3.0, 2.0])
+    picked = pick_top(plan, rows, scores, 2)
+    candidates = picked[plan.candidates[picked]].tolist()
+    assert candidates == [85, 109]
+    assert torch.equal(picked[plan.always[picked]], plan.always.nonzero().squeeze(1))
+    assert torch.equal(picked, picked.sort().values)
+    assert pick_top(plan, rows, scores, 0).numel() == 40
+    assert pick_top(plan, rows, scores, 10_000).numel() == 100
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "cacheblend-k", "cacheblend-gradual"])
+def test_cacheblend_picks_the_rows_that_deviate(method):
+    """Rows without stored KV hold NaN as evidence: they are kept, and take nobody's place."""
+    plan, policy = plan_of(ratio=0.25), METHODS[method]
+    rows = policy.rows(plan)
+    assert rows.tolist() == (plan.always | plan.candidates).nonzero().squeeze(1).tolist()
+    kept = policy.narrow(plan, evidence_of(plan, rows, []), 1)
+    count = int(plan.candidates[kept].sum())
+    deviating = [31 + 2 * n for n in range(14)] + [81 + 2 * n for n in range(14)]
+    picked = policy.narrow(plan, evidence_of(plan, rows, deviating), 1)
+    assert 0 < count < len(deviating)
+    assert picked[plan.candidates[picked]].tolist() == sorted(deviating[-count:])
+    assert set(plan.always.nonzero().squeeze(1).tolist()) <= set(picked.tolist())
+
+
+def test_the_measures_look_at_values_and_at_keys():
+    plan = plan_of()
+    rows = METHODS["cacheblend"].rows(plan)
+    seen = evidence_of(plan, rows, [])
+    by_value, by_key = (int((rows == row).nonzero()) for row in (40, 90))
+    seen.new_values[:, by_value] += 5
+    seen.new_keys[:, by_key] += 5
+    assert 40 in METHODS["cacheblend"].narrow(plan, seen, 1)
+    assert 90 in METHODS["cacheblend-k"].narrow(plan, seen, 1)
+    for method, expected in (("cacheblend", 40), ("cacheblend-k", 90)):
+        best = [r for r in METHODS[method].narrow(plan_of(0.105), seen, 1).tolist() if plan.candidates[r]]
+        assert expected in best
+        assert ({40, 90} - {expected}).isdisjoint(best) or len(best) > 1
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "cacheblend-k", "cacheblend-gradual"])
+@pytest.mark.parametrize("ratio", [0.12, 0.15, 0.2, 0.3, 0.5, 0.6])
+def test_the_whole_cost_is_the_ratio(method, ratio):
+    """Layer 0 for all candidates, the attention's share of the check layer, and what is kept in each layer."""
+    plan, policy = plan_of(ratio), METHODS[method]
+    rows = policy.rows(plan)
+    spent = 0.0
+    for layer in range(LAYERS):
+        if policy.peeks(plan, layer):
+            spent += 0.25 * (rows.numel() - plan.always_tokens)
+            rows = policy.narrow(plan, evidence_of(plan, rows, []), layer)
+        spent += rows.numel() - plan.always_tokens
+        if policy.narrows(plan, layer):
+            fewer = policy.narrow(plan, evidence_of(plan, rows, []), layer + 1)
+            assert set(fewer.tolist()) <= set(rows.tolist())
+            rows = fewer
+    assert spent / (LAYERS * plan.stored_tokens) == pytest.approx(ratio, abs=0.02)
+
+
+def test_gradual_filtering_keeps_fewer_and_fewer():
+    plan, policy = plan_of(0.4), METHODS["cacheblend-gradual"]
+    ratios = [policy.ratio_at(plan, layer) for layer in range(1, LAYERS)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] > ratios[-1] > 0
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_every_policy_computes_what_must_be_computed(method, ratio):
+    plan = plan_of(ratio)
+    rows = METHODS[method].rows(plan)
+    assert torch.equal(rows, rows.unique())
+    assert plan.always[rows].sum() == plan.always_tokens
+
+
+def test_heads_takes_evenly_from_each_chunk():
+    plan = plan_of(ratio=0.25)
+    rows = METHODS["heads"].rows(plan)
+    chosen = rows[plan.candidates[rows]].tolist()
+    assert chosen == [*range(30, 40), *range(80, 90)]
+
+
+def test_random_takes_as_many_rows_as_the_ratio_says():
+    rows = [METHODS["random"].rows(plan_of(ratio=0.25, seed=seed)) for seed in (0, 0, 1)]
+    assert [int(plan_of().candidates[r].sum()) for r in rows] == [20, 20, 20]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+
+
+def test_policies_are_found_by_name():
+    assert policy_named("cacheblend") is METHODS["cacheblend"]
+    assert policy_named(METHODS["heads"]) is METHODS["heads"]
+    with pytest.raises(UsageError, match="did you mean 'random'"):
+        policy_named("rondom")
+
+
+def test_a_plan_without_stored_tokens():
+    plan = make_plan(torch.arange(9), (Span(2, 3, None),), 4, 0.3, 0.2)
+    for policy in METHODS.values():
+        rows = policy.rows(plan)
+        assert rows.tolist() == list(range(9))
+        if policy.peeks(plan, 1):
+            assert policy.narrow(plan, evidence_of(plan, rows, []), 1).tolist() == list(range(9))

@@ -1,0 +1,149 @@
+"""The bundled SmolLM2 in bfloat16: the oracles on real weights, with the floor that the dtype sets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benches import chunk_places, reference_pair
+
+from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.kvstore.layout import value_files
+
+PASSAGES = [
+    "The Orrery tramway opened in 1911 with eleven cars, each painted by a different guild of the lower town, and for "
+    "the first winter it ran only as far as the fish market, because the bridge could not carry it.",
+    "Ilse Marrow drove the last car of the old line. She kept the brass controller handle, and her granddaughter gave "
+    "it to the museum in 1987 together with a diary that names every passenger of that night.",
+    "The museum of the lower town stands where the depot was. Its largest room holds car number seven, restored with "
+    "the colours of the glassblowers' guild, and a map on which the bridge is still missing.",
+    "Electricity came from the mill at Tarn weir. When the river was low the trams stood still, and the council paid "
+    "the passengers' ferry fares out of a fund that was called the dry purse.",
+]
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_home):
+    opened = Engine.open(home=smollm2_home, device="cpu", dtype="bfloat16")
+    opened.encode(PASSAGES)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def prompt(engine):
+    chunks = [Chunk(text) for text in PASSAGES]
+    return engine.tokenize(engine.chat_prompt(None, chunks, "Who gave the brass handle to the museum?"))
+
+
+@pytest.fixture(scope="module")
+def reference(engine, prompt):
+    """(logits (T, vocab) in float32, KV by layer) of the prompt, through transformers alone, in bfloat16."""
+    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16)
+
+
+def divergence(expected, found):
+    """KL(expected || found) in nats."""
+    p, q = (logits.double().log_softmax(-1) for logits in (expected, found))
+    return float((p.exp() * (p - q)).sum())
+
+
+def relative(found, expected):
+    """Root mean square error, in standard deviations of what was expected."""
+    return float((found.float() - expected.float()).pow(2).mean().sqrt() / expected.float().std())
+
+
+def test_the_gate_passes(engine):
+    assert engine.gate.passed, engine.gate.reason
+
+
+@pytest.mark.parametrize("method", ["full", "recompute"])
+def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, reference, method):
+    found = engine.prefill(prompt, method=method)
+    kl, rms = divergence(reference[0][-1], found.logits), relative(found.logits, reference[0][-1])
+    print(f"bfloat16 floor of {method}: KL {kl:.1e} nats, relative RMS {rms:.1e}")
+    assert kl < 1e-3
+    assert rms < 0.05
+
+
+def test_reuse_is_well_above_that_floor(engine, prompt, reference):
+    """Or the test above could not tell right from wrong."""
+    naive = engine.prefill(prompt, method="naive")
+    assert divergence(reference[0][-1], naive.logits) > 0.01
+
+
+def test_moved_keys_of_layer_0_are_those_computed_there(engine, prompt, reference):
+    cache = engine.prefill(prompt, method="reuse").cache
+    keys, values = reference[1][0]
+    for start, stop in chunk_places(prompt):
+        found_keys, found_values = cache.span(0, start, stop)
+        assert relative(found_keys, keys[:, start:stop]) < 0.01
+        assert relative(found_values, values[:, start:stop]) < 0.01
+
+
+def test_the_first_chunk_behind_its_prefix_is_exact(engine, prompt, reference):
+    cache = engine.prefill(prompt, method="cacheblend", ratio=0.15).cache
+    _, stop = chunk_places(prompt)[0]
+    for layer, (keys, values) in enumerate(reference[1]):
+        found_keys, found_values = cache.span(layer, 0, stop)
+        assert relative(found_keys, keys[:, :stop]) < 0.05, f"keys of layer {layer}"
+        assert relative(found_values, values[:, :stop]) < 0.05, f"values of layer {layer}"
+
+
+def test_the_same_prompt_twice_gives_the_same_bits(engine, prompt):
+    one, two = (engine.prefill(prompt, method="cacheblend").logits for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_a_missing_chunk_in_the_middle(engine, prompt, reference):
+    key = engine.encode([PASSAGES[1]]).keys[0]
+    engine.store.delete(key)
+    found = engine.prefill(prompt, method="recompute")
+    assert found.report.misses == 1
+    assert divergence(reference[0][-1], found.logits) < 1e-3
+    assert engine.finish_background(120)
+    assert engine.prefill(prompt, method="reuse").report.misses == 0
+
+
+def test_full_answers_as_transformers_does(engine, prompt):
+    result = engine.generate(prompt, method="full", max_new_tokens=24)
+    assert "granddaughter" in result.text or "Marrow" in result.text
+    assert result.text == "".join(engine.stream(prompt, method="full", max_new_tokens=24))
+
+
+def test_a_value_is_little_larger_than_the_kv_in_it(engine):
+    """Must show 5: within 2% for chunks of the default size."""
+    text = " ".join(PASSAGES * 3)
+    ids = engine.tokenize(Prompt([Literal("x"), Chunk(text)])).segment_ids[1]
+    key = engine.encode([text]).keys[0]
+    (file,) = [f for f in value_files(engine.store.root) if f.digest == key.digest]
+    raw = len(ids) * engine._resources.decoder.geometry.token_bytes
+    assert len(ids) > 400
+    assert raw < file.nbytes < 1.02 * raw
+    on_disk = (engine.store.root / file.filename).stat().st_size
+    assert on_disk == file.nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is Linux's")
+@pytest.mark.parametrize("method", ["cacheblend", "reuse"])
+def test_the_peak_of_an_answer_is_within_half_again_the_fused_kv(engine, smollm2_home, method):
+    """Must show 5, for six chunks of 512 tokens, in a process of its own."""
+    worker = Path(__file__).with_name("memory_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker), str(smollm2_home), method],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    share = found["peak_bytes"] / found["kv_bytes"]
+    print(
+        f"{method}: peak {found['peak_bytes'] / 2**20:.0f} MiB, {share:.2f} of the KV of {found['tokens']} tokens"
+    )
+    assert found["hits"] == 6
+    assert found["tokens"] > 3000
+    assert share < 1.5
