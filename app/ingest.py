@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ragblend.app import readers
 from ragblend.app.chunking import Cut, cut_document
 from ragblend.app.discovery import Discovery, discover
@@ -129,18 +127,18 @@ class _Run:
         embeddings = self._embed(passages, known)
         self._library.replace_passages(document, facts, self._recipe, passages, embeddings)
 
-    def _embed(self, passages: Sequence[Passage], known: Document | None) -> Embeddings:
-        """Embeddings (N, E); those of passages that did not change come from the registry."""
+    def _embed(self, passages: Sequence[Passage], known: Document | None) -> list[Embeddings]:
+        """Embeddings, (W, E) each; those of passages that did not change come from the registry."""
         embedder = self._workspace.embedder
         earlier: dict[str, Embeddings] = {}
         if known and known.passages and known.recipe.endswith(f" {embedder.name}"):
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
         with self._meter.stage("embed", len(new)) as progress:
-            rows = list(embedder.embed_passages([passage.text for passage in new], progress)) if new else []
+            rows = embedder.embed_passages([passage.text for passage in new], progress) if new else []
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
-        return np.stack([earlier[passage.node_id] for passage in passages])
+        return [earlier[passage.node_id] for passage in passages]
 
     def _place(self, document: str) -> None:
         """From the registry into Chroma and the KV store; then out of both with what is stale."""

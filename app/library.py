@@ -115,19 +115,19 @@ class Library:
         facts: FileFacts,
         recipe: str,
         passages: Sequence[Passage],
-        embeddings: Embeddings,
+        embeddings: Sequence[Embeddings],
     ) -> None:
-        """Put these in place of the document's earlier passages, which become stale. embeddings (N, E)."""
+        """Put these in place of the document's earlier passages, which become stale. embeddings: (W, E) each."""
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
         earlier = {passage.node_id for passage in self.passages_of(document)}
         with self._transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
             connection.executemany(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (p.node_id, document, p.index, p.text, p.location, _to_blob(row))
-                    for p, row in zip(passages, embeddings, strict=True)
+                    (p.node_id, document, p.index, p.text, p.location, len(rows), _to_blob(rows))
+                    for p, rows in zip(passages, embeddings, strict=True)
                 ),
             )
             connection.executemany(
@@ -157,13 +157,15 @@ class Library:
             row["node_id"] for row in self._rows("SELECT node_id FROM stale WHERE document_id = ?", document)
         ]
 
-    def embeddings_of(self, document: str) -> tuple[list[str], Embeddings]:
-        """A document's node ids and embeddings (N, E), in reading order."""
-        query = "SELECT node_id, embedding FROM chunks WHERE document_id = ? ORDER BY position"
+    def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
+        """A document's node ids and embeddings, (W, E) each, in reading order."""
+        query = "SELECT node_id, windows, embedding FROM chunks WHERE document_id = ? ORDER BY position"
         rows = self._rows(query, document)
-        return [row["node_id"] for row in rows], _from_blobs([row["embedding"] for row in rows])
+        return [row["node_id"] for row in rows], [
+            _from_blob(row["embedding"], row["windows"]) for row in rows
+        ]
 
-    def embeddings(self, collection: str) -> Iterator[tuple[list[str], Embeddings]]:
+    def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
         """Every node id and embedding of a collection, a document at a time."""
         for document in self.documents(collection):
             if document.passages:
@@ -242,8 +244,8 @@ def _to_blob(embedding: Embeddings) -> bytes:
     return np.ascontiguousarray(embedding, dtype="<f4").tobytes()
 
 
-def _from_blobs(blobs: Sequence[bytes]) -> Embeddings:
-    return np.array([np.frombuffer(blob, dtype="<f4") for blob in blobs], dtype=np.float32)
+def _from_blob(blob: bytes, windows: int) -> Embeddings:
+    return np.frombuffer(blob, dtype="<f4").astype(np.float32).reshape(windows, -1)
 
 
 def _batches(items: Iterable[str]) -> Iterator[list[str]]:

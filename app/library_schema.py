@@ -20,7 +20,8 @@ CREATE TABLE documents (
     recipe TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL, UNIQUE (collection, path));
 CREATE TABLE chunks (
     node_id TEXT PRIMARY KEY, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
-    position INTEGER NOT NULL, text TEXT NOT NULL, location TEXT NOT NULL, embedding BLOB NOT NULL,
+    position INTEGER NOT NULL, text TEXT NOT NULL, location TEXT NOT NULL,
+    windows INTEGER NOT NULL, embedding BLOB NOT NULL,
     UNIQUE (document_id, position));
 CREATE TABLE stale (
     node_id TEXT NOT NULL, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,

@@ -1,4 +1,4 @@
-"""Chroma as the vector index: node ids and embeddings only, always our own embeddings, one collection of ours each.
+"""Chroma as the vector index: node ids and embeddings only, always our own, a vector for each window of a node.
 
 Chroma is rebuildable: texts and embeddings live in the registry. Only the holder of the writer lock may call `upsert`,
 `delete` and `rebuild`: Chroma 1.5 is silently corrupted by two writing processes.
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
+NODE = "node"  # the metadata key that says whose a vector is
+VECTORS_A_HIT = 4  # how many vectors to ask for, for each node wanted
+DELETE_NODES = 500  # in one filter
 
 
 @dataclass(frozen=True)
@@ -35,40 +38,57 @@ class VectorIndex:
         self.name = f"ragblend-{collection}"  # Chroma refuses names of fewer than three letters
         self._client: Any = None
 
-    def upsert(self, node_ids: Sequence[str], embeddings: Embeddings) -> None:
-        """Add or replace vectors (N, E), all or an error."""
+    def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
+        """Add or replace nodes, each with its vectors (W, E)."""
+        owners = [node for node, rows in zip(node_ids, embeddings, strict=True) for _ in rows]
+        ids = [
+            f"{node}#{n}" for node, rows in zip(node_ids, embeddings, strict=True) for n in range(len(rows))
+        ]
         with self._named_errors("writing to"):
             collection = self._collection()
-            for part in _slices(len(node_ids), self._connect().get_max_batch_size()):
-                collection.upsert(ids=list(node_ids[part]), embeddings=embeddings[part])
+            for part in _slices(len(ids), self._connect().get_max_batch_size()):
+                collection.upsert(
+                    ids=ids[part],
+                    embeddings=np.concatenate(embeddings)[part],
+                    metadatas=[{NODE: node} for node in owners[part]],
+                )
 
     def delete(self, node_ids: Sequence[str]) -> None:
-        """Remove vectors; ids that are not there are no error."""
+        """Remove nodes; ids that are not there are no error."""
         with self._named_errors("deleting from"):
-            for part in _slices(len(node_ids), self._connect().get_max_batch_size()):
-                self._collection().delete(ids=list(node_ids[part]))
+            for part in _slices(len(node_ids), DELETE_NODES):
+                self._collection().delete(where={NODE: {"$in": list(node_ids[part])}})
 
     def query(self, embedding: Embeddings, count: int) -> list[Hit]:
         """The nearest nodes to one embedding (E,), best first; fewer when there are fewer."""
         with self._named_errors("searching"):
-            found = self._collection().query(
-                query_embeddings=embedding[None, :], n_results=count, include=["distances"]
-            )
-        return [
-            Hit(node, 1.0 - float(far))
-            for node, far in zip(found["ids"][0], found["distances"][0], strict=True)
-        ]
+            asked = count * VECTORS_A_HIT
+            while True:  # the nearest vectors may all be of a few nodes: then ask for more of them
+                best = self._nearest(embedding, asked)
+                if len(best) >= count or asked >= self._collection().count():
+                    return best[:count]
+                asked *= 4
+
+    def _nearest(self, embedding: Embeddings, vectors: int) -> list[Hit]:
+        """The nodes of the nearest vectors, each at its best."""
+        found = self._collection().query(
+            query_embeddings=embedding[None, :], n_results=vectors, include=["distances", "metadatas"]
+        )
+        best: dict[str, float] = {}
+        for owner, distance in zip(found["metadatas"][0], found["distances"][0], strict=True):
+            best.setdefault(str(owner[NODE]), 1.0 - float(distance))
+        return [Hit(node, score) for node, score in best.items()]
 
     def count(self) -> int:
-        with self._named_errors("counting"):
-            return int(self._collection().count())
+        """How many nodes there are."""
+        return len(self.node_ids())
 
     def node_ids(self) -> set[str]:
         with self._named_errors("listing"):
-            return set(self._collection().get(include=[])["ids"])
+            return {str(owner[NODE]) for owner in self._collection().get(include=["metadatas"])["metadatas"]}
 
-    def rebuild(self, batches: Iterable[tuple[Sequence[str], Embeddings]]) -> int:
-        """Make the collection again from the registry's embeddings. Returns how many vectors it holds."""
+    def rebuild(self, batches: Iterable[tuple[Sequence[str], Sequence[Embeddings]]]) -> int:
+        """Make the collection again from the registry's embeddings. Returns how many nodes it holds."""
         self._drop()
         total = 0
         for node_ids, embeddings in batches:

@@ -14,6 +14,13 @@ from ragblend.engine.selection import policy_named
 WORDS = 64  # dimensions of the fake embeddings
 
 
+def _halves(text):
+    """Two windows, as a long passage has."""
+    words = text.split()
+    middle = len(words) // 2
+    return [" ".join(words[:middle]), " ".join(words[middle:])] if middle > 3 else [text]
+
+
 class FakeEmbedder:
     """A bag of words, hashed: texts that share words are near each other."""
 
@@ -29,7 +36,7 @@ class FakeEmbedder:
         self.embedded += texts
         if progress:
             progress(len(texts), len(texts))
-        return np.stack([self.embed_question(text) for text in texts])
+        return [np.stack([self.embed_question(half) for half in _halves(text)]) for text in texts]
 
     def embed_question(self, text):
         vector = np.full(WORDS, 1e-3, dtype=np.float32)

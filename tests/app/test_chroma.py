@@ -15,18 +15,36 @@ def index(tmp_path):
 
 
 def unit(count, seed=0):
+    """A node with one vector, so many times."""
+    return list(rows_of(count, seed)[:, None, :])
+
+
+def rows_of(count, seed=0):
     rows = np.random.default_rng(seed).normal(size=(count, 16)).astype(np.float32)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def test_nearest_by_cosine(index):
-    rows = unit(50)
-    index.upsert([f"n{i}" for i in range(50)], rows)
-    question = unit(1, seed=1)[0]
+    rows = rows_of(50)
+    index.upsert([f"n{i}" for i in range(50)], unit(50))
+    question = rows_of(1, seed=1)[0]
     expected = np.argsort(-(rows @ question))[:5]
     hits = index.query(question, 5)
     assert [hit.node_id for hit in hits] == [f"n{i}" for i in expected]
     assert [hit.score for hit in hits] == pytest.approx((rows @ question)[expected], abs=1e-5)
+
+
+def test_a_node_is_as_near_as_its_nearest_window(index):
+    rows = rows_of(40)
+    groups = {"many": rows[:30], "few": rows[30:32], "one": rows[32:33]}
+    index.upsert(list(groups), list(groups.values()))
+    question = rows_of(1, seed=1)[0]
+    best = sorted(((float((g @ question).max()), name) for name, g in groups.items()), reverse=True)
+    hits = index.query(question, 3)
+    assert [hit.node_id for hit in hits] == [name for _, name in best], "one node's windows crowd nobody out"
+    assert [hit.score for hit in hits] == pytest.approx([score for score, _ in best], abs=1e-5)
+    index.delete(["many"])
+    assert index.count() == 2 and index.node_ids() == {"few", "one"}
 
 
 def test_upsert_replaces_and_delete_forgives(index):
@@ -53,9 +71,9 @@ def test_collections_are_apart_even_with_short_names(index, tmp_path):
 
 
 def test_asking_for_more_than_there_is(index):
-    assert index.query(unit(1)[0], 3) == []
+    assert index.query(rows_of(1)[0], 3) == []
     index.upsert(["a"], unit(1))
-    assert len(index.query(unit(1)[0], 99)) == 1
+    assert len(index.query(rows_of(1)[0], 99)) == 1
 
 
 def test_wrong_size_is_a_named_error(index):

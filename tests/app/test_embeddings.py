@@ -17,7 +17,7 @@ def test_meaning_beats_words(embedder):
         "Knead the dough and let it rise.",
         "Taxes are due in May.",
     ]
-    rows = embedder.embed_passages(passages)
+    rows = np.concatenate(embedder.embed_passages(passages))
     assert rows.shape == (3, 384) and rows.dtype == np.float32
     assert np.linalg.norm(rows, axis=1) == pytest.approx(1, abs=1e-5)
     assert np.argmax(rows @ embedder.embed_question("How does one bake bread?")) == 1
@@ -29,7 +29,8 @@ def test_end_of_a_long_passage_counts(embedder):
         [filler, filler + "The lighthouse keeper feeds three grey cats. " * 10]
     )
     question = embedder.embed_question("Which animals does the lighthouse keeper have?")
-    assert telling @ question > plain @ question + 0.1
+    assert len(plain) > 4 and len(telling) > len(plain)
+    assert (telling @ question).max() > (plain @ question).max() + 0.3
 
 
 def test_progress_and_order(embedder):
@@ -37,8 +38,12 @@ def test_progress_and_order(embedder):
     seen = []
     rows = embedder.embed_passages(texts, lambda done, total: seen.append((done, total)))
     assert [total for _, total in seen] == [70] * len(seen) and seen[-1] == (70, 70) and len(seen) > 1
-    assert rows[69] == pytest.approx(embedder.embed_question("text number 69"), abs=1e-4)
+    assert rows[69][0] == pytest.approx(embedder.embed_question("text number 69"), abs=1e-4)
+
+
+def test_a_long_question_is_one_vector(embedder):
+    assert embedder.embed_question("Why is the harbour closed? " * 60).shape == (384,)
 
 
 def test_no_texts(embedder):
-    assert embedder.embed_passages([]).shape == (0, 384)
+    assert embedder.embed_passages([]) == []

@@ -25,7 +25,7 @@ def fill(library, path, texts, recipe="r"):
     passages = [
         Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in enumerate(texts)
     ]
-    rows = np.arange(3 * len(texts), dtype=np.float32).reshape(len(texts), 3)
+    rows = [np.full((2 + i, 3), i, dtype=np.float32) for i in range(len(texts))]
     library.replace_passages(document, FACTS, recipe, passages, rows)
     return document, [passage.node_id for passage in passages]
 
@@ -40,7 +40,8 @@ def test_round_trip(library, tmp_path):
         assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
         assert [passage.text for passage in again.passages_of(document)] == ["one", "two"]
         ids, rows = again.embeddings_of(document)
-        assert ids == nodes and rows.dtype == np.float32 and rows.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
+        assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
         assert again.damage() == []
     finally:
@@ -79,7 +80,7 @@ def test_a_failed_change_changes_nothing(library):
     document, nodes = fill(library, "/a", ["one", "two"])
     twice = [Passage("same", document, 0, "x", ""), Passage("same", document, 1, "y", "")]
     with pytest.raises(LibraryError, match="unchanged"):
-        library.replace_passages(document, FACTS, "r", twice, np.zeros((2, 3), np.float32))
+        library.replace_passages(document, FACTS, "r", twice, [np.zeros((1, 3), np.float32)] * 2)
     assert [passage.node_id for passage in library.passages_of(document)] == nodes
     assert library.stale(document) == []
 
@@ -94,7 +95,7 @@ def test_interrupt_inside_a_transaction_rolls_back(library):
     def replace():
         with library._transaction() as connection:
             connection.execute("DELETE FROM chunks")
-            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", passages())
+            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?)", passages())
 
     with pytest.raises(KeyboardInterrupt):
         replace()

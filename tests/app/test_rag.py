@@ -24,7 +24,8 @@ def test_passages_come_first_and_the_question_last(rag, workspace):
     assert (method, ratio, longest, temperature) == ("cacheblend", 0.15, 32, 0.0)
     assert answer.text == "It is blue."
     assert answer.sources[0].document == "sky.txt"
-    assert [chunk.node_id for chunk in prompt.chunks] == [source.node_id for source in answer.sources]
+    best_last = [source.node_id for source in reversed(answer.sources)]
+    assert [chunk.node_id for chunk in prompt.chunks] == best_last
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
 
 
