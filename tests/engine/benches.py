@@ -79,7 +79,9 @@ def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).abs().max()) / spread
 
 
-def reference_pair(folder: Path, token_ids: Any, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+def reference_pair(
+    folder: Path, token_ids: Any, dtype: torch.dtype, attention: str
+) -> tuple[torch.Tensor, Any]:
     """Logits (T, vocab) and the KV of every layer, through transformers alone."""
-    model = tiny_models.load_reference(folder, dtype)
+    model = tiny_models.load_reference(folder, dtype, attention)
     return tiny_models.reference_logits(model, token_ids), tiny_models.reference_kv(model, token_ids)

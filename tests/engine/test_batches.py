@@ -17,7 +17,7 @@ def masks(request, monkeypatch, llama, bench_for):
 
     def use(bench):
         decoder = bench.engine._resources.decoder if bench.engine.gate.passed else None
-        monkeypatch.setattr(decoder, "_blocked", request.param == "row blocks")
+        monkeypatch.setattr(decoder, "blocked", request.param == "row blocks")
 
     return use
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.engine.rope import Rope, move_keys, move_keys_
+from ragblend.engine.rope import HALF, INTERLEAVED, STILL, Rope, move_keys, move_keys_
 
 HEADS, TOKENS, SIZE = 2, 7, 16
 
@@ -16,12 +16,12 @@ def frequencies(rotated=SIZE):
     return 10_000.0 ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
 
 
-def rotated_by_hand(keys, positions, inv_freq, interleaved):
+def rotated_by_hand(keys, positions, inv_freq, layout=HALF):
     """As complex numbers, in float64: the definition."""
     pairs, size = inv_freq.numel(), 2 * inv_freq.numel()
     out = keys.double().clone()
     for pair in range(pairs):
-        one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
+        one, two = (2 * pair, 2 * pair + 1) if layout == INTERLEAVED else (pair, pair + pairs)
         assert max(one, two) < size
         turned = torch.complex(out[..., one], out[..., two]) * torch.exp(
             1j * positions * inv_freq[pair].double()
@@ -31,15 +31,15 @@ def rotated_by_hand(keys, positions, inv_freq, interleaved):
 
 
 @pytest.mark.parametrize("rotated", [SIZE, SIZE // 2])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_keys_move_by_their_delta(interleaved, rotated):
-    rope = Rope(frequencies(rotated), interleaved)
+@pytest.mark.parametrize("layout", [HALF, INTERLEAVED])
+def test_keys_move_by_their_delta(layout, rotated):
+    rope = Rope(frequencies(rotated), layout)
     keys, deltas = make_keys(), torch.tensor([0, 1, -3, 100, 2000, -1500, 31])
-    expected = rotated_by_hand(keys, deltas.double(), rope.inv_freq, interleaved)
+    expected = rotated_by_hand(keys, deltas.double(), rope.inv_freq, layout)
     assert torch.allclose(move_keys(keys, deltas, rope).double(), expected, atol=2e-3)
     assert torch.allclose(
         move_keys(keys, 37, rope).double(),
-        rotated_by_hand(keys, torch.tensor(37.0, dtype=torch.float64), rope.inv_freq, interleaved),
+        rotated_by_hand(keys, torch.tensor(37.0, dtype=torch.float64), rope.inv_freq, layout),
         atol=1e-5,
     )
     assert torch.equal(move_keys(keys, deltas, rope)[..., rotated:], keys[..., rotated:])
@@ -55,9 +55,9 @@ def test_a_delta_of_zero_is_the_identity_bit_for_bit(dtype):
     assert torch.equal(move_keys(plain, torch.zeros(TOKENS, dtype=torch.long), Rope(frequencies())), plain)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_moves_add_up(interleaved):
-    rope, keys = Rope(frequencies(), interleaved), make_keys()
+@pytest.mark.parametrize("layout", [HALF, INTERLEAVED])
+def test_moves_add_up(layout):
+    rope, keys = Rope(frequencies(), layout), make_keys()
     there = move_keys(move_keys(keys, 300, rope), -117, rope)
     assert torch.allclose(there, move_keys(keys, 183, rope), atol=1e-4)
     back = move_keys(move_keys(keys, 300, rope), -300, rope)
@@ -84,7 +84,7 @@ def test_moving_in_place_in_a_view_touches_nothing_else():
 def test_bfloat16_is_rounded_once():
     """Trig and products in float32: the error is that of one rounding, however far the keys move."""
     keys, rope = make_keys(torch.bfloat16), Rope(frequencies())
-    exact = rotated_by_hand(keys, torch.tensor(5000.0, dtype=torch.float64), rope.inv_freq, False)
+    exact = rotated_by_hand(keys, torch.tensor(5000.0, dtype=torch.float64), rope.inv_freq)
     moved = move_keys(keys, 5000, rope).double()
     assert float(((moved - exact).abs() / exact.abs().clamp_min(0.05)).max()) < 2**-8 + 2e-2
 
@@ -94,3 +94,8 @@ def test_scores_depend_on_relative_positions_alone():
     near = (move_keys(queries, 9, rope) * move_keys(keys, 4, rope)).sum(-1)
     far = (move_keys(queries, 905, rope) * move_keys(keys, 900, rope)).sum(-1)
     assert torch.allclose(near, far, atol=1e-3)
+
+
+def test_a_layer_that_does_not_rotate_moves_nothing():
+    keys = make_keys()
+    assert torch.equal(move_keys(keys, 300, Rope(frequencies(), STILL)), keys)

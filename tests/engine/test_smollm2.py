@@ -41,7 +41,13 @@ def prompt(engine):
 @pytest.fixture(scope="module")
 def reference(engine, prompt):
     """(logits (T, vocab) in float32, KV by layer) of the prompt, through transformers alone, in bfloat16."""
-    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16)
+    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16, "sdpa")
+
+
+@pytest.fixture(scope="module")
+def eager(engine, prompt):
+    """The same by transformers' plainest attention: what two right answers in bfloat16 differ by."""
+    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16, "eager")
 
 
 def divergence(expected, found):
@@ -60,10 +66,15 @@ def test_the_gate_passes(engine):
 
 
 @pytest.mark.parametrize("method", ["full", "recompute"])
-def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, reference, method):
-    found = engine.prefill(prompt, method=method)
-    kl, rms = divergence(reference[0][-1], found.logits), relative(found.logits, reference[0][-1])
-    print(f"bfloat16 floor of {method}: KL {kl:.1e} nats, relative RMS {rms:.1e}")
+def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, reference, eager, method):
+    """The floor is measured: transformers with itself, sdpa beside eager, differs by KL 2.5e-3 on this prompt."""
+    found = engine.prefill(prompt, method=method).logits
+    expected, other = reference[0][-1], eager[0][-1]
+    kl, rms = divergence(expected, found), relative(found, expected)
+    floor = divergence(expected, other), relative(other, expected)
+    print(
+        f"{method}: KL {kl:.1e} nats, relative RMS {rms:.1e}; floor of bfloat16: {floor[0]:.1e}, {floor[1]:.1e}"
+    )
     assert kl < 1e-3
     assert rms < 0.05
 
@@ -107,9 +118,10 @@ def test_a_missing_chunk_in_the_middle(engine, prompt, reference):
     assert engine.prefill(prompt, method="reuse").report.misses == 0
 
 
-def test_full_answers_as_transformers_does(engine, prompt):
+def test_full_answers_as_transformers_does(engine, prompt, reference):
     result = engine.generate(prompt, method="full", max_new_tokens=24)
-    assert "granddaughter" in result.text or "Marrow" in result.text
+    assert result.token_ids[0] == int(reference[0][-1].argmax())
+    assert len(result.text) > 20
     assert result.text == "".join(engine.stream(prompt, method="full", max_new_tokens=24))
 
 

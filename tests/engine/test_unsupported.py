@@ -115,7 +115,7 @@ def test_dynamic_ntk_stays_in_one_regime(bench_for):
 # --- models that are not on the list, but load: right or refused, never wrong
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize("name", tiny_models.OTHERS)
 def test_other_models_answer_as_transformers_does(bench_for, name):
     """Attention with soft caps (Gemma 2) or sinks (gpt-oss) is not what torch's sdpa computes."""
     bench = bench_for(name)
@@ -126,7 +126,7 @@ def test_other_models_answer_as_transformers_does(bench_for, name):
     assert list(answer.token_ids) == bench.answer(prompt, 20)
 
 
-@pytest.mark.parametrize("name", [*tiny_models.SUPPORTED, "smollm3"])
+@pytest.mark.parametrize("name", [*tiny_models.SUPPORTED, *tiny_models.OTHERS])
 def test_stored_keys_are_moved_as_the_model_rotates_in_every_layer(bench_for, name):
     """By the model's own rotation: back to position 0, and on to the new one. A layer without RoPE moves nothing."""
     bench = bench_for(name)

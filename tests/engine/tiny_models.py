@@ -10,21 +10,29 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedTokenizerFast,
@@ -121,6 +129,10 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         SmolLM3Config,
         {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": False},
     ),
+    "cohere": (CohereForCausalLM, CohereConfig, {}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, HEAD),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"embedding_multiplier": 2.0, "logits_scaling": 2.0}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, HEAD | GEMMA),
     "gpt-oss": (
         GptOssForCausalLM,
@@ -143,6 +155,9 @@ SUPPORTED = (
     "phi3",
     "phi3-partial",
 )
+# Not on the list of what is promised, but they load: interleaved pairs, multipliers, soft caps, sinks, layers
+# without RoPE. Right or refused, never wrong.
+OTHERS = ("cohere", "glm4", "granite", "olmo2", "gemma2", "gpt-oss", "smollm3")
 UNSUPPORTED = ("gpt2", "linear-attention", "mamba")
 # These two begin a text with <s> by themselves; the others (as SmolLM2 and Qwen) do not.
 WITH_BOS = ("llama-yarn", "gemma3", "mistral")
@@ -198,11 +213,11 @@ def save_model(name: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The same checkpoint through transformers alone, with its plainest attention."""
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
+    """The same checkpoint through transformers alone, with its plainest attention unless told."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval()
 
 
