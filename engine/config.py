@@ -1,6 +1,8 @@
 """What goes into the engine and what it reports: frozen values, checked when they are made."""
 
+import difflib
 from dataclasses import dataclass, field
+from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
@@ -57,7 +59,19 @@ class DecodeOptions:
             raise UsageError(f"top_k must be 0 (off) or above, not {self.top_k}")
         if self.repetition_penalty <= 0:
             raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", tuple(text for text in stop if text))
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "DecodeOptions":
+        """Options by name. Raises UsageError for a name that does not exist, with the nearest one that does."""
+        known = cls.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise UsageError(f"the option {name!r} is unknown; {hint}")
+        return cls(**options)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,16 @@ from ragblend.engine.files import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 
+CONVERSION_ERRORS = (
+    ValueError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+    TypeError,
+    NotImplementedError,
+    struct.error,
+    EOFError,
+)
 log = logging.getLogger("ragblend")
 
 
@@ -57,7 +68,7 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
             dtype=DTYPES[dtype],
             quantization_config=GgufConfig(dequantize=True),
         )
-    except (ValueError, KeyError, IndexError, RuntimeError, TypeError, NotImplementedError) as error:
+    except CONVERSION_ERRORS as error:
         raise CorruptModelError(
             f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be "
             "cut short: fetch it again"

@@ -1,7 +1,6 @@
 """Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache."""
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DecodeOptions
+from ragblend.engine.results import Prefilled
 
 OnToken = Callable[[int], None]
 
@@ -18,40 +18,46 @@ def decode(
     model: Any,
     tokenizer: Any,
     prompt_ids: Sequence[int],
-    logits: Tensor,
-    cache: FusedCache,
+    logits: Tensor | None,
+    cache: FusedCache | None,
     options: DecodeOptions,
-    on_token: OnToken | None = None,
-    cancel: threading.Event | None = None,
+    on_token: OnToken,
+    halted: Callable[[], bool],
 ) -> list[int]:
     """Ids of the generated tokens, the end token included if it came.
 
-    logits (vocab,): those of the prompt's last row, as the prefill gave them; on_token is called with each id as it
-    comes. The cache grows by the generated tokens; `cache.truncate()` takes it back to the prompt.
+    logits (vocab,): those of the prompt's last row, as the prefill gave them; cache: None has the model read the prompt
+    itself, by its own means; on_token is called with each id as it comes, and then halted, which may end it there. The
+    cache grows by the generated tokens; `cache.truncate()` takes it back to the prompt.
     """
     from transformers import StoppingCriteriaList
 
     ids = torch.tensor([list(prompt_ids)], device=model.device)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    stops = StoppingCriteriaList([_Cancelled(cancel)]) if cancel is not None else None
     with torch.inference_mode():
-        out = _resumed(model, logits, cache).generate(
+        out = (model if cache is None else _resumed(model, logits, cache)).generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            streamer=_Streamer(on_token) if on_token else None,
-            stopping_criteria=stops,
+            **({} if cache is None else {"past_key_values": cache}),
+            streamer=_Streamer(on_token),
+            stopping_criteria=StoppingCriteriaList([_Halted(halted)]),
             **_sampling(model, tokenizer, options),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
 
-def continue_logits(model: Any, logits: Tensor, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+def continue_logits(model: Any, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
     """(n, vocab) float32: the logits that predict each of the n tokens, when the ones before it are given.
 
-    The cache is as before afterwards. Raises nothing of its own.
+    The cache is as before afterwards.
     """
+    logits, cache = prefilled.logits, prefilled.cache
+    if cache is None:
+        ids = torch.tensor([[*prefilled.prompt.token_ids, *token_ids[:-1]]], device=model.device)
+        with torch.inference_mode():
+            whole: Tensor = model(ids, use_cache=False).logits[0].float()
+        return whole[len(prefilled.prompt.token_ids) - 1 :]
     cache.truncate()
     rows = [logits[None].float()]
     if len(token_ids) > 1:
@@ -97,8 +103,6 @@ def _sampling(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, A
         settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     else:  # a checkpoint's own generation config may name these; they mean nothing to greedy search and would warn
         settings |= {"temperature": None, "top_p": None, "top_k": None}
-    if options.stop:
-        settings |= {"stop_strings": list(options.stop), "tokenizer": tokenizer}
     return settings
 
 
@@ -111,16 +115,17 @@ def _pad_id(model: Any, tokenizer: Any) -> int:
     return 0
 
 
-class _Cancelled:
-    """A stopping criterion: stop between tokens once the event is set."""
+class _Halted:
+    """A stopping criterion of ours: cancelled, or a stop string seen in the text.
 
-    def __init__(self, cancel: threading.Event) -> None:
-        self._cancel = cancel
+    transformers' own `stop_strings` compares with the vocabulary's entries, and misses what spans parts of characters.
+    """
+
+    def __init__(self, halted: Callable[[], bool]) -> None:
+        self._halted = halted
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full(
-            (input_ids.shape[0],), self._cancel.is_set(), dtype=torch.bool, device=input_ids.device
-        )
+        return torch.full((input_ids.shape[0],), self._halted(), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ragblend.engine.attention import NAME, row_blocks
-from ragblend.engine.masks import is_plain_causal, position_mask
-from ragblend.engine.rope import Rope
+from ragblend.engine.masks import additive, is_plain_causal, position_mask
+from ragblend.engine.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 
@@ -43,15 +43,16 @@ class Decoder:
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.geometry = kv_geometry(self.config, dtype)
         self.ropes = _ropes(self.base, set(self.layer_types))
-        self.interleaved = False
-        self._blocked = self.config._attn_implementation == NAME and _passes_kwargs(self.layers[0])
+        self.layouts = [HALF] * len(self.layers)  # the gate finds out
+        self.attention: str = self.config._attn_implementation
+        self.blocked = self.attention == NAME and _passes_kwargs(self.layers[0])
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def rope(self, layer: int) -> Rope:
-        return Rope(self.ropes[self.layer_types[layer]], self.interleaved)
+        return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
 
     @property
     def attention_share(self) -> float:
@@ -106,9 +107,14 @@ class Decoder:
         self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype
     ) -> dict[str, Any]:
         """The arguments by which an attention learns what its rows may look at."""
+        if self.attention not in (
+            NAME,
+            "sdpa",
+        ):  # eager (soft caps, sinks): adds the mask it is given, and no other
+            return {"attention_mask": additive(position_mask(rows, total_tokens, window), dtype)}
         if is_plain_causal(rows, total_tokens, window):
             return {"attention_mask": None}
-        if self._blocked:
+        if self.blocked:
             return {"attention_mask": None, "row_blocks": row_blocks(rows, window, dtype)}
         return {"attention_mask": position_mask(rows, total_tokens, window)}
 

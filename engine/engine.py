@@ -17,7 +17,7 @@ from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.generation import finish, run
 from ragblend.engine.home import resolve_home
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompt import Chunk, Literal, Prompt
 from ragblend.engine.resources import Resources
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.scheduler import Chores, DeviceQueue
@@ -128,12 +128,15 @@ class Engine:
             )
         tokenizing = self._resources.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
-        behind = self._resources.canonical_prefix if prefix is None else tuple(tokenizing.literal_ids(prefix))
+        behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
         keys, tokens, encoded = self._encode_ids(ids, behind, progress)
         if node_ids is not None:
-            named = [(n, i, key) for n, i, key in zip(node_ids, ids, keys, strict=True) if key is not None]
+            named = [
+                (node_id, passage, key or self._resources.unstored_key(passage))
+                for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
+            ]
             unused = self._resources.nodes.put_many(self._resources.scope, named)
             for key in unused:
                 self.store.delete(key)
@@ -224,13 +227,14 @@ class Engine:
 
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
+        chosen = DecodeOptions.of(options)
         with self._queue.turn():
-            return finish(self._resources, prefilled, DecodeOptions(**options))
+            return finish(self._resources, prefilled, chosen)
 
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
         with self._queue.turn():
-            return continue_logits(self._resources.loaded.model, prefilled.logits, prefilled.cache, token_ids)
+            return continue_logits(self._resources.loaded.model, prefilled, token_ids)
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until the chunks that were missing have been encoded; False if that took too long."""
@@ -259,11 +263,7 @@ class Engine:
     def _generation(
         self, prompt: Prompt, method: str | Policy, ratio: float, options: dict[str, Any]
     ) -> tuple[Request, DecodeOptions]:
-        unknown = sorted(set(options) - set(DecodeOptions.__dataclass_fields__))
-        if unknown:
-            known = ", ".join(DecodeOptions.__dataclass_fields__)
-            raise UsageError(f"unknown option {', '.join(unknown)}; there are {known}")
-        chosen = DecodeOptions(**options)
+        chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen.seed or 0, room=min(chosen.max_new_tokens, 256))
         return request, chosen
 

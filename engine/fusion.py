@@ -77,8 +77,10 @@ def fused_prefill(
 
 
 def _work(decoder: Decoder, plan: Plan, rows: Tensor, hidden: Tensor) -> Work:
-    # All rows in one go take attention's own causal path, which is faster than any mask.
-    size = plan.tokens if rows.numel() == plan.tokens else BATCH_ROWS
+    # All rows in one go take attention's own causal path, which is faster than any mask. And where attention looks at
+    # the whole buffers under a mask, what later goes will write must not be there as garbage: 0 times NaN is NaN.
+    whole = rows.numel() == plan.tokens or not decoder.blocked
+    size = plan.tokens if whole else BATCH_ROWS
     return Work(rows, hidden, [decoder.rows(part, plan.tokens, hidden) for part in rows.split(size)])
 
 

@@ -1,7 +1,7 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
 It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself; (2) keys moved to an
-offset are the keys computed there (layer 0, which depends on nothing else); (3) editing a later chunk changes no
+offset are the keys computed there, in every layer from the same input; (3) editing a later chunk changes no
 earlier row; (4) a chunk right behind its encoding prefix is exact. A model that fails is served by full prefill, with a
 warning.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import FusedCache
+from ragblend.engine.cache import FusedCache, Mode, Peeked
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import make_lane
 from ragblend.engine.encode import ChunkEncoder
@@ -24,14 +24,15 @@ from ragblend.engine.files import write_json
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.rope import Rope, move_keys
+from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.chunks import ChunkKV
 
-VERSION = 1  # raise it when the test changes: old verdicts are then forgotten
+VERSION = 2  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
+FAR_TOKENS = 150  # where a chunk is moved to; not a multiple of any likely period
 TEXT = (
     "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what "
     "they carried; in the second, which nobody was meant to see, the names of those who never came back. When the "
@@ -57,7 +58,7 @@ class GateVerdict:
     passed: bool
     checks: tuple[Check, ...] = ()
     reason: str | None = None
-    interleaved: bool = False
+    layouts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,18 @@ class HeldChunk:
 
 
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
-    """Put the questions; token_ids: some dozens of ids of ordinary text, in the model's vocabulary."""
+    """Put the questions, and find each layer's rotary layout on the way.
+
+    token_ids: some dozens of ids of ordinary text, in the model's vocabulary. Raises whatever the model's layers raise
+    if they cannot be run one by one.
+    """
     ids = list(token_ids)
     assert len(ids) >= 24, "the gate needs text to work on"
-    try:
-        exam = _Exam(decoder, ids)
-        moving = exam.moving()
-        checks = (exam.all_rows(), moving, exam.causality(), exam.exactness())
-    except Exception as error:  # a layer that cannot be called as expected fails in its own ways
-        return GateVerdict(
-            False, (), f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
-        )
+    exam = _Exam(decoder, ids)
+    moving = exam.moving()
+    checks = (exam.all_rows(), moving, exam.causality(), exam.exactness())
     failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
-    return GateVerdict(not failed, checks, "; ".join(failed) or None, decoder.interleaved)
+    return GateVerdict(not failed, checks, "; ".join(failed) or None, tuple(decoder.layouts))
 
 
 class _Exam:
@@ -112,17 +112,30 @@ class _Exam:
         return self._check("all rows recomputed equals the model", error)
 
     def moving(self) -> Check:
-        """Layer-0 keys of a chunk, moved, against the same chunk encoded further on; finds the rotary layout."""
-        near = ChunkEncoder(self.decoder, self.prefix).encode(self.first)
-        far = ChunkEncoder(self.decoder, [*self.prefix, *self.second, *self.suffix]).encode(self.first)
-        errors = {}
-        for interleaved in (False, True):
-            rope = Rope(self.decoder.rope(0).inv_freq.cpu(), interleaved)
-            errors[interleaved] = _relative(
-                move_keys(near.keys[0], far.start - near.start, rope), far.keys[0]
-            )
-        self.decoder.interleaved = errors[True] < errors[False]
-        return self._check("moved keys equal keys computed there", errors[self.decoder.interleaved])
+        """In each layer, the keys of one input at two places, one moved to the other; sets the layer's layout."""
+        errors = []
+        for layer in range(self.decoder.geometry.layers):
+            near, far = self._keys_at(layer, len(self.prefix)), self._keys_at(layer, FAR_TOKENS)
+            inv_freq, delta = self.decoder.rope(layer).inv_freq, FAR_TOKENS - len(self.prefix)
+            found = {
+                layout: _relative(move_keys(near, delta, Rope(inv_freq, layout)), far) for layout in LAYOUTS
+            }
+            self.decoder.layouts[layer] = min(found, key=found.__getitem__)
+            errors.append(min(found.values()))
+        return self._check("moved keys equal keys computed there", max(errors))
+
+    @torch.inference_mode()
+    def _keys_at(self, layer: int, start: int) -> Tensor:
+        """(H, R, D): the keys that a layer gives the first chunk's embeddings at that place."""
+        decoder = self.decoder
+        hidden = decoder.embed(torch.tensor(self.first, device=decoder.device))
+        rows = torch.arange(start, start + len(self.first), device=decoder.device)
+        cache = FusedCache(decoder.geometry, start + len(self.first), 0, decoder.device)
+        cache.mode, cache.rows, cache.collect = Mode.PEEK, rows, True
+        with contextlib.suppress(Peeked):
+            decoder.run_layer(layer, hidden, decoder.rows(rows, cache.prompt_tokens, hidden), cache)
+        assert cache.evidence is not None, "the layer never called the cache"
+        return cache.evidence.new_keys
 
     def causality(self) -> Check:
         """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
@@ -179,10 +192,16 @@ def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict
     try:
         found = json.loads(file.read_text())
         checks = tuple(Check(**check) for check in found.pop("checks"))
-        return GateVerdict(checks=checks, **found)
+        return GateVerdict(checks=checks, layouts=tuple(found.pop("layouts")), **found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
-    verdict = judge()
+    try:
+        verdict = judge()
+    except (
+        Exception
+    ) as error:  # not kept: being out of memory today is no reason to refuse the model for ever
+        reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
+        return GateVerdict(False, (), reason)
     with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else
         write_json(file, asdict(verdict))
     return verdict

@@ -45,11 +45,14 @@ def finish(
 
     def on_token(token_id: int) -> None:
         clock.tick()
-        if on_text is not None and (piece := stream.feed(token_id)):
+        if (on_text is not None or options.stop) and (piece := stream.feed(token_id)) and on_text is not None:
             on_text(piece)
 
+    def halted() -> bool:
+        return stream.stopped or (cancel is not None and cancel.is_set())
+
     model, tokenizer = resources.loaded.model, resources.tokenizing.tokenizer
-    if hasattr(prefilled.cache, "truncate"):
+    if prefilled.cache is not None:
         prefilled.cache.truncate()
     ids = decode(
         model,
@@ -59,7 +62,7 @@ def finish(
         prefilled.cache,
         options,
         on_token,
-        cancel,
+        halted,
     )
     if cancel is not None and cancel.is_set():
         raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")

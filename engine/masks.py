@@ -24,3 +24,10 @@ def position_mask(rows: Tensor, total_tokens: int, window: int | None) -> Tensor
     if window is not None:
         mask &= keys[None, :] > rows[:, None] - window
     return mask[None, None]
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same mask as numbers to add to the scores: 0 where the row may look, the lowest number elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )

@@ -66,13 +66,9 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    attention = register() if device.type == "cpu" else "sdpa"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.folder),
-            dtype=DTYPES[dtype],
-            attn_implementation=attention,
-            device_map={"": device},
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
         )
     except SafetensorError as error:
         raise CorruptModelError(
@@ -80,7 +76,14 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CorruptModelError(f"the model in {checkpoint.folder} cannot be loaded: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        # transformers fills them with random numbers and goes on; an answer from those is worse than an error.
+        raise CorruptModelError(
+            f"the model in {checkpoint.folder} lacks {len(missing)} weights ({missing[0]}, ...); fetch it again"
+        )
     model.eval().requires_grad_(False)
+    if device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(register())
     try:
         return LoadedModel(model, Decoder(model, dtype), None)
     except UnsupportedModelError as error:

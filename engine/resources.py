@@ -1,5 +1,6 @@
 """What an engine holds, each loaded on first use: tokenizer, model, gate's verdict, store, node index."""
 
+import hashlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import torch
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import make_lane, pick_device, pick_dtype
+from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, locate
 from ragblend.engine.serving import Server
@@ -87,7 +89,9 @@ class Resources:
 
     @property
     def scope(self) -> Scope:
-        return Scope(self.config.collection, self.fingerprint.tokenizer)
+        checkpoint = self.checkpoint
+        digest: str = self._once("tokenizer", lambda: tokenizer_digest(checkpoint.folder, checkpoint.ledger))
+        return Scope(self.config.collection, digest)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -120,6 +124,11 @@ class Resources:
     def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkKey:
         return chunk_key(self.fingerprint, prefix, self.config.collection, token_ids)
 
+    def unstored_key(self, token_ids: tuple[int, ...]) -> ChunkKey:
+        """A key for the node index where there is no KV: of an empty passage, or of a model that cannot be fused."""
+        described = f"unstored|{self.config.collection}|{token_ids}"
+        return ChunkKey(hashlib.sha256(described.encode()).hexdigest())
+
     def refusal(self, tokens: int) -> str | None:
         """Why a prompt of that length must not be fused; None if it may be."""
         if not self.gate.passed:
@@ -150,7 +159,7 @@ class Resources:
             ids = self.tokenizing.passage_ids(TEXT)
             folder = self.home / "models"
             verdict = kept_verdict(folder, self.fingerprint.digest, lambda: run_gate(decoder, ids))
-            decoder.interleaved = verdict.interleaved
+            decoder.layouts = list(verdict.layouts) or decoder.layouts
         if not verdict.passed:
             log.warning(
                 "%s cannot be fused and is served by full prefill: %s", self.model_name, verdict.reason

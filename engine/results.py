@@ -27,7 +27,10 @@ class EncodeReport:
 
 @dataclass
 class Prefilled:
-    """A prompt that has been read. logits (vocab,) float32 of its last row; cache: transformers' kind of cache."""
+    """A prompt that has been read. logits (vocab,) float32 of its last row.
+
+    cache: transformers' kind of cache; None for a model that cannot be fused.
+    """
 
     prompt: Prompt
     logits: Tensor

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HALF, INTERLEAVED, STILL = "half", "interleaved", "still"
+LAYOUTS = (HALF, INTERLEAVED, STILL)
+
 
 @dataclass(frozen=True)
 class Rope:
     """How one layer rotates.
 
     inv_freq (R/2,) float32, rad per token, on the device; R <= D leading sizes are rotated (partial rotary).
-    interleaved: pairs are (0, 1), (2, 3), ... instead of (0, R/2), (1, R/2 + 1), ...
+    layout: which sizes are a pair: HALF (0, R/2), (1, R/2 + 1), ...; INTERLEAVED (0, 1), (2, 3), ...; STILL for a layer
+    that does not rotate at all (SmolLM3 has some).
     """
 
     inv_freq: Tensor
-    interleaved: bool = False
+    layout: str = HALF
 
     @property
     def size(self) -> int:
@@ -39,6 +43,8 @@ def move_keys(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> Tensor:
 
 def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
     """`move_keys` in place."""
+    if rope.layout == STILL:
+        return
     if isinstance(delta_tokens, int):
         if delta_tokens == 0:
             return
@@ -59,7 +65,7 @@ def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
 
 def _halves(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     rotated = keys[..., : rope.size]
-    if rope.interleaved:
+    if rope.layout == INTERLEAVED:
         return rotated[..., 0::2], rotated[..., 1::2]
     half = rope.size // 2
     return rotated[..., :half], rotated[..., half:]

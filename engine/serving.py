@@ -141,18 +141,20 @@ class Server:
 def prefill_natively(
     model: Any, request: Request, warning: str, cancel: threading.Event | None = None
 ) -> Prefilled:
-    """Full prefill by the model's own forward: how a model that cannot be fused is served."""
+    """Full prefill by the model's own forward: how a model that cannot be fused is served.
+
+    Its cache is not kept: it may be of any kind, and not all kinds can be taken back to the prompt.
+    """
     begun = time.perf_counter()
     if cancel is not None and cancel.is_set():
         raise Cancelled("the prefill was cancelled")
     ids = torch.tensor([request.prompt.token_ids], device=model.device)
     with torch.inference_mode():
-        out = model(ids, use_cache=True, logits_to_keep=1)
+        out = model(ids, use_cache=False, logits_to_keep=1)
     elapsed = (time.perf_counter() - begun) * 1e3
     counts = TokenCounts(prompt=ids.shape[1], fresh=ids.shape[1])
     report = Report("full", None, counts, 0.0, Timings(prefill_ms=elapsed, ttft_ms=elapsed), warning=warning)
-    cache = getattr(out, "past_key_values", None)
-    return Prefilled(request.prompt, out.logits[0, -1].float(), cache, report)
+    return Prefilled(request.prompt, out.logits[0, -1].float(), None, report)
 
 
 def _counts(plan: Plan, spent: Spent) -> TokenCounts:

@@ -36,10 +36,14 @@ class Tokenizing:
         segments: list[Segment] = []
         for segment in prompt.segments:
             segments.append(with_ids(segment, self._segment_ids(segment, node_ids)))
-        bos = self.begin_ids(segments)
+        bos = self._begin_ids(segments)
         return Prompt([Literal("", bos), *segments] if bos else segments)
 
-    def begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
+    def begun(self, segments: list[Segment]) -> tuple[int, ...]:
+        """Token ids of literals at the very beginning of a prompt."""
+        return self.prompt(Prompt(segments), {}).token_ids
+
+    def _begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
         """The begin token, where the tokenizer wants one and the prompt does not have it."""
         bos = self.tokenizer.bos_token_id
         if bos is None or not self._adds_bos():
