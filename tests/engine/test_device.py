@@ -1,0 +1,91 @@
+"""The device seam: what an accelerator's lane does differently, run on the CPU, gives the same."""
+
+import threading
+
+import pytest
+import torch
+from benches import make_prompt, make_text
+
+from ragblend.engine import device
+from ragblend.engine.device import Lane, pick_device, pick_dtype
+from ragblend.kvstore.errors import UsageError
+
+TEXTS = [make_text(seed) for seed in range(4)]
+
+
+class StagedLane(Lane):
+    """As on CUDA: reads land in memory of their own, are delivered by the loader's threads, and awaited by ticket."""
+
+    staged = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls: list[str] = []
+        self.arrived: list[object] = []
+        self.delivered: list[object] = []
+        self.threads: set[str] = set()
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def staging(self, like):
+        return torch.full(like.shape, torch.nan, dtype=like.dtype)
+
+    def deliver(self, copies):
+        self.threads.add(threading.current_thread().name)
+        copies()
+        self.delivered.append(ticket := object())
+        self.calls.append("deliver")
+        return ticket
+
+    def arrive(self, ticket):
+        self.arrived.append(ticket)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def staged(fresh, monkeypatch):
+    fresh.engine.encode(TEXTS)
+    lane = StagedLane()
+    expected = {m: fresh.engine.prefill(make_prompt(TEXTS), method=m).logits for m in METHODS}
+    monkeypatch.setattr(fresh.engine._resources.server, "lane", lane)
+    return fresh.engine, lane, expected
+
+
+METHODS = ("reuse", "naive", "cacheblend", "cacheblend-gradual", "recompute")
+
+
+def test_staged_delivery_gives_the_same_bits(staged):
+    engine, _, expected = staged
+    for method in METHODS:
+        assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
+
+
+def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
+    engine, lane, _ = staged
+    engine.prefill(make_prompt(TEXTS), method="reuse")
+    layers = engine._resources.decoder.geometry.layers
+    assert len(lane.delivered) == layers * len(TEXTS)
+    assert set(map(id, lane.arrived)) == set(map(id, lane.delivered))
+    assert (lane.calls[0], lane.calls[-1]) == ("begin", "finish")
+    assert all(name.startswith("ragblend-loader") for name in lane.threads)
+
+
+def test_a_missing_device_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="cuda"):
+        pick_device("cuda")
+    with pytest.raises(UsageError, match="abacus"):
+        pick_device("abacus")
+    assert pick_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"), [({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")]
+)
+def test_the_dtype_is_what_the_processor_multiplies_fast(monkeypatch, features, expected):
+    monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: features, raising=False)
+    assert pick_dtype(torch.device("cpu"), None) == expected
+    assert pick_dtype(torch.device("cpu"), "float16") == "float16"
