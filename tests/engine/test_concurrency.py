@@ -39,6 +39,16 @@ def device_is_free(engine, timeout_s=10.0):
     return not engine._queue._waiting
 
 
+@pytest.fixture
+def endless(stored, monkeypatch):
+    """The model never ends an answer by itself; counts its forward passes."""
+    model, calls = stored.engine._resources.loaded.model, []
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    yield calls
+    hook.remove()
+
+
 class CancelsAt(Policy):
     """Sets an event when the layer loop asks about that layer, and remembers the last layer it was asked about."""
 
@@ -118,36 +128,33 @@ def test_a_policy_that_fails_takes_nobody_with_it(stored, serves):
         list(stored.engine.stream(make_prompt(TEXTS), method=Fails(name="fails")))
 
 
-def test_closing_a_stream_frees_the_device(stored, serves):
+def test_closing_a_stream_frees_the_device(stored, serves, endless):
     stream = stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500)
     next(iter(stream))
     stream.close()
     assert not stored.engine._queue._waiting
+    assert len(endless) < 500
     stream.close()
     assert list(stream) == []
     with pytest.raises(Cancelled):
         _ = stream.result
 
 
-def test_leaving_a_streams_block_frees_the_device(stored, serves):
+def test_leaving_a_streams_block_frees_the_device(stored, serves, endless):
     with stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500) as stream:
         for _ in stream:
             break
     assert not stored.engine._queue._waiting
+    assert len(endless) < 500
 
 
-def test_a_stream_that_nobody_holds_any_more_stops(stored, serves):
+def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
     """`for piece in engine.stream(...): break` must not keep the device for 1500 tokens."""
-    calls = []
-    hook = stored.engine._resources.loaded.model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    try:
-        for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
-            break
-        gc.collect()
-        assert device_is_free(stored.engine, timeout_s=60)
-    finally:
-        hook.remove()
-    assert len(calls) < 500
+    for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
+        break
+    gc.collect()
+    assert device_is_free(stored.engine, timeout_s=60)
+    assert len(endless) < 500
 
 
 def test_eight_threads_get_their_own_answers(stored, serves):
