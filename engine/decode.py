@@ -18,7 +18,7 @@ def decode(
     model: Any,
     tokenizer: Any,
     prompt_ids: Sequence[int],
-    logits: Tensor | None,
+    logits: Tensor,
     cache: FusedCache | None,
     options: DecodeOptions,
     on_token: OnToken,

@@ -22,7 +22,7 @@ from ragblend.engine.resources import Resources
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.serving import Request, prefill_natively
+from ragblend.engine.serving import Request, left_to_generate, prefill_natively
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 from ragblend.kvstore.store import KVStore
@@ -207,7 +207,9 @@ class Engine:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does."""
         request, chosen = self._generation(prompt, method, ratio, options)
         with self._queue.turn(cancel):
-            return run(self._resources, lambda: self._prefill(request, cancel), chosen, None, cancel)
+            return run(
+                self._resources, lambda: self._prefill(request, cancel, answering=True), chosen, None, cancel
+            )
 
     def stream(
         self,
@@ -221,7 +223,13 @@ class Engine:
 
         def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
             with self._queue.turn(cancel):
-                return run(self._resources, lambda: self._prefill(request, cancel), chosen, on_text, cancel)
+                return run(
+                    self._resources,
+                    lambda: self._prefill(request, cancel, answering=True),
+                    chosen,
+                    on_text,
+                    cancel,
+                )
 
         return Stream(work)
 
@@ -274,10 +282,17 @@ class Engine:
                 "what is left: use fewer or shorter passages, or a model with a longer window"
             )
 
-    def _prefill(self, request: Request, cancel: threading.Event | None) -> Prefilled:
-        """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere."""
+    def _prefill(
+        self, request: Request, cancel: threading.Event | None, answering: bool = False
+    ) -> Prefilled:
+        """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere.
+
+        answering: an unfused model's own `generate` comes next and reads the prompt itself, so it is not read here.
+        """
         resources = self._resources
         refusal = resources.refusal(len(request.prompt.token_ids))
+        if refusal is not None and answering:
+            return left_to_generate(request, refusal)
         if refusal is not None:
             return prefill_natively(resources.loaded.model, request, refusal, cancel)
         prefilled = resources.server.prefill(request, cancel)

@@ -67,7 +67,8 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
     from transformers import AutoModelForCausalLM
 
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        # With this option two values come back; the annotations know of one.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
         )
     except SafetensorError as error:
@@ -76,6 +77,7 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CorruptModelError(f"the model in {checkpoint.folder} cannot be loaded: {error}") from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         # transformers fills them with random numbers and goes on; an answer from those is worse than an error.
         raise CorruptModelError(

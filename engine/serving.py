@@ -152,9 +152,19 @@ def prefill_natively(
     with torch.inference_mode():
         out = model(ids, use_cache=False, logits_to_keep=1)
     elapsed = (time.perf_counter() - begun) * 1e3
-    counts = TokenCounts(prompt=ids.shape[1], fresh=ids.shape[1])
-    report = Report("full", None, counts, 0.0, Timings(prefill_ms=elapsed, ttft_ms=elapsed), warning=warning)
+    report = _native_report(request, Timings(prefill_ms=elapsed, ttft_ms=elapsed), warning)
     return Prefilled(request.prompt, out.logits[0, -1].float(), None, report)
+
+
+def left_to_generate(request: Request, warning: str) -> Prefilled:
+    """A prompt that `generate` will read by itself: no logits yet, (0,), and no cache."""
+    return Prefilled(request.prompt, torch.empty(0), None, _native_report(request, Timings(), warning))
+
+
+def _native_report(request: Request, timings: Timings, warning: str) -> Report:
+    tokens = len(request.prompt.token_ids)
+    counts = TokenCounts(prompt=tokens, fresh=tokens)
+    return Report("full", None, counts, 0.0, timings, warning=warning)
 
 
 def _counts(plan: Plan, spent: Spent) -> TokenCounts:
