@@ -35,10 +35,14 @@ def test_nearest_by_cosine(index):
 
 
 def test_a_node_is_as_near_as_its_nearest_window(index):
-    rows = rows_of(40)
-    groups = {"many": rows[:30], "few": rows[30:32], "one": rows[32:33]}
+    rows, question = rows_of(40), rows_of(1, seed=1)[0]
+    near = question + 0.01 * rows[:30]
+    groups = {
+        "many": near / np.linalg.norm(near, axis=1, keepdims=True),
+        "few": rows[30:32],
+        "one": rows[32:33],
+    }
     index.upsert(list(groups), list(groups.values()))
-    question = rows_of(1, seed=1)[0]
     best = sorted(((float((g @ question).max()), name) for name, g in groups.items()), reverse=True)
     hits = index.query(question, 3)
     assert [hit.node_id for hit in hits] == [name for _, name in best], "one node's windows crowd nobody out"

@@ -233,6 +233,18 @@ def test_zip_bomb_in_a_docx(tmp_path, make):
     fails_with(OversizedDocumentError, path, "zip bomb", "MiB")
 
 
+def test_zip_bomb_is_known_by_its_directory_before_anything_is_unpacked(tmp_path, make, monkeypatch):
+    path = bomb(make["docx"](tmp_path / "a.docx", ["x"]), 40)
+    monkeypatch.setattr(guards, "_check_contents", lambda path, archive: pytest.fail("unpacked"))
+    fails_with(OversizedDocumentError, path, "zip bomb")
+
+
+def test_zip_bomb_is_counted_while_it_is_unpacked(tmp_path, make, monkeypatch):
+    path = bomb(make["docx"](tmp_path / "a.docx", ["x"]), 40)
+    monkeypatch.setattr(guards, "_check_directory", lambda path, members: None)
+    fails_with(OversizedDocumentError, path, "zip bomb")
+
+
 def test_archive_with_one_huge_part(tmp_path, make, monkeypatch):
     monkeypatch.setattr(guards, "MAX_TEXT_BYTES", 100_000)
     path = make["docx"](tmp_path / "a.docx", ["word " * 50_000])
