@@ -62,7 +62,10 @@ def chat(
     temperature: Temperature = None,
     collection: Collection = None,
 ) -> None:
-    """Ask one question after another in the terminal; an empty line or Ctrl-D ends it. Nothing is kept."""
+    """Ask one question after another in the terminal; an empty line or Ctrl-D ends it. Nothing is kept.
+
+    With --json: one object an answer.
+    """
     from ragblend.app.rag import Rag
 
     changes = {

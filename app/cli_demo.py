@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
 ROUNDS = 3
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 24
 SAME = "The two answers are the same."
 DIFFERENT = (
     "The two answers differ: fusing computes only a part of the prompt again, so it comes close to it."
