@@ -155,6 +155,32 @@ def test_at_ratio_0_it_is_reuse(stored, method):
     assert largest_error(found.logits, reuse.logits) < ALLOWED
 
 
+class Fixed(Policy):
+    """Computes the given rows in every layer."""
+
+    def rows(self, plan):
+        return self.chosen
+
+
+@pytest.mark.parametrize("name", ["cacheblend", "cacheblend-k"])
+def test_narrowed_rows_go_on_as_if_they_had_been_alone_from_the_start(stored, monkeypatch, name):
+    """Up to the check all KV is right, so which other rows went along so far cannot matter."""
+    policy, chosen = METHODS[name], []
+    narrow = type(policy).narrow
+    monkeypatch.setattr(type(policy), "narrow", lambda *a: chosen.append(narrow(*a)) or chosen[-1])
+    prompt = make_prompt(TEXTS)
+    narrowed = stored.engine.prefill(prompt, method=policy, ratio=0.6)
+    assert len(chosen) == 1
+    assert 0 < narrowed.report.tokens.recomputed < narrowed.report.tokens.prompt
+    fixed = Fixed(name="fixed")
+    object.__setattr__(fixed, "chosen", chosen[0])
+    alone = stored.engine.prefill(prompt, method=fixed)
+    assert largest_error(narrowed.logits, alone.logits) < ALLOWED
+    for layer in range(narrowed.cache.geometry.layers):
+        for a, b in zip(narrowed.cache.span(layer, 0, 99), alone.cache.span(layer, 0, 99), strict=True):
+            assert largest_error(a, b) < ALLOWED
+
+
 def test_more_rows_come_nearer_to_full(stored):
     """Reuse is far from full on these models, so that all of the above could fail; 90% of the rows is nearer."""
     prompt = make_prompt(TEXTS)
