@@ -1,5 +1,7 @@
 """Prompts of every shape: no chunk, one, many, the same twice, missing ones, chunks at either end."""
 
+import time
+
 import pytest
 import torch
 from benches import PREFIX, SUFFIX, chunk_places, largest_error, make_prompt, make_text
@@ -8,6 +10,7 @@ from tiny_models import reference_kv
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine import attention, cache
 from ragblend.engine.selection import METHODS
+from ragblend.kvstore.reader import ChunkReader
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
@@ -161,6 +164,24 @@ def test_missing_rows_are_right_where_nothing_before_them_is_wrong(fresh):
             assert largest_error(found[1], values[:, start:stop]) < ALLOWED
         fresh.engine.finish_background()
         fresh.engine.store.delete(fresh.engine.encode(TEXTS[:1]).keys[0])
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"full", "prefix"}))
+def test_a_slow_disk_changes_nothing_but_the_time(stored, monkeypatch, method):
+    """Layers that come late are waited for, each before its attention."""
+    prompt = make_prompt(TEXTS)
+    expected = stored.engine.prefill(prompt, method=method, ratio=0.5)
+    read_layer = ChunkReader.read_layer
+
+    def slowly(*args):
+        time.sleep(0.01)
+        return read_layer(*args)
+
+    monkeypatch.setattr(ChunkReader, "read_layer", slowly)
+    found = stored.engine.prefill(prompt, method=method, ratio=0.5)
+    assert torch.equal(found.logits, expected.logits)
+    assert found.report.timings.stall_ms > 20
+    assert found.report.timings.load_ms > 100
 
 
 class _EmptyIsNaN:

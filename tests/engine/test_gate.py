@@ -1,0 +1,101 @@
+"""The gate, on models that have been made wrong: each of its questions must be able to refuse."""
+
+import pytest
+import tiny_models
+import torch
+from benches import largest_error, make_prompt, make_text
+
+from ragblend.engine import decoder as decoder_module
+from ragblend.engine.attention import register
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.gate import run_gate
+from ragblend.engine.selection import METHODS
+
+IDS = list(range(40, 160))
+
+
+@pytest.fixture
+def decoder(model_folder):
+    model = tiny_models.load_reference(model_folder("llama"), attention=register())
+    return Decoder(model, "float32")
+
+
+def refused(decoder):
+    """Names of the checks that failed."""
+    verdict = run_gate(decoder, IDS)
+    failed = [check.name for check in verdict.checks if not check.passed]
+    assert verdict.passed == (not failed)
+    assert all(name in (verdict.reason or "") for name in failed)
+    return failed
+
+
+def test_a_sound_model_passes(decoder):
+    assert refused(decoder) == []
+
+
+def test_wrong_frequencies_are_refused(decoder):
+    for kind, inv_freq in decoder.ropes.items():
+        decoder.ropes[kind] = inv_freq * 1.1
+    assert any("moved" in name for name in refused(decoder))
+
+
+def test_keys_normed_after_their_rotation_are_refused(decoder, monkeypatch):
+    """As HunYuan does: a weight per size does not commute with the rotation, so such keys cannot be moved."""
+    weight = torch.linspace(0.5, 2.0, 16)
+    module = __import__("sys").modules[type(decoder.model).__module__]
+    rotate = module.apply_rotary_pos_emb
+
+    def normed(*args, **kwargs):
+        query, key = rotate(*args, **kwargs)
+        return query, key * weight
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", normed)
+    assert any("moved" in name for name in refused(decoder))
+
+
+def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
+    blocks = decoder_module.row_blocks
+
+    def future(rows, window, dtype):
+        found = blocks(rows, window, dtype)
+        for block in found:
+            block.mask.zero_()
+        return found
+
+    monkeypatch.setattr(decoder_module, "row_blocks", future)
+    assert any("later chunk" in name or "exact" in name for name in refused(decoder))
+
+
+def test_a_head_that_is_not_the_models_is_refused(decoder, monkeypatch):
+    head = decoder.head
+    monkeypatch.setattr(decoder, "head", lambda hidden: head(hidden).roll(1))
+    assert any("all rows" in name for name in refused(decoder))
+
+
+def test_nan_is_refused(decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "head", lambda hidden: torch.full((1, 400), float("nan")))
+    assert any("all rows" in name for name in refused(decoder))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("method", ["cacheblend", "cacheblend-gradual"])
+def test_evidence_is_what_was_stored_beside_what_was_computed(llama, monkeypatch, method, ratio):
+    """Also where every row is computed, and the buffers are about to be written over."""
+    texts = [make_text(seed) for seed in range(4)]
+    keys = llama.engine.encode(texts).keys
+    prompt = llama.engine.tokenize(make_prompt(texts, prefix="", suffix="?"))
+    chunk = llama.engine.store.get(keys[0], prompt.segment_ids[0])
+    policy, errors = METHODS[method], []
+    narrow = type(policy).narrow
+
+    def look(self, plan, evidence, next_layer):  # now: afterwards the buffers hold something else
+        inside = evidence.rows < len(chunk.token_ids)
+        expected = chunk.values[evidence.layer][:, evidence.rows[inside]]
+        pair = evidence.old_values[:, inside], evidence.new_values[:, inside]
+        errors.append([largest_error(values, expected) for values in pair])
+        return narrow(self, plan, evidence, next_layer)
+
+    monkeypatch.setattr(type(policy), "narrow", look)
+    llama.engine.prefill(prompt, method=policy, ratio=ratio)
+    assert errors
+    assert all(old < 1e-6 and new > 1e-3 for old, new in errors)
