@@ -47,6 +47,9 @@ class Result:
     report: Report
 
 
+Work = Callable[[Callable[[str], None], threading.Event], Result]  # (on_text, cancel) -> the whole answer
+
+
 class Stream:
     """An answer on its way: iterate for the pieces of text; `result` is there when they have ended.
 
@@ -54,13 +57,15 @@ class Stream:
     tokens. An error of the work is raised by the iteration.
     """
 
-    def __init__(self, work: Callable[[Callable[[str], None], threading.Event], Result]) -> None:
+    def __init__(self, work: Work) -> None:
         self._pieces: SimpleQueue[str | BaseException | Result] = SimpleQueue()
         self._cancel = threading.Event()
         self._result: Result | None = None
         self._ended = False
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="ragblend-stream", daemon=True)
+        # The thread holds no reference to the stream: one that nobody holds any more is collected, and stops the work.
+        self._thread = threading.Thread(
+            target=_produce, args=(work, self._pieces, self._cancel), name="ragblend-stream", daemon=True
+        )
         self._thread.start()
         end_at_exit(self)
 
@@ -104,8 +109,11 @@ class Stream:
     def __del__(self) -> None:
         self._cancel.set()
 
-    def _run(self) -> None:
-        try:
-            self._pieces.put(self._work(self._pieces.put, self._cancel))
-        except BaseException as error:
-            self._pieces.put(error)
+
+def _produce(
+    work: Work, pieces: "SimpleQueue[str | BaseException | Result]", cancel: threading.Event
+) -> None:
+    try:
+        pieces.put(work(pieces.put, cancel))
+    except BaseException as error:
+        pieces.put(error)
