@@ -5,6 +5,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragblend.engine.home import default_home
 from ragblend.kvstore.errors import LibraryError
 
 # A KV file can be inverted to the text it was made from, so the home is as secret as the documents.
@@ -21,7 +22,7 @@ class Home:
     @classmethod
     def resolve(cls, home: Path | str | None = None) -> "Home":
         """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
-        chosen = home or os.environ.get("RAGBLEND_HOME") or _user_folder()
+        chosen = home or default_home()
         return cls(Path(chosen).expanduser().absolute())
 
     @property
@@ -81,12 +82,6 @@ def _is_loose(path: Path) -> bool:
     except FileNotFoundError:  # a temporary file that went away while we looked
         return False
     return not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
-
-
-def _user_folder() -> str:
-    from platformdirs import user_data_dir
-
-    return user_data_dir("ragblend", appauthor=False)  # as the engine does
 
 
 def _cannot_use(root: Path, found: object) -> str:

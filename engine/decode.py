@@ -1,6 +1,7 @@
 """Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache."""
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,15 +82,9 @@ def _resumed(model: Any, logits: Tensor, cache: FusedCache) -> Any:
     def resumed(*args: Any, **kwargs: Any) -> Any:
         return first.pop() if first else forward(*args, **kwargs)
 
-    resumed.__signature__ = _signature(forward)  # type: ignore[attr-defined]  # `generate` reads the arguments' names
+    resumed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # `generate` reads the arguments' names
     twin.forward = resumed
     return twin
-
-
-def _signature(function: Callable[..., Any]) -> Any:
-    import inspect
-
-    return inspect.signature(function)
 
 
 def _sampling(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, Any]:

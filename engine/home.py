@@ -10,9 +10,7 @@ HOME_VARIABLE = "RAGBLEND_HOME"
 
 def resolve_home(home: str | Path | None) -> Path:
     """The folder given, or RAGBLEND_HOME, or the user's data folder; made if absent (0700). Raises StoreError."""
-    if home is None:
-        home = os.environ.get(HOME_VARIABLE) or _user_data_folder()
-    folder = Path(home).expanduser().resolve()
+    folder = Path(default_home() if home is None else home).expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -22,7 +20,8 @@ def resolve_home(home: str | Path | None) -> Path:
     return folder
 
 
-def _user_data_folder() -> str:
+def default_home() -> str:
+    """RAGBLEND_HOME, or else the user's data folder."""
     from platformdirs import user_data_dir
 
-    return user_data_dir("ragblend", appauthor=False)
+    return os.environ.get(HOME_VARIABLE) or user_data_dir("ragblend", appauthor=False)

@@ -6,7 +6,6 @@ rotation by delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; t
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 HALF, INTERLEAVED, STILL = "half", "interleaved", "still"
@@ -69,13 +68,3 @@ def _halves(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         return rotated[..., 0::2], rotated[..., 1::2]
     half = rope.size // 2
     return rotated[..., :half], rotated[..., half:]
-
-
-def concatenated_deltas(spans: list[tuple[int, int]], tokens: int, device: torch.device) -> Tensor:
-    """(tokens,) float32 deltas: for each (length, delta) in order, that delta; zero where nothing is said."""
-    deltas = torch.zeros(tokens, dtype=torch.float32, device=device)
-    at = 0
-    for length, delta in spans:
-        deltas[at : at + length] = delta
-        at += length
-    return deltas
