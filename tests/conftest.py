@@ -1,9 +1,48 @@
 """What all tests share."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 # Before torch is imported anywhere: with spinning OpenMP threads two busy processes on two cores slow each other down
 # by a factor of ten and more; waiting threads that sleep cost next to nothing.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MODELS_VARIABLE = "RAGBLEND_TEST_MODELS"  # a folder that keeps the converted SmolLM2 between sessions
+
+
+@pytest.fixture(scope="session")
+def smollm2_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one `models` folder of this session: whoever needs the bundled model first converts it (20 s a dtype), for all.
+
+    RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session. The gate's
+    verdicts are not: a model judged by last week's code says nothing about today's.
+    """
+    kept = os.environ.get(MODELS_VARIABLE)
+    folder = Path(kept).resolve() if kept else tmp_path_factory.mktemp("smollm2") / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    for verdict in folder.glob("gate-*.json"):
+        verdict.unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def with_smollm2(smollm2_models: Path) -> Callable[[Path], Path]:
+    """Lends the session's models to a new home, and gives that home back: works for subprocesses as well."""
+
+    def lend(home: Path) -> Path:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (home / "models").symlink_to(smollm2_models, target_is_directory=True)
+        return home
+
+    return lend
+
+
+@pytest.fixture(scope="session")
+def smollm2_home(tmp_path_factory: pytest.TempPathFactory, with_smollm2: Callable[[Path], Path]) -> Path:
+    """A home of the engine's tests on the bundled model, in which it is converted, or will be on first use."""
+    return with_smollm2(tmp_path_factory.mktemp("smollm2-home"))

@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory, folder):
-    home = tmp_path_factory.mktemp("home")
+def workspace(tmp_path_factory, folder, with_smollm2):
+    home = with_smollm2(tmp_path_factory.mktemp("home"))
     opened = Workspace.open(home, chunk_tokens=32, max_new_tokens=12)
     report = ingest(opened, [folder])
     assert len(report.added) == 2 and report.encoded == report.embedded == report.passages >= 3

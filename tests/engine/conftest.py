@@ -1,6 +1,5 @@
 """Tiny models on disk, and engines on private homes."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from benches import Bench
 
 from ragblend import Engine
 
-MODELS_VARIABLE = "RAGBLEND_TEST_MODELS"  # a folder that keeps the converted SmolLM2 between sessions
 transformers_logging.disable_progress_bar()
 
 
@@ -79,17 +77,3 @@ def llama(bench_for):
 def fresh(fresh_bench_for):
     """A llama on an empty home."""
     return fresh_bench_for("llama")
-
-
-@pytest.fixture(scope="session")
-def smollm2_home(tmp_path_factory):
-    """A home in which the bundled model is converted, or will be on first use (20 s).
-
-    RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session.
-    """
-    home = tmp_path_factory.mktemp("smollm2-home")
-    kept = os.environ.get(MODELS_VARIABLE)
-    if kept:
-        Path(kept).mkdir(parents=True, exist_ok=True)
-        (home / "models").symlink_to(Path(kept).resolve(), target_is_directory=True)
-    return home

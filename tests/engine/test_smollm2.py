@@ -10,6 +10,7 @@ import torch
 from benches import chunk_places, reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine import convert
 from ragblend.kvstore.layout import value_files
 
 PASSAGES = [
@@ -48,6 +49,14 @@ def reference(engine, prompt):
 def eager(engine, prompt):
     """The same by transformers' plainest attention: what two right answers in bfloat16 differ by."""
     return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16, "eager")
+
+
+def test_the_model_is_converted_once_for_all_homes(engine, with_smollm2, tmp_path, monkeypatch):
+    """Each of the engine's, the app's and the documents' tests converted its own: 20 s each."""
+    first = engine._resources.checkpoint.folder
+    monkeypatch.setattr(convert, "_convert", None)
+    another = Engine.open(home=with_smollm2(tmp_path / "home"), device="cpu", dtype="bfloat16")
+    assert another._resources.checkpoint.folder.samefile(first)
 
 
 def divergence(expected, found):

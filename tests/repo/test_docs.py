@@ -111,9 +111,9 @@ def test_the_readme_starts_with_the_two_commands() -> None:
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)
-def test_python_blocks_run(document, tmp_path, monkeypatch) -> None:
+def test_python_blocks_run(document, tmp_path, monkeypatch, with_smollm2) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RAGBLEND_HOME", str(with_smollm2(tmp_path / "home")))
     namespace: dict[str, object] = {"__name__": "document"}
     for block in PYTHON:
         if block.document == document:
