@@ -30,10 +30,12 @@ class CacheBlend(Policy):
     name: str = field(default="cacheblend", kw_only=True)
 
     def rows(self, plan: Plan) -> Tensor:
+        if plan.ratio == 0:  # the check would cost more than nothing, and choose none
+            return super().rows(plan)
         return (plan.always | plan.candidates).nonzero().squeeze(1)
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        return layer == self._check_layer(plan) and not _keeps_all(plan)
+        return layer == self._check_layer(plan) and _chooses(plan)
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
@@ -66,13 +68,15 @@ class GradualCacheBlend(CacheBlend):
     name: str = field(default="cacheblend-gradual", kw_only=True)
 
     def narrows(self, plan: Plan, layer: int) -> bool:
-        return self._check_layer(plan) <= layer < plan.layers - 1 and not _keeps_all(plan)
+        return self._check_layer(plan) <= layer < plan.layers - 1 and _chooses(plan)
 
     def ratio_at(self, plan: Plan, layer: int) -> float:
         mean, check = self.remaining_ratio(plan), self._check_layer(plan)
         steps = plan.layers - 1 - check
         progress = (layer - check) / steps if steps else 0.5
-        return min(mean * (1 + self.spread * (1 - 2 * progress)), _reach(plan))
+        # What is cut off above the reach would be missing from the mean, so both ends come closer to it.
+        spread = min(self.spread, _reach(plan) / mean - 1)
+        return mean * (1 + spread * (1 - 2 * progress))
 
 
 def deviation(evidence: Evidence, measure: str) -> Tensor:
@@ -85,9 +89,9 @@ def deviation(evidence: Evidence, measure: str) -> Tensor:
     return delta.pow_(2).sum(dim=(0, 2))
 
 
-def _keeps_all(plan: Plan) -> bool:
-    """Whether the ratio pays for every candidate, so that there is nothing to choose."""
-    return plan.ratio >= _reach(plan)
+def _chooses(plan: Plan) -> bool:
+    """Whether there is anything to choose: the ratio pays for some of the candidates, and not for all."""
+    return 0 < plan.ratio < _reach(plan)
 
 
 def _reach(plan: Plan) -> float:

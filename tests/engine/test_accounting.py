@@ -50,7 +50,7 @@ def computed_layer_rows(bench, monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.9, 1.0])
 @pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-k", "cacheblend-gradual"])
 def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
     """Counted at the layers themselves; and it is the ratio asked for, where the selection leaves room for that."""
@@ -68,8 +68,20 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method
     selection = 0.0 if method in ("random", "heads") else (1 + share) / layers + 0.01
     if selection <= ratio < 1:
         assert report.recomputed_fraction == pytest.approx(ratio, abs=0.02)
+    elif ratio == 0:
+        assert report.recomputed_fraction == counted["peek"] == 0
     elif ratio < 1:
         assert ratio <= report.recomputed_fraction <= selection + 0.02
+
+
+@pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-k", "cacheblend-gradual"])
+def test_ratio_zero_is_reuse(llama, method):
+    """CacheBlend computed its first layers and the check for every row, to choose none of them."""
+    llama.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    reused, found = (llama.engine.prefill(prompt, name, ratio=0.0) for name in ("reuse", method))
+    assert torch.equal(found.logits, reused.logits)
+    assert found.report.tokens == reused.report.tokens
 
 
 def test_random_rows_follow_the_seed(llama):
