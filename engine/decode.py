@@ -34,8 +34,6 @@ def decode(
     from transformers import StoppingCriteriaList
 
     ids = torch.tensor([list(prompt_ids)], device=model.device)
-    if options.seed is not None:
-        torch.manual_seed(options.seed)
     with torch.inference_mode():
         out = (model if cache is None else _resumed(model, logits, cache)).generate(
             input_ids=ids,
@@ -43,7 +41,8 @@ def decode(
             **({} if cache is None else {"past_key_values": cache}),
             streamer=_Streamer(on_token),
             stopping_criteria=StoppingCriteriaList([_Halted(halted)]),
-            **_sampling(model, tokenizer, options),
+            logits_processor=_sampling(options, ids.device),
+            **_settings(model, tokenizer, options),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
@@ -87,18 +86,50 @@ def _resumed(model: Any, logits: Tensor, cache: FusedCache) -> Any:
     return twin
 
 
-def _sampling(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, Any]:
-    settings: dict[str, Any] = {
+class Draw:
+    """Noise (Gumbel's) that turns the highest score into a draw from the scores' softmax: the last logits processor.
+
+    transformers draws from torch's global generator, which is everybody's: a seed would reseed other threads, and
+    other threads would disturb the seeded answer. Greedy search over these scores asks nobody but our generator.
+    Source: Maddison et al., "A* Sampling" (NeurIPS'14), §2.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        waiting = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self._generator)
+        return scores - waiting.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+
+
+def _sampling(options: DecodeOptions, device: torch.device) -> Any:
+    """The logits processors that make greedy search sample; none at temperature 0."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    processors = LogitsProcessorList()
+    if options.temperature > 0:
+        processors.append(TemperatureLogitsWarper(float(options.temperature)))
+        if options.top_k > 0:
+            processors.append(TopKLogitsWarper(options.top_k))
+        if options.top_p < 1:
+            processors.append(TopPLogitsWarper(options.top_p))
+        # Without a seed torch's own is followed, so that `torch.manual_seed` still makes a program repeatable.
+        seed = int(torch.randint(1 << 62, ())) if options.seed is None else options.seed
+        processors.append(Draw(torch.Generator(device).manual_seed(seed)))
+    return processors
+
+
+def _settings(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, Any]:
+    # A checkpoint's own generation config may name the Nones; they mean nothing to greedy search and would warn.
+    return {
         "max_new_tokens": options.max_new_tokens,
-        "do_sample": options.temperature > 0,
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
         "repetition_penalty": options.repetition_penalty,
         "pad_token_id": _pad_id(model, tokenizer),
     }
-    if options.temperature > 0:
-        settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    else:  # a checkpoint's own generation config may name these; they mean nothing to greedy search and would warn
-        settings |= {"temperature": None, "top_p": None, "top_k": None}
-    return settings
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:

@@ -17,7 +17,7 @@ MODELS_VARIABLE = "RAGBLEND_TEST_MODELS"  # a folder that keeps the converted Sm
 
 @pytest.fixture(scope="session")
 def smollm2_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one `models` folder of this session: whoever needs the bundled model first converts it (20 s a dtype), for all.
+    """The one `models` folder of this session: who needs the bundled model first converts it (20 s a dtype), for all.
 
     RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session. The gate's
     verdicts are not: a model judged by last week's code says nothing about today's.

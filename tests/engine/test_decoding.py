@@ -6,6 +6,7 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
+from ragblend.engine import decode
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -107,6 +108,36 @@ def test_sampling_follows_the_seed(stored):
     narrow = stored.engine.generate(prompt, seed=3, top_k=1, **options)
     greedy = stored.engine.generate(prompt, max_new_tokens=20)
     assert narrow.token_ids == greedy.token_ids
+
+
+def test_sampling_leaves_the_random_numbers_of_others_alone(stored):
+    """A seed was given to all of torch: who drew numbers beside it got others, and it got others itself."""
+    prompt, options = make_prompt(TEXTS), {"max_new_tokens": 20, "temperature": 1.5, "seed": 1}
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    alone = stored.engine.generate(prompt, **options).token_ids
+    assert torch.equal(torch.get_rng_state(), before)
+    stream = stored.engine.stream(prompt, **options)
+    for _ in stream:
+        torch.rand(3)
+    assert stream.result.token_ids == alone
+
+
+def test_sampling_without_a_seed_follows_torch(stored):
+    prompt, options = make_prompt(TEXTS), {"max_new_tokens": 20, "temperature": 1.5}
+    answers = []
+    for seed in (5, 5, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        answers.append(stored.engine.generate(prompt, **options).token_ids)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    likely = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    scores = likely.log().expand(20_000, -1)
+    drawn = decode.Draw(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
+    assert (drawn.bincount(minlength=4) / 20_000).tolist() == pytest.approx(likely.tolist(), abs=0.015)
 
 
 def test_sampling_from_all_tokens(stored):
