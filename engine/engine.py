@@ -1,35 +1,35 @@
 """Engine: one model on one device, with the KV of the chunks it has read. Start here.
 
-The main path: `generate` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer loop) -> policy.
+The main path: `generate` -> `Machine.prefill` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer
+loop) -> policy.
 """
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ragblend.engine.chat import chat
 from ragblend.engine.config import DecodeOptions, EngineConfig
 from ragblend.engine.decode import continue_logits
-from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.device import pick_device, pick_dtype
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.generation import finish, run
 from ragblend.engine.home import resolve_home
-from ragblend.engine.prompt import Chunk, Literal, Prompt
-from ragblend.engine.resources import Resources
+from ragblend.engine.machine import Machine, Progress
+from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
-from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.serving import Request, left_to_generate, prefill_natively
-from ragblend.kvstore.chunks import ChunkKey
+from ragblend.engine.serving import Request
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
+from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.store import KVStore
 
-Progress = Callable[[int, int], None]
 DEFAULT_METHOD, DEFAULT_RATIO = "cacheblend", 0.15
-_open_engines: dict[tuple[Any, ...], "Engine"] = {}
+_machines: dict[tuple[Any, ...], Machine] = {}
+_engines: dict[tuple[Any, ...], "Engine"] = {}
 _opening = threading.Lock()
 
 
@@ -39,12 +39,10 @@ class Engine:
     Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
     """
 
-    def __init__(self, config: EngineConfig, home: Path) -> None:
-        self.config = config
-        self.home = home
-        self._resources = Resources(config, home)
-        self._queue = DeviceQueue()
-        self._chores = Chores()
+    def __init__(self, config: EngineConfig, home: Path, machine: Machine) -> None:
+        self.config, self.home = config, home
+        self._machine = machine
+        self._resources, self._queue = self._machine.resources, self._machine.queue
 
     @classmethod
     def open(
@@ -56,19 +54,26 @@ class Engine:
         collection: str = "default",
         store_budget_bytes: int | None = None,
     ) -> "Engine":
-        """The engine for that model and home; the same object for the same arguments.
+        """The engine for that model, home and collection; the same object for the same arguments.
 
         model: `default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file; home: where data lives
-        (RAGBLEND_HOME, or the user's data folder). Raises UsageError; a model's own errors come on first use.
+        (RAGBLEND_HOME, or the user's data folder); collection: a namespace. Engines of one model and home share its
+        weights, its queue and its store, whatever their collections. Raises UsageError; a model's own errors come on
+        first use.
         """
         extra = {} if store_budget_bytes is None else {"store_budget_bytes": store_budget_bytes}
         config = EngineConfig(str(model), device, dtype, collection, **extra)
         folder = resolve_home(home)
         with _opening:
-            key = (config, folder)
-            if key not in _open_engines:
-                _open_engines[key] = cls(config, folder)
-            return _open_engines[key]
+            where = pick_device(device)
+            shared = (config.model, str(where), pick_dtype(where, dtype), folder)
+            if shared not in _machines:
+                _machines[shared] = Machine(config, folder)
+            elif store_budget_bytes is not None:
+                _machines[shared].resources.set_budget(store_budget_bytes)
+            if (*shared, collection) not in _engines:
+                _engines[*shared, collection] = cls(config, folder, _machines[shared])
+            return _engines[*shared, collection]
 
     # --- what it is
 
@@ -131,13 +136,13 @@ class Engine:
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
-        keys, tokens, encoded = self._encode_ids(ids, behind, progress)
+        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
         if node_ids is not None:
             named = [
-                (node_id, passage, key or self._resources.unstored_key(passage))
+                (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
                 for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
             ]
-            unused = self._resources.nodes.put_many(self._resources.scope, named)
+            unused = self._resources.nodes.put_many(self._scope, named)
             for key in unused:
                 self.store.delete(key)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
@@ -147,7 +152,20 @@ class Engine:
         unused = self._resources.nodes.delete(self.config.collection, node_ids)
         return sum(self.store.delete(key) for key in unused)
 
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
+
+        For when it is known what will be asked about, and not yet what: chunks of the last retrieval, say.
+        """
+        self._machine.prefetch(
+            lambda: [c.token_ids or () for c in self.tokenize(Prompt(chunks)).chunks], self.config.collection
+        )
+
     # --- prompts
+
+    def chat(self, messages: Sequence[Message]) -> Prompt:
+        """Any messages in the model's chat template; chunks may stand anywhere in them. Raises PromptError."""
+        return chat(self.tokenizer, messages)
 
     def chat_prompt(
         self,
@@ -173,7 +191,7 @@ class Engine:
         ]
         found = {}
         for node_id in named:
-            ids = self._resources.nodes.get(self._resources.scope, node_id)
+            ids = self._resources.nodes.get(self._scope, node_id)
             if ids is None:
                 raise UnknownChunkError(
                     f"no chunk with the node id {node_id!r} was encoded in the collection "
@@ -194,7 +212,7 @@ class Engine:
         """Read the prompt. Raises PromptTooLongError, UsageError, Cancelled."""
         request = self._request(prompt, method, ratio, seed)
         with self._queue.turn(cancel):
-            return self._prefill(request, cancel)
+            return self._machine.prefill(request, cancel)
 
     def generate(
         self,
@@ -207,9 +225,7 @@ class Engine:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does."""
         request, chosen = self._generation(prompt, method, ratio, options)
         with self._queue.turn(cancel):
-            return run(
-                self._resources, lambda: self._prefill(request, cancel, answering=True), chosen, None, cancel
-            )
+            return self._answer(request, chosen, None, cancel)
 
     def stream(
         self,
@@ -223,13 +239,7 @@ class Engine:
 
         def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
             with self._queue.turn(cancel):
-                return run(
-                    self._resources,
-                    lambda: self._prefill(request, cancel, answering=True),
-                    chosen,
-                    on_text,
-                    cancel,
-                )
+                return self._answer(request, chosen, on_text, cancel)
 
         return Stream(work)
 
@@ -246,15 +256,31 @@ class Engine:
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until the chunks that were missing have been encoded; False if that took too long."""
-        return self._chores.finish(timeout_s)
+        return self._machine.chores.finish(timeout_s)
 
     def close(self) -> None:
-        """End background work and free model and store; the next use loads them again."""
-        self._chores.finish()
-        with self._queue.turn():
-            self._resources.close()
+        """End background work and free model and store, for all collections; the next use loads them again."""
+        self._machine.close()
 
     # --- inside
+
+    @property
+    def _scope(self) -> Scope:
+        return self._resources.scope(self.config.collection)
+
+    def _answer(
+        self,
+        request: Request,
+        options: DecodeOptions,
+        on_text: Callable[[str], None] | None,
+        cancel: threading.Event | None,
+    ) -> Result:
+        """With the device in hand."""
+
+        def prefill() -> Prefilled:
+            return self._machine.prefill(request, cancel, answering=True)
+
+        return run(self._resources, prefill, options, on_text, cancel)
 
     def _request(
         self, prompt: Prompt, method: str | Policy, ratio: float, seed: int, room: int = 64
@@ -266,7 +292,7 @@ class Engine:
         if tokens == 0:
             raise UsageError("the prompt is empty; give it at least one token")
         self._check_length(tokens, "the prompt")
-        return Request(tokenized, policy, ratio, seed, room)
+        return Request(tokenized, policy, ratio, self.config.collection, seed, room)
 
     def _generation(
         self, prompt: Prompt, method: str | Policy, ratio: float, options: dict[str, Any]
@@ -281,50 +307,3 @@ class Engine:
                 f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
                 "what is left: use fewer or shorter passages, or a model with a longer window"
             )
-
-    def _prefill(
-        self, request: Request, cancel: threading.Event | None, answering: bool = False
-    ) -> Prefilled:
-        """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere.
-
-        answering: an unfused model's own `generate` comes next and reads the prompt itself, so it is not read here.
-        """
-        resources = self._resources
-        refusal = resources.refusal(len(request.prompt.token_ids))
-        if refusal is not None and answering:
-            return left_to_generate(request, refusal)
-        if refusal is not None:
-            return prefill_natively(resources.loaded.model, request, refusal, cancel)
-        prefilled = resources.server.prefill(request, cancel)
-        if prefilled.report.misses and request.policy.name != "full":
-            for chunk in request.prompt.chunks:
-                if chunk.token_ids:
-                    self._chores.add(partial(self._encode_later, chunk.token_ids))
-        return prefilled
-
-    def _encode_later(self, token_ids: tuple[int, ...]) -> None:
-        """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
-        self._encode_ids([token_ids], self._resources.canonical_prefix, None)
-
-    def _encode_ids(
-        self, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...], progress: Progress | None
-    ) -> tuple[list[ChunkKey | None], int, int]:
-        """The keys, tokens encoded, chunks encoded. The device is given back between chunks."""
-        with self._queue.turn():
-            if not self._resources.gate.passed:
-                return [None] * len(passages), 0, 0
-            encoder: ChunkEncoder | None = None
-        keys: list[ChunkKey | None] = []
-        tokens = encoded = 0
-        for passage in passages:
-            key = self._resources.key_of(prefix, passage) if passage else None
-            if key is not None and not self.store.contains(key):
-                with self._queue.turn():
-                    encoder = encoder or ChunkEncoder(self._resources.decoder, prefix)
-                    chunk = encoder.encode(passage)
-                self.store.put(key, chunk)
-                tokens, encoded = tokens + len(passage), encoded + 1
-            keys.append(key)
-            if progress is not None:
-                progress(len(keys), len(passages))
-        return keys, tokens, encoded

@@ -69,7 +69,14 @@ def finish(
     if on_text is not None and (piece := stream.finish()):
         on_text(piece)
     report = clock.report(prefilled.report, len(ids))
-    return Result(text_of(tokenizer, ids, options.stop), tuple(ids), report)
+    # `generate` ends an answer early for no other reasons than its end token and our own criterion.
+    stopped = stream.stopped or len(ids) < options.max_new_tokens or ids[-1] in _end_ids(model)
+    return Result(text_of(tokenizer, ids, options.stop), tuple(ids), report, prefilled.prompt, stopped)
+
+
+def _end_ids(model: Any) -> set[int]:
+    found = model.generation_config.eos_token_id
+    return set(found) if isinstance(found, list) else {found}
 
 
 class _Clock:

@@ -9,10 +9,14 @@ from ragblend.kvstore.errors import PromptError
 
 @dataclass(frozen=True)
 class Literal:
-    """Text that is always computed fresh: instructions, separators, history, the question."""
+    """Text that is always computed fresh: instructions, separators, history, the question.
+
+    verbatim: control tokens written in it are text, as they are in passages; for whatever people wrote.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] | None = None
+    verbatim: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,17 @@ class Chunk:
 
 
 Segment = Literal | Chunk
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chat, before the model's template is put around it.
+
+    role: `system`, `user`, `assistant`, or whatever else the template knows.
+    """
+
+    role: str
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -85,5 +100,5 @@ def with_ids(segment: Segment, token_ids: Sequence[int]) -> Segment:
     """The same segment, tokenized."""
     ids = tuple(int(i) for i in token_ids)
     if isinstance(segment, Literal):
-        return Literal(segment.text, ids)
+        return Literal(segment.text, ids, segment.verbatim)
     return Chunk(segment.text, segment.node_id, ids)

@@ -33,6 +33,7 @@ class Resources:
         self.config, self.home = config, home
         self._loading = threading.RLock()
         self._held: dict[str, Any] = {}
+        self._budget_bytes = config.store_budget_bytes
 
     def _once(self, name: str, make: Any) -> Any:
         with self._loading:
@@ -78,20 +79,26 @@ class Resources:
 
     @property
     def store(self) -> KVStore:
-        root, budget = self.home / "kv", self.config.store_budget_bytes
-        found: KVStore = self._once("store", lambda: KVStore.open(root, budget))
+        found: KVStore = self._once("store", lambda: KVStore.open(self.home / "kv", self._budget_bytes))
         return found
+
+    def set_budget(self, nbytes: int) -> None:
+        """From now on the store keeps at most that many bytes; what is too much goes at its next put."""
+        with self._loading:
+            self._budget_bytes = nbytes
+            if "store" in self._held:
+                self._held["store"].budget_bytes = nbytes
 
     @property
     def nodes(self) -> NodeIndex:
         found: NodeIndex = self._once("nodes", lambda: NodeIndex.open(self.home / "nodes.sqlite"))
         return found
 
-    @property
-    def scope(self) -> Scope:
+    def scope(self, collection: str) -> Scope:
+        """What the node ids of a collection are looked up under."""
         checkpoint = self.checkpoint
         digest: str = self._once("tokenizer", lambda: tokenizer_digest(checkpoint.folder, checkpoint.ledger))
-        return Scope(self.config.collection, digest)
+        return Scope(collection, digest)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -121,12 +128,12 @@ class Resources:
         found: Server = self._once("server", self._serve)
         return found
 
-    def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...]) -> ChunkKey:
-        return chunk_key(self.fingerprint, prefix, self.config.collection, token_ids)
+    def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str) -> ChunkKey:
+        return chunk_key(self.fingerprint, prefix, collection, token_ids)
 
-    def unstored_key(self, token_ids: tuple[int, ...]) -> ChunkKey:
+    def unstored_key(self, token_ids: tuple[int, ...], collection: str) -> ChunkKey:
         """A key for the node index where there is no KV: of an empty passage, or of a model that cannot be fused."""
-        described = f"unstored|{self.config.collection}|{token_ids}"
+        described = f"unstored|{collection}|{token_ids}"
         return ChunkKey(hashlib.sha256(described.encode()).hexdigest())
 
     def refusal(self, tokens: int) -> str | None:

@@ -40,11 +40,16 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer: its text, the ids of its tokens (the end token included), and what it took."""
+    """An answer: its text, the ids of its tokens (the end token included), what it took, and to which prompt.
+
+    stopped: by its end token or a stop string, rather than by the most tokens that were wanted.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     report: Report
+    prompt: Prompt
+    stopped: bool = False
 
 
 Work = Callable[[Callable[[str], None], threading.Event], Result]  # (on_text, cancel) -> the whole answer

@@ -28,16 +28,19 @@ from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
-KeyOf = Callable[[tuple[int, ...], tuple[int, ...]], ChunkKey]  # (encoding prefix, token ids) -> key
+KeyOf = Callable[
+    [tuple[int, ...], tuple[int, ...], str], ChunkKey
+]  # (encoding prefix, token ids, collection)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the engine: a tokenized prompt, the policy and ratio to serve it with."""
+    """What is asked of the engine: a tokenized prompt, the policy and ratio to serve it with, and whose KV to use."""
 
     prompt: Prompt
     policy: Policy
     ratio: float
+    collection: str
     seed: int = 0
     room_tokens: int = 256
 
@@ -117,7 +120,7 @@ class Server:
         for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
             if not isinstance(segment, Chunk) or not segment.token_ids:
                 continue
-            reader, behind = self._open(prefix, segment.token_ids)
+            reader, behind = self._open(prefix, segment.token_ids, request.collection)
             if reader is not None:
                 readers.enter_context(reader)
             exact = reader is not None and behind == everything[:offset]
@@ -126,16 +129,16 @@ class Server:
         return tuple(spans), hits, len(spans) - hits
 
     def _open(
-        self, prefix: tuple[int, ...], token_ids: tuple[int, ...]
+        self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
     ) -> tuple[ChunkReader | None, tuple[int, ...]]:
         """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
-        if prefix != self.canonical_prefix and self.store.contains(key := self.key_of(prefix, token_ids)):
+        key = self.key_of(prefix, token_ids, collection)
+        if prefix != self.canonical_prefix and self.store.contains(key):
             reader = self.store.open_chunk(key, token_ids)
             if reader is not None:
                 return reader, prefix
-        return self.store.open_chunk(
-            self.key_of(self.canonical_prefix, token_ids), token_ids
-        ), self.canonical_prefix
+        key = self.key_of(self.canonical_prefix, token_ids, collection)
+        return self.store.open_chunk(key, token_ids), self.canonical_prefix
 
 
 def prefill_natively(

@@ -1,16 +1,16 @@
-"""From text to token ids: control tokens are read in literals, never in passages."""
+"""From text to token ids: control tokens are read in literals, never in passages or verbatim literals."""
 
 import copy
 from typing import Any
 
-from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment, with_ids
+from ragblend.engine.chat import chat
+from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment, with_ids
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
 OPENING = "Passages:\n\n"
 # Not "Question: ...": small models then go on asking themselves questions after the answer.
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
-_SPLIT = "\x00passages\x00"
 
 
 class Tokenizing:
@@ -59,7 +59,7 @@ class Tokenizing:
         if segment.token_ids is not None:
             return segment.token_ids
         if isinstance(segment, Literal):
-            return tuple(self.literal_ids(segment.text))
+            return tuple((self.passage_ids if segment.verbatim else self.literal_ids)(segment.text))
         if segment.text is not None:
             return tuple(self.passage_ids(segment.text))
         assert segment.node_id is not None
@@ -69,43 +69,30 @@ class Tokenizing:
         self, system: str | None, passages: list[Chunk], question: str, history: list[tuple[str, str]]
     ) -> Prompt:
         """The model's chat template around the passages: they come first, the question last."""
-        head, tail = self._frame(SYSTEM if system is None else system, history)
-        if not passages:
-            return Prompt([Literal(head + question + tail)])
-        segments: list[Segment] = [Literal(head + OPENING)]
-        for number, passage in enumerate(passages):
-            if number:
-                segments.append(Literal(SEPARATOR))
-            segments.append(passage)
-        return Prompt([*segments, Literal(CLOSING + question + tail)])
+        words = SYSTEM if system is None else system
+        messages = [Message("system", (Literal(words),))] if words else []
+        for asked, answered in history:
+            messages += [
+                Message("user", (Literal(asked),)),
+                Message("assistant", (Literal(answered),)),
+            ]
+        return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
     def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
         """Ids of what `chat_prompt` puts before the first passage: the canonical encoding prefix."""
         prompt = self.chat_prompt(system, [Chunk(token_ids=())], "", [])
         return self.prompt(prompt, {}).prefix_ids
 
-    def _frame(self, system: str, history: list[tuple[str, str]]) -> tuple[str, str]:
-        """What the chat template puts before and after the last user message."""
-        messages = [{"role": "system", "content": system}] if system else []
-        for asked, answered in history:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        messages.append({"role": "user", "content": _SPLIT})
-        if self.tokenizer.chat_template is None:  # a base model
-            turns = "".join(f"Question: {asked}\nAnswer: {answered}\n\n" for asked, answered in history)
-            return (f"{system}\n\n{turns}" if system else turns), "\nAnswer:"
-        try:
-            text = self._render(messages)
-        except (
-            Exception
-        ):  # templates raise their own errors for a system role they do not know (Gemma, Mistral)
-            messages = messages[1:] if system else messages
-            messages[0] = {"role": "user", "content": f"{system}\n\n{messages[0]['content']}"}
-            text = self._render(messages)
-        head, _, tail = text.partition(_SPLIT)
-        return head, tail
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+def _asked(passages: list[Chunk], question: str) -> list[Segment]:
+    if not passages:
+        return [Literal(question)]
+    segments: list[Segment] = [Literal(OPENING)]
+    for number, passage in enumerate(passages):
+        if number:
+            segments.append(Literal(SEPARATOR))
+        segments.append(passage)
+    return [*segments, Literal(CLOSING + question)]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -7,6 +7,7 @@ format.
 
 import errno
 import logging
+import os
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,17 @@ class KVStore:
             self._counters.add(hits=1)
             self._index.touch(key.digest)
         return reader
+
+    def will_need(self, key: ChunkKey) -> None:
+        """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
+        path = self._path_of(key)
+        if path is None or not hasattr(os, "posix_fadvise"):
+            return
+        try:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        except OSError as error:  # evicted meanwhile, say: its use will tell
+            log.debug("reading ahead %s: %s", path, error)
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, every layer verified, in memory that the caller owns; None is a miss."""

@@ -28,7 +28,7 @@ def test_goes_of_20_rows_give_what_one_go_gives(fresh_bench_for, monkeypatch, ma
     """A go must not see the rows of the next one: what they left in the buffers is here NaN."""
     bench = fresh_bench_for(name)
     bench.engine.encode([TEXTS[0], TEXTS[2]])
-    monkeypatch.setattr(bench.engine._chores, "add", lambda chore: None)
+    monkeypatch.setattr(bench.engine._machine.chores, "add", lambda chore: None)
     prompt = chat(bench, TEXTS)
     masks(bench)
     monkeypatch.setattr(fusion, "BATCH_ROWS", 10_000)

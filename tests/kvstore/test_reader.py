@@ -220,3 +220,16 @@ def test_page_cache_can_be_dropped(store, sample, same):
     with store.open_chunk(key, chunk.token_ids) as reader:
         reader.drop_page_cache()
     assert same(store.get(key, chunk.token_ids), chunk)
+
+
+def test_reading_ahead_is_asked_of_the_kernel_for_that_file_alone(store, sample, value_path, monkeypatch):
+    asked = []
+    for seed in (1, 2):
+        key, chunk = sample(seed)
+        store.put(key, chunk)
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, *rest: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *rest))
+    )
+    store.will_need(key)
+    store.will_need(sample(3)[0])  # never stored: no error
+    assert asked == [(str(value_path(key).resolve()), 0, 0, os.POSIX_FADV_WILLNEED)]

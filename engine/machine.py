@@ -1,0 +1,96 @@
+"""One model on one device: what all engines of a process that mean the same model and home share."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ragblend.engine.config import EngineConfig
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.resources import Resources
+from ragblend.engine.results import Prefilled
+from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.serving import Request, left_to_generate, prefill_natively
+from ragblend.kvstore.chunks import ChunkKey
+
+log = logging.getLogger("ragblend")
+Progress = Callable[[int, int], None]
+TokenIds = tuple[int, ...]
+
+
+class Machine:
+    """The resources, the queue before the device, and work for when nobody waits."""
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        self.resources = Resources(config, home)
+        self.queue = DeviceQueue()
+        self.chores = Chores()
+
+    def prefill(
+        self, request: Request, cancel: threading.Event | None = None, answering: bool = False
+    ) -> Prefilled:
+        """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere.
+
+        answering: an unfused model's own `generate` comes next and reads the prompt itself, so it is not read here.
+        """
+        resources = self.resources
+        refusal = resources.refusal(len(request.prompt.token_ids))
+        if refusal is not None and answering:
+            return left_to_generate(request, refusal)
+        if refusal is not None:
+            return prefill_natively(resources.loaded.model, request, refusal, cancel)
+        prefilled = resources.server.prefill(request, cancel)
+        if prefilled.report.misses and request.policy.name != "full":
+            for chunk in request.prompt.chunks:
+                if chunk.token_ids:
+                    self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
+        return prefilled
+
+    def encode(
+        self, passages: Sequence[TokenIds], prefix: TokenIds, collection: str, progress: Progress | None
+    ) -> tuple[list[ChunkKey | None], int, int]:
+        """The keys, tokens encoded, chunks encoded. The device is given back between chunks."""
+        resources = self.resources
+        with self.queue.turn():
+            if not resources.gate.passed:
+                return [None] * len(passages), 0, 0
+            encoder: ChunkEncoder | None = None
+        keys: list[ChunkKey | None] = []
+        tokens = encoded = 0
+        for passage in passages:
+            key = resources.key_of(prefix, passage, collection) if passage else None
+            if key is not None and not resources.store.contains(key):
+                with self.queue.turn():
+                    encoder = encoder or ChunkEncoder(resources.decoder, prefix)
+                    chunk = encoder.encode(passage)
+                resources.store.put(key, chunk)
+                tokens, encoded = tokens + len(passage), encoded + 1
+            keys.append(key)
+            if progress is not None:
+                progress(len(keys), len(passages))
+        return keys, tokens, encoded
+
+    def prefetch(self, passages: Callable[[], Sequence[TokenIds]], collection: str) -> None:
+        """In the background: load the model if it is not there yet, and have the disk read the passages' KV."""
+        self.chores.add(partial(self._prefetch, passages, collection))
+
+    def close(self) -> None:
+        """End background work and free model and store; the next use loads them again."""
+        self.chores.finish()
+        with self.queue.turn():
+            self.resources.close()
+
+    def _prefetch(self, passages: Callable[[], Sequence[TokenIds]], collection: str) -> None:
+        resources = self.resources
+        with self.queue.turn():
+            if not resources.gate.passed:
+                return
+            prefix = resources.canonical_prefix
+            _ = resources.server  # its threads and the store
+        for passage in passages():
+            resources.store.will_need(resources.key_of(prefix, passage, collection))
+
+    def _encode_later(self, token_ids: TokenIds, collection: str) -> None:
+        """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
+        self.encode([token_ids], self.resources.canonical_prefix, collection, None)

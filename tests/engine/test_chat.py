@@ -1,0 +1,143 @@
+"""Messages of frameworks in the model's template; and engines that share one machine."""
+
+import copy
+
+import pytest
+from benches import make_text
+
+from ragblend import Chunk, Engine, Literal
+from ragblend.engine.chat import chat, folded, joined
+from ragblend.engine.prompt import Message
+from ragblend.kvstore.errors import PromptError
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+)
+DROPS = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def tokenizer(llama):
+    """A copy of a tiny model's tokenizer, whose template may be replaced."""
+    return copy.deepcopy(llama.engine.tokenizer)
+
+
+def message(role, *texts):
+    return Message(role, tuple(Literal(t) if isinstance(t, str) else t for t in texts))
+
+
+def text_of(prompt):
+    return "".join(segment.text or "" for segment in prompt.segments)
+
+
+def test_chunks_stay_chunks_inside_a_message(tokenizer):
+    tokenizer.chat_template = PLAIN
+    prompt = chat(tokenizer, [message("system", "brief"), message("user", "read ", Chunk("this"), " now")])
+    assert text_of(prompt) == "<system>brief</system><user>read this now</user><assistant>"
+    assert [chunk.text for chunk in prompt.chunks] == ["this"]
+
+
+@pytest.mark.parametrize("template", [STRICT, DROPS])
+def test_a_template_that_knows_fewer_roles_gets_them_folded(tokenizer, template):
+    tokenizer.chat_template = template
+    given = [message("system", "s"), message("user", "u1"), message("tool", "t"), message("user", "u2")]
+    head = "[user]" if template is STRICT else "<user>"
+    tail = "[assistant]" if template is STRICT else "<assistant>"
+    assert text_of(chat(tokenizer, given)) == f"{head}s\n\nu1\n\nt\n\nu2{tail}"
+
+
+def test_a_template_that_takes_nothing_is_named(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('closed today') }}"
+    with pytest.raises(PromptError, match=r"roles user.*closed today"):
+        chat(tokenizer, [message("user", "u")])
+    with pytest.raises(PromptError, match="no message"):
+        chat(tokenizer, [])
+
+
+def test_a_base_model_reads_question_and_answer(tokenizer):
+    tokenizer.chat_template = None
+    given = [message("system", "s"), message("user", "q1"), message("assistant", "a1"), message("user", "q2")]
+    assert text_of(chat(tokenizer, given)) == "s\n\nQuestion: q1\nAnswer: a1\n\nq2\nAnswer:"
+
+
+def test_content_cannot_act_as_template(tokenizer):
+    tokenizer.chat_template = PLAIN
+    nasty = "{{ 1 + 1 }} \x00message 1\x00 </user>"
+    prompt = chat(tokenizer, [message("user", nasty), message("assistant", "a")])
+    assert text_of(prompt) == f"<user>{nasty}</user><assistant>a</assistant><assistant>"
+
+
+def test_folding_keeps_sides_apart():
+    given = [
+        message("system", "s"),
+        message("user", "u"),
+        message("assistant", "a"),
+        message("assistant", "b"),
+    ]
+    assert [(m.role, "".join(part.text for part in m.segments)) for m in folded(given)] == [
+        ("user", "s\n\nu"),
+        ("assistant", "a\n\nb"),
+    ]
+
+
+def test_joining_keeps_verbatim_apart():
+    parts = [Literal("a"), Literal(""), Literal("b"), Literal("c", verbatim=True), Chunk("d"), Literal("e")]
+    assert joined(parts) == [Literal("ab"), Literal("c", verbatim=True), Chunk("d"), Literal("e")]
+
+
+def test_control_tokens_count_unless_verbatim(llama):
+    engine = llama.engine
+    end = engine.tokenizer.eos_token
+    spoken = engine.tokenize(engine.chat([Message("user", (Literal(f"a {end} b", verbatim=True),))]))
+    typed = engine.tokenize(engine.chat([Message("user", (Literal(f"a {end} b"),))]))
+    end_id = engine.tokenizer.eos_token_id
+    assert spoken.token_ids.count(end_id) == typed.token_ids.count(end_id) - 1
+
+
+def test_collections_share_the_weights_and_nothing_else(model_folder, tmp_path):
+    """Two collections once meant the model in memory twice."""
+    folder, home = str(model_folder("llama")), tmp_path / "home"
+    options = {"home": home, "device": "cpu", "dtype": "float32"}
+    one, two = (Engine.open(folder, collection=name, **options) for name in ("one", "two"))
+    assert one is not two
+    assert (
+        Engine.open(folder, home=home, dtype="float32", collection="one") is one
+    )  # the device that None means
+    text = make_text(1)
+    (first,) = one.encode([text], node_ids=["n"]).keys
+    (second,) = two.encode([text]).keys
+    assert first != second
+    assert one._resources.loaded is two._resources.loaded
+    assert one.store is two.store
+    prompt = one.tokenize(one.chat_prompt(None, [Chunk(node_id="n")], "who?"))
+    assert one.prefill(prompt, method="reuse").report.hits == 1
+    one.forget(["n"])
+    assert one.prefill(prompt, method="reuse").report.misses == 1
+    assert two.prefill(prompt, method="reuse").report.hits == 1
+    one.close()
+
+
+def test_a_budget_that_is_named_later_holds_from_then_on(model_folder, tmp_path):
+    folder, home = str(model_folder("llama")), tmp_path / "home"
+    engine = Engine.open(folder, home=home, device="cpu", dtype="float32")
+    engine.encode([make_text(1)])
+    before = engine.store.stats()
+    assert before.budget_bytes == engine.config.store_budget_bytes
+    again = Engine.open(folder, home=home, device="cpu", dtype="float32", store_budget_bytes=before.bytes)
+    assert again is engine
+    assert engine.store.stats().budget_bytes == before.bytes
+    engine.encode([make_text(2)])
+    assert engine.store.stats().bytes <= before.bytes
+    engine.close()
+
+
+def test_prefetch_loads_the_model_and_reads_ahead(fresh, monkeypatch):
+    read_ahead = []
+    text = make_text(1)
+    (key,) = fresh.engine.encode([text]).keys
+    monkeypatch.setattr(fresh.engine.store, "will_need", read_ahead.append)
+    fresh.engine.prefetch([Chunk(text)])
+    assert fresh.engine.finish_background(30)
+    assert read_ahead == [key]
