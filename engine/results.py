@@ -95,6 +95,10 @@ class Stream:
             else:
                 raise piece
 
+    def stop(self) -> None:
+        """Ask the work to stop, and return at once; the iteration then ends with Cancelled."""
+        self._cancel.set()
+
     def close(self) -> None:
         """Stop the work and wait until the device is free; closing twice, or after the end, does nothing."""
         self._cancel.set()

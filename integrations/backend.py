@@ -1,0 +1,181 @@
+"""What both frameworks' adapters stand on: an engine, the passages it knows, prompts with both, threads and tasks."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ragblend.integrations.passages import Passage, PassageRegistry
+from ragblend.integrations.resolve import Piece, resolve
+from ragblend.kvstore.errors import Cancelled
+
+if TYPE_CHECKING:
+    from ragblend.engine.config import Report
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.results import Result, Stream
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message; role: `system`, `user`, `assistant`, `tool`, or what else the model's template knows."""
+
+    role: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One model and one collection of passages. Making one loads nothing; equal ones share an engine in a process."""
+
+    model: str = "default"
+    home: str | None = None
+    collection: str = "default"
+    device: str | None = None
+    dtype: str | None = None
+
+    @cached_property
+    def engine(self) -> "Engine":
+        from ragblend.engine.engine import Engine
+
+        return Engine.open(
+            self.model, self.home, device=self.device, dtype=self.dtype, collection=self.collection
+        )
+
+    @cached_property
+    def registry(self) -> PassageRegistry:
+        from ragblend.engine.home import resolve_home
+
+        return PassageRegistry.open(resolve_home(self.home), self.collection)
+
+    # --- passages
+
+    def remember(
+        self, passages: Sequence[Passage], encode: bool = False, progress: Progress | None = None
+    ) -> None:
+        """Have these texts found in prompts from now on; encode: store their KV now, not after their first use.
+
+        progress(done, total) is called after each that was encoded.
+        """
+        self.registry.add(passages)
+        if encode and passages:
+            self._encode(passages, progress)
+
+    def _encode(self, passages: Sequence[Passage], progress: Progress | None) -> None:
+        named = [p for p in passages if p.node_id is not None]
+        others = [p for p in passages if p.node_id is None]
+
+        def done_before(count: int) -> Progress | None:
+            return None if progress is None else lambda done, _: progress(count + done, len(passages))
+
+        node_ids = [p.node_id or "" for p in named]
+        self.engine.encode([p.text for p in named], node_ids, done_before(0))
+        self.engine.encode([p.text for p in others], None, done_before(len(named)))
+
+    def forget(self, node_ids: Sequence[str]) -> int:
+        """Find them in no prompt any more, and remove their KV. Returns the bytes freed."""
+        self.registry.remove(node_ids)
+        return self.engine.forget(node_ids)
+
+    def prefetch(self, passages: Sequence[Passage]) -> None:
+        """Returns at once; loads the model if need be and has these passages' KV read, in the background."""
+        from ragblend.engine.prompt import Chunk
+
+        self.engine.prefetch([Chunk(p.text, p.node_id) for p in passages])
+
+    # --- prompts
+
+    def chat_prompt(self, turns: Sequence[Turn], named: Sequence[Passage] = ()) -> "Prompt":
+        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError."""
+        from ragblend.engine.prompt import Message
+
+        messages = [Message(turn.role, resolve(turn.pieces, self.registry, named)) for turn in turns]
+        return self.engine.tokenize(self.engine.chat(messages))
+
+    def text_prompt(self, text: str, named: Sequence[Passage] = ()) -> "Prompt":
+        """The text as it is, control tokens included, with the chunks that were found in it."""
+        from ragblend.engine.prompt import Literal, Prompt
+
+        segments = resolve([text], self.registry, named)
+        return self.engine.tokenize(
+            Prompt([Literal(s.text) if isinstance(s, Literal) else s for s in segments])
+        )
+
+    # --- answers
+
+    def generate(
+        self, prompt: "Prompt", *, cancel: threading.Event | None = None, **options: Any
+    ) -> "Result":
+        """Answer; options: method, ratio, and those of `DecodeOptions`; None means the engine's default."""
+        return self.engine.generate(prompt, cancel=cancel, **_given(options))
+
+    def stream(self, prompt: "Prompt", **options: Any) -> "Stream":
+        """Answer piece by piece; closing it stops the device within one layer."""
+        return self.engine.stream(prompt, **_given(options))
+
+    async def agenerate(self, prompt: "Prompt", **options: Any) -> "Result":
+        """Answer in a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
+        cancel = threading.Event()
+        work = asyncio.ensure_future(asyncio.to_thread(self.generate, prompt, cancel=cancel, **options))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            cancel.set()
+            with contextlib.suppress(Cancelled):
+                await work
+            raise
+
+    async def astream(self, prompt: "Prompt", **options: Any) -> AsyncIterator["str | Result"]:
+        """The pieces as they come, then the Result. Leaving it early stops the device within one layer."""
+        stream = await asyncio.to_thread(self.stream, prompt, **options)
+        pieces = iter(stream)
+        try:
+            while (piece := await _next(pieces)) is not None:
+                yield piece
+            yield stream.result
+        finally:
+            stream.stop()
+
+
+def usage(report: "Report") -> dict[str, int]:
+    """Token counts by the names that both frameworks know from OpenAI's interface."""
+    prompt, completion = report.tokens.prompt, report.tokens.generated
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def kv_statistics(result: "Result") -> dict[str, Any]:
+    """What was reused for this answer, and what that took; fit for JSON. chunks: node ids, in the prompt's order."""
+    report = result.report
+    tokens, timings = report.tokens, report.timings
+    counted = ("reused", "recomputed", "fresh", "missing")
+    timed = ("ttft_ms", "prefill_ms", "load_ms", "stall_ms", "total_ms", "tokens_per_s")
+    return {
+        "method": report.method,
+        "ratio": report.ratio,
+        "recomputed_fraction": report.recomputed_fraction,
+        **{name: getattr(tokens, name) for name in counted},
+        "hits": report.hits,
+        "misses": report.misses,
+        "chunks": [chunk.node_id for chunk in result.prompt.chunks],
+        **{name: round(getattr(timings, name), 2) for name in timed},
+        "warning": report.warning,
+    }
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+async def _next(pieces: Any) -> str | None:
+    """The next piece, awaited in a thread; None at the end. A cancelled wait is abandoned, not waited for."""
+    piece: str | None = await asyncio.to_thread(next, pieces, None)
+    return piece
