@@ -1,6 +1,9 @@
 """Load a checkpoint, and say by content what it is."""
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,22 @@ class LoadedModel:
     unsupported: str | None
 
 
+_bars = threading.Lock()  # the hook is transformers', for the whole process: one at a time may change it
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No "Loading weights" among our own messages: a bar for about a second, on every start."""
+    from transformers.utils import logging
+
+    with _bars:
+        before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
+
+
 def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedModel:
     """Load the weights. Raises CorruptModelError for damaged files."""
     from safetensors import SafetensorError
@@ -68,9 +87,10 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
 
     try:
         # With this option two values come back; the annotations know of one.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
-        )
+        with _without_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
+            )
     except SafetensorError as error:
         raise CorruptModelError(
             f"the weights in {checkpoint.folder} are damaged: {error}; fetch them again"

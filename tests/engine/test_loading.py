@@ -45,6 +45,26 @@ def test_a_sound_copy_answers(broken, ask):
     assert ask(broken).token_ids
 
 
+@pytest.fixture
+def bars():
+    """transformers' progress bars, which these tests have turned off."""
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    yield
+    logging.disable_progress_bar()
+
+
+def test_loading_shows_no_bar_of_others(broken, ask, bars, capfd):
+    """`ragblend ask` printed transformers' "Loading weights" among its own messages."""
+    from transformers import AutoModelForCausalLM
+
+    ask(broken)
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(str(broken))
+    assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
+
+
 def test_a_folder_without_a_tokenizer(broken, ask):
     for file in [*broken.glob("token*"), *broken.glob("special*"), *broken.glob("chat*")]:
         file.unlink()
