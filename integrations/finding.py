@@ -132,8 +132,10 @@ class _Search(Generic[T]):
         self._look_up(self.index.starts(self.prompt))
         while self.lengths:
             length = -heappop(self.lengths)
-            at = np.unique(np.concatenate(self.waiting.pop(length)))
-            self._take(length, at[self.longest[at] == length])
+            at = np.concatenate(self.waiting.pop(length))
+            at = at[self.longest[at] == length]
+            if at.size:
+                self._take(length, np.unique(at))
         return sorted(self.taken, key=lambda each: each[0])
 
     def _look_up(self, starts: Lengths) -> None:

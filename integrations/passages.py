@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS Passages (
     whole INTEGER NOT NULL, hashes BLOB NOT NULL, proof BLOB NOT NULL
 );
 CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_id);
-CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole);
+CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
 _STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
 T = TypeVar("T")
@@ -189,9 +189,10 @@ class PassageRegistry:
         version = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts the commits of others
         if version == self._seen_version and not self._changed:
             return
-        if self._held > 2 * self._count(sql) + _STALE:
+        if self._held > _STALE and self._held > 2 * self._count(sql) + _STALE:
             self._forget_index()
-        select = "SELECT id, hashes FROM Passages WHERE id > ? AND collection = ? ORDER BY id"
+        # The plus keeps SQLite from an index, after which it would have to sort.
+        select = "SELECT id, hashes FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
         rows = sql.execute(select, (self._last_id, self.collection)).fetchall()
         prints = [keys for _, packed in rows if (keys := _unpack(packed)) is not None]
         self._index.add(prints)
@@ -311,7 +312,7 @@ def _pack(keys: Keys) -> bytes:
 def _unpack(packed: object) -> Keys | None:
     """A row's hashes; None if damage has left what cannot be any. Other damage only makes a text unfindable."""
     if isinstance(packed, bytes) and len(packed) % 8 == 0 and len(packed) >= 16:
-        return np.frombuffer(packed, dtype="<u8").astype(np.uint64)
+        return np.frombuffer(packed, dtype="<u8")
     return None
 
 
