@@ -1,0 +1,18 @@
+"""RAGBlend in LangChain: a chat model, a text model, a retriever and a chain whose documents keep their KV.
+
+`ChatRAGBlend` is where to start: it takes the place of any chat model, and finds the documents in its prompts.
+"""
+
+from ragblend.integrations.langchain.chains import create_ragblend_stuff_documents_chain
+from ragblend.integrations.langchain.chat_models import ChatRAGBlend
+from ragblend.integrations.langchain.encoding import encode_documents
+from ragblend.integrations.langchain.llms import RAGBlendLLM
+from ragblend.integrations.langchain.retrievers import RAGBlendRetriever
+
+__all__ = [
+    "ChatRAGBlend",
+    "RAGBlendLLM",
+    "RAGBlendRetriever",
+    "create_ragblend_stuff_documents_chain",
+    "encode_documents",
+]

@@ -1,0 +1,100 @@
+"""RAGBlendRetriever: any retriever or vector store, whose documents' KV is on its way before the prompt is made."""
+
+import asyncio
+from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable
+from langchain_core.vectorstores import VectorStore
+from pydantic import ConfigDict, Field, model_validator
+
+from ragblend.integrations.langchain.chat_models import ChatRAGBlend
+from ragblend.integrations.langchain.documents import passages_of
+from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.integrations.langchain.llms import RAGBlendLLM
+
+DEFAULT_K = 4
+
+
+class RAGBlendRetriever(BaseRetriever):
+    """Retrieves as the retriever or vector store inside does, and tells the model what is coming.
+
+    The documents become known to `llm` (so that they are found in its prompts) and their stored KV is read ahead.
+
+    ```python
+    retriever = RAGBlendRetriever(vectorstore=store, llm=llm, k=4)
+    retriever = RAGBlendRetriever(retriever=any_other_retriever, llm=llm)
+    retriever.invoke("Who built the bridge?", k=2)
+    ```
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    llm: ChatRAGBlend | RAGBlendLLM
+    retriever: Runnable[str, list[Document]] | None = None
+    vectorstore: VectorStore | None = None
+    search_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for the vector store's search, such as `filter`."""
+    k: int | None = Field(default=None, ge=1)
+    """How many documents at most; if None, as many as the retriever inside gives, or 4 of a vector store."""
+    prefetch: bool = True
+    """Whether to load the model and read the documents' KV while the prompt is still being made."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.retriever is None) == (self.vectorstore is None):
+            raise ValueError("pass either retriever= or vectorstore=, so that there is one place to look")
+        return self
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+    ) -> list[Document]:
+        wanted = self._wanted(k)
+        if self.vectorstore is not None:
+            found = self.vectorstore.similarity_search(query, **self._search(wanted, kwargs))
+        else:
+            assert self.retriever is not None
+            config: Any = {"callbacks": run_manager.get_child()}
+            found = self.retriever.invoke(query, config, **self._arguments(wanted, kwargs))
+        self._announce(found := found[:wanted])
+        return found
+
+    async def _aget_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun,
+        k: int | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        wanted = self._wanted(k)
+        if self.vectorstore is not None:
+            found = await self.vectorstore.asimilarity_search(query, **self._search(wanted, kwargs))
+        else:
+            assert self.retriever is not None
+            config: Any = {"callbacks": run_manager.get_child()}
+            found = await self.retriever.ainvoke(query, config, **self._arguments(wanted, kwargs))
+        await asyncio.to_thread(self._announce, found := found[:wanted])
+        return found
+
+    def _wanted(self, k: int | None) -> int | None:
+        if k is not None and k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        return self.k if k is None else k
+
+    def _search(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"k": DEFAULT_K, **self.search_kwargs, **kwargs} | ({} if wanted is None else {"k": wanted})
+
+    def _arguments(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Retrievers that take a number of documents get it; the others' answers are cut."""
+        takes_more = isinstance(self.retriever, BaseRetriever) and self.retriever._expects_other_args
+        return kwargs if wanted is None or not takes_more else {**kwargs, "k": wanted}
+
+    def _announce(self, documents: list[Document]) -> None:
+        passages = passages_of(documents)
+        with framework_errors():
+            self.llm.backend().remember(passages)
+            if self.prefetch:
+                self.llm.backend().prefetch(passages)
