@@ -1,0 +1,21 @@
+"""RAGBlend in LlamaIndex: swap the LLM, keep the application; `RAGBlendLLM` is where to start."""
+
+from ragblend.integrations.llama_index.errors import ContextWindowError
+from ragblend.integrations.llama_index.ingest import EncodeNodes, encode_index, encode_nodes
+from ragblend.integrations.llama_index.llm import RAGBlendLLM
+from ragblend.integrations.llama_index.packing import WholePassages, configure
+from ragblend.integrations.llama_index.retrieval import PrefetchingRetriever, RegisterNodes
+from ragblend.integrations.llama_index.synthesizer import RAGBlendSynthesizer
+
+__all__ = [
+    "ContextWindowError",
+    "EncodeNodes",
+    "PrefetchingRetriever",
+    "RAGBlendLLM",
+    "RAGBlendSynthesizer",
+    "RegisterNodes",
+    "WholePassages",
+    "configure",
+    "encode_index",
+    "encode_nodes",
+]

@@ -1,0 +1,71 @@
+"""Reading passages ahead of the first question: a whole index, or nodes as they are ingested."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.bridge.pydantic import SerializeAsAny
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import BaseNode, TransformComponent
+
+from ragblend.integrations.llama_index.llm import RAGBlendLLM
+from ragblend.integrations.llama_index.nodes import passages_of
+from ragblend.kvstore.errors import UsageError
+
+
+class EncodeNodes(TransformComponent):
+    """An ingestion step that stores each node's KV and passes the nodes on unchanged.
+
+    Put it last: splitters and metadata extractors change what the model is shown of a node.
+    """
+
+    llm: SerializeAsAny[RAGBlendLLM]
+    show_progress: bool = False
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "EncodeNodes"
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        encode_nodes(nodes, self.llm, self.show_progress)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        return await asyncio.to_thread(self, nodes, **kwargs)
+
+
+def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = True) -> int:
+    """Store the KV of every node of an index; what is stored is skipped. Returns how many passages there are.
+
+    Takes the nodes from the index' docstore, or from a vector store that holds the texts itself (Chroma does). May be
+    interrupted: what is done stays. Raises UsageError for an index whose nodes cannot be listed.
+    """
+    return encode_nodes(nodes_of(index), llm, show_progress)
+
+
+def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
+    """The same for nodes in hand."""
+    from rich.progress import Progress
+
+    passages = passages_of(nodes)
+    with Progress(disable=not show_progress) as bars:
+        bar = bars.add_task("Encoding passages", total=len(passages))
+        llm.backend.remember(passages, encode=True, progress=lambda done, _: bars.update(bar, completed=done))
+    return len(passages)
+
+
+def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
+    """All nodes of an index."""
+    held = list(index.docstore.docs.values())
+    if held:
+        return held
+    store = getattr(index, "vector_store", None)
+    if store is None:
+        return held
+    try:
+        return list(store.get_nodes(None))
+    except (NotImplementedError, ValueError) as error:
+        raise UsageError(
+            f"the nodes of this index cannot be listed: its docstore is empty, and {type(store).__name__} does not "
+            f"list what it holds ({error}); encode the nodes in hand with `encode_nodes(nodes, llm)`"
+        ) from error

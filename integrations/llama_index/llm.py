@@ -1,0 +1,250 @@
+"""RAGBlendLLM: an ordinary LlamaIndex LLM whose prefill reuses the KV of the passages that it finds in its prompts.
+
+Every method goes the same way: what was asked becomes a `Request` (how to make the prompt, and with which options), the
+backend runs it, and a responder puts the answer in LlamaIndex's own words.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, aclosing, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate
+
+from ragblend.engine.prompt import Prompt
+from ragblend.integrations.backend import Turn, kv_statistics, usage
+from ragblend.integrations.llama_index.errors import in_llama_index_words
+from ragblend.integrations.llama_index.messages import FilledMessages, FilledText, turns_of
+from ragblend.integrations.llama_index.nodes import named_passages
+from ragblend.integrations.llama_index.options import Call
+from ragblend.integrations.llama_index.parameters import Parameters
+from ragblend.integrations.passages import Passage
+
+if TYPE_CHECKING:  # torch comes with it
+    from ragblend.engine.results import Result, Stream
+
+log = logging.getLogger("ragblend")
+Response = TypeVar("Response", ChatResponse, CompletionResponse)
+Raw = dict[str, Any]
+Respond = Callable[[str, str | None, Raw | None], Response]  # (the text so far, what is new in it, raw)
+NOTHING_FOUND = (
+    "no registered passage stands in this prompt, so it is read in full, as any LLM would (%d are registered in the "
+    "collection %r). A passage is found where its node's text stands unchanged; register nodes with `encode_index`, "
+    "`EncodeNodes`, `RegisterNodes` or `llm.remember(nodes)`, again after editing them. This is said once."
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: how its prompt is made (in a worker thread, where the call is async) and what it is run with."""
+
+    make_prompt: Callable[[], Prompt]
+    call: Call
+    from_template: bool
+
+    def errors(self) -> AbstractContextManager[None]:
+        return in_llama_index_words(self.from_template)
+
+
+class RAGBlendLLM(Parameters):
+    """A local LLM that reuses the stored KV of the passages in its prompts; any prompt works, with or without them.
+
+    Responses carry `raw = {"usage": ..., "kv": ...}` (in streams, the last one). Further keyword arguments of every
+    method: max_new_tokens (or max_tokens), temperature, top_p, top_k, repetition_penalty, stop, seed, method, ratio,
+    and `passages=` or `nodes=`, which name what stands in the prompt without registering it.
+
+    Example:
+        `index.as_query_engine(llm=RAGBlendLLM())`
+    """
+
+    _last_stats: Raw | None = PrivateAttr(default=None)
+    _told: bool = PrivateAttr(default=False)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RAGBlendLLM"
+
+    @property
+    def last_stats(self) -> Raw | None:
+        """`raw` of the request that finished last on this object, in whichever thread; None before the first.
+
+        Where several run at once, read each response's own `raw`, or listen to `LLMChatEndEvent`.
+        """
+        return self._last_stats
+
+    # --- chat
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return self._answer(self._chat_request(messages, kwargs), _chat_response)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return self._stream(self._chat_request(messages, kwargs), _chat_response)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return await self._aanswer(self._chat_request(messages, kwargs), _chat_response)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        return await self._astream(self._chat_request(messages, kwargs), _chat_response)
+
+    # --- completion
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return self._answer(self._text_request(prompt, formatted, kwargs), _completion)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        return self._stream(self._text_request(prompt, formatted, kwargs), _completion)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return await self._aanswer(self._text_request(prompt, formatted, kwargs), _completion)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        return await self._astream(self._text_request(prompt, formatted, kwargs), _completion)
+
+    # --- prompts
+
+    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        """LlamaIndex's own, which a synthesizer may tell the passages (`passages=`, `nodes=`) beside the variables."""
+        passages = _taken(prompt, prompt_args)
+        return FilledMessages(super()._get_messages(prompt, **prompt_args), passages)
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        passages = _taken(prompt, prompt_args)
+        return FilledText.of(super()._get_prompt(prompt, **prompt_args), passages)
+
+    def _chat_request(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Request:
+        passages = messages.passages if isinstance(messages, FilledMessages) else None
+        call = self._call(kwargs, {"passages": passages})
+        make_prompt = partial(self._chat_prompt, messages, turns_of(messages), call.named)
+        return Request(make_prompt, call, from_template=passages is not None)
+
+    def _chat_prompt(
+        self, messages: Sequence[ChatMessage], turns: list[Turn], named: tuple[Passage, ...]
+    ) -> Prompt:
+        """In the words of the user's `messages_to_prompt` if there is one, else of the model's chat template."""
+        if self.messages_to_prompt not in (None, generic_messages_to_prompt):
+            return self.backend.text_prompt(self.messages_to_prompt(messages), named)
+        return self.backend.chat_prompt(turns, named)
+
+    def _text_request(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Request:
+        passages = prompt.passages if isinstance(prompt, FilledText) else None
+        call = self._call(kwargs, {"passages": passages})
+        make_prompt = partial(self._text_prompt, prompt, formatted, call.named)
+        return Request(make_prompt, call, from_template=passages is not None)
+
+    def _text_prompt(self, text: str, formatted: bool, named: tuple[Passage, ...]) -> Prompt:
+        """As it stands if it is formatted; else the user's `completion_to_prompt`, or a message to a chat model."""
+        if formatted:
+            return self.backend.text_prompt(text, named)
+        if self.completion_to_prompt not in (None, default_completion_to_prompt):
+            return self.backend.text_prompt(self.completion_to_prompt(text), named)
+        if not self._chats:
+            return self.backend.text_prompt(self._extend_prompt(text), named)
+        return self.backend.chat_prompt(turns_of(self._extend_messages([ChatMessage(text)])), named)
+
+    # --- running them
+
+    def _answer(self, request: Request, respond: Respond[Response]) -> Response:
+        with request.errors():
+            result = self.backend.generate(request.make_prompt(), **request.call.arguments)
+        return respond(result.text, None, self._finished(result))
+
+    async def _aanswer(self, request: Request, respond: Respond[Response]) -> Response:
+        with request.errors():
+            prompt = await asyncio.to_thread(request.make_prompt)
+            result = await self.backend.agenerate(prompt, **request.call.arguments)
+        return respond(result.text, None, self._finished(result))
+
+    def _stream(self, request: Request, respond: Respond[Response]) -> Generator[Response, None, None]:
+        """The device begins at once; wrong arguments raise here."""
+        with request.errors():
+            stream = self.backend.stream(request.make_prompt(), **request.call.arguments)
+        return self._pieces(stream, request, respond)
+
+    def _pieces(
+        self, stream: "Stream", request: Request, respond: Respond[Response]
+    ) -> Generator[Response, None, None]:
+        """Closing it, or dropping it, stops the device."""
+        text = ""
+        with request.errors(), closing(stream):
+            for piece in stream:
+                text += piece
+                yield respond(text, piece, None)
+            result = stream.result
+        yield respond(result.text, "", self._finished(result))
+
+    async def _astream(self, request: Request, respond: Respond[Response]) -> AsyncGenerator[Response, None]:
+        with request.errors():
+            prompt = await asyncio.to_thread(request.make_prompt)
+        return self._apieces(prompt, request, respond)
+
+    async def _apieces(
+        self, prompt: Prompt, request: Request, respond: Respond[Response]
+    ) -> AsyncGenerator[Response, None]:
+        text, result = "", None
+        with request.errors():
+            stream = cast(
+                "AsyncGenerator[str | Result, None]", self.backend.astream(prompt, **request.call.arguments)
+            )
+            async with aclosing(stream) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, str):
+                        text += piece
+                        yield respond(text, piece, None)
+                    else:
+                        result = piece
+        assert result is not None, "the result is the last item of a stream that ends"
+        yield respond(result.text, "", self._finished(result))
+
+    def _finished(self, result: "Result") -> Raw:
+        raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
+        self._last_stats = raw
+        if not raw["kv"]["chunks"] and not self._told:
+            self._told = True
+            log.warning(NOTHING_FOUND, len(self.backend.registry), self.collection)
+        return raw
+
+
+def _taken(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Passage, ...]:
+    """The passages named among a template's arguments, taken out of them; a variable of that name stays one."""
+    named = {
+        name: prompt_args.pop(name, None)
+        for name in ("passages", "nodes")
+        if name not in prompt.template_vars
+    }
+    return named_passages(named.get("passages"), named.get("nodes"))
+
+
+def _chat_response(text: str, delta: str | None, raw: Raw | None) -> ChatResponse:
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=delta, raw=raw)
+
+
+def _completion(text: str, delta: str | None, raw: Raw | None) -> CompletionResponse:
+    return CompletionResponse(text=text, delta=delta, raw=raw)

@@ -1,0 +1,66 @@
+"""Between retrieval and the prompt: registering what was found, and loading its KV while the rest goes on."""
+
+import asyncio
+from typing import Any
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.bridge.pydantic import SerializeAsAny
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts.mixin import PromptMixinType
+from llama_index.core.schema import NodeWithScore, QueryBundle
+
+from ragblend.integrations.llama_index.llm import RAGBlendLLM
+from ragblend.integrations.llama_index.nodes import passages_of
+
+
+class RegisterNodes(BaseNodePostprocessor):
+    """A postprocessor that registers the nodes it is given, and changes none of them.
+
+    Put it last: what other postprocessors make of a node (a window around it, a shorter text) is what stands in the
+    prompt. The retrieved nodes themselves are registered without it, by LlamaIndex's events.
+    """
+
+    llm: SerializeAsAny[RAGBlendLLM]
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RegisterNodes"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        self.llm.remember(nodes)
+        return nodes
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        await asyncio.to_thread(self.llm.remember, nodes)
+        return nodes
+
+
+class PrefetchingRetriever(BaseRetriever):
+    """Any retriever; the stored KV of what it finds is being loaded while the prompt is still being made."""
+
+    def __init__(self, retriever: BaseRetriever, llm: RAGBlendLLM, **options: Any) -> None:
+        options.setdefault("callback_manager", retriever.callback_manager)
+        super().__init__(**options)
+        self._retriever, self._llm = retriever, llm
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        nodes = self._retriever.retrieve(query_bundle)
+        self._found(nodes)
+        return nodes
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        nodes = await self._retriever.aretrieve(query_bundle)
+        await asyncio.to_thread(self._found, nodes)
+        return nodes
+
+    def _found(self, nodes: list[NodeWithScore]) -> None:
+        passages = passages_of(nodes)
+        self._llm.backend.remember(passages)
+        self._llm.backend.prefetch(passages)
+
+    def _get_prompt_modules(self) -> PromptMixinType:
+        return {"retriever": self._retriever}

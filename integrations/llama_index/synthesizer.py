@@ -1,0 +1,136 @@
+"""RAGBlendSynthesizer: LlamaIndex's response modes, with each node's passage named to the LLM."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core import Settings
+from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.llms.llm import LLM
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.response_synthesizers import (
+    BaseSynthesizer,
+    ResponseMode,
+    SimpleSummarize,
+    get_response_synthesizer,
+)
+from llama_index.core.schema import NodeWithScore, QueryType
+from llama_index.core.types import RESPONSE_TEXT_TYPE
+
+from ragblend.integrations.llama_index.llm import RAGBlendLLM
+from ragblend.integrations.llama_index.nodes import passages_of
+from ragblend.integrations.llama_index.packing import WholePassages
+from ragblend.kvstore.errors import UsageError
+
+
+class RAGBlendSynthesizer(BaseSynthesizer):
+    """Any of the stock response modes, with passages kept whole and named to the LLM by their nodes' ids.
+
+    response_mode: compact, refine, tree_summarize, accumulate, compact_accumulate or simple_summarize; further options
+    are `get_response_synthesizer`'s (streaming, use_async, text_qa_template, ...). Needs no registration: the nodes
+    that are synthesized are the passages that are looked for. Raises UsageError for another LLM or mode.
+    """
+
+    def __init__(
+        self,
+        llm: LLM | None = None,
+        response_mode: ResponseMode | str = ResponseMode.COMPACT,
+        callback_manager: CallbackManager | None = None,
+        streaming: bool = False,
+        **options: Any,
+    ) -> None:
+        llm = llm or Settings.llm
+        if not isinstance(llm, RAGBlendLLM):
+            raise UsageError(f"RAGBlendSynthesizer works with a RAGBlendLLM, not with {type(llm).__name__}")
+        options.setdefault("prompt_helper", WholePassages.of_llm(llm))
+        super().__init__(llm, callback_manager, options["prompt_helper"], streaming=streaming)
+        self._inner = _stock(ResponseMode(response_mode), llm, callback_manager, streaming, options)
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        response_kwargs.setdefault("passages", passages_of(nodes))
+        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        response_kwargs.setdefault("passages", passages_of(nodes))
+        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
+
+    def get_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        return self._inner.get_response(query_str, text_chunks, **response_kwargs)
+
+    async def aget_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        return await self._inner.aget_response(query_str, text_chunks, **response_kwargs)
+
+    def _get_prompts(self) -> PromptDictType:
+        return self._inner._get_prompts()
+
+    def _update_prompts(self, prompts: PromptDictType) -> None:
+        self._inner._update_prompts(prompts)
+
+
+class WholeSummarize(SimpleSummarize):
+    """simple_summarize with the passages in the prompt; the stock one shows the model a Python list's repr (#22392)."""
+
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> RESPONSE_TEXT_TYPE:
+        template = self._text_qa_template.partial_format(query_str=query_str)
+        context = self._prompt_helper.repack(template, text_chunks, llm=self._llm)[0]
+        ask = self._llm.stream if self._streaming else self._llm.predict
+        answer: RESPONSE_TEXT_TYPE = ask(template, context_str=context, **kwargs) or "Empty Response"
+        return answer
+
+    async def aget_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        template = self._text_qa_template.partial_format(query_str=query_str)
+        context = self._prompt_helper.repack(template, text_chunks, llm=self._llm)[0]
+        ask = self._llm.astream if self._streaming else self._llm.apredict
+        answer: RESPONSE_TEXT_TYPE = (
+            await ask(template, context_str=context, **response_kwargs) or "Empty Response"
+        )
+        return answer
+
+
+MODES = (
+    ResponseMode.COMPACT,
+    ResponseMode.REFINE,
+    ResponseMode.TREE_SUMMARIZE,
+    ResponseMode.ACCUMULATE,
+    ResponseMode.COMPACT_ACCUMULATE,
+    ResponseMode.SIMPLE_SUMMARIZE,
+)
+
+
+def _stock(
+    mode: ResponseMode,
+    llm: RAGBlendLLM,
+    callback_manager: CallbackManager | None,
+    streaming: bool,
+    options: dict[str, Any],
+) -> BaseSynthesizer:
+    if mode not in MODES:
+        names = ", ".join(known.value for known in MODES)
+        raise UsageError(f"response_mode {mode.value!r} puts no passage before the model; there are {names}")
+    if mode is ResponseMode.SIMPLE_SUMMARIZE:
+        template = options.get("text_qa_template") or DEFAULT_TEXT_QA_PROMPT_SEL
+        return WholeSummarize(
+            llm, callback_manager, options["prompt_helper"], text_qa_template=template, streaming=streaming
+        )
+    return get_response_synthesizer(
+        llm, response_mode=mode, callback_manager=callback_manager, streaming=streaming, **options
+    )
