@@ -11,8 +11,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-MODELS_VARIABLE = "RAGBLEND_TEST_MODELS"  # a folder that keeps the converted SmolLM2 between sessions
+# A folder that keeps the converted SmolLM2 between sessions. Taken out of the environment, where the app's settings
+# would find an unknown RAGBLEND_* variable, here and in subprocesses.
+KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None)
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +23,7 @@ def smollm2_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session. The gate's
     verdicts are not: a model judged by last week's code says nothing about today's.
     """
-    kept = os.environ.get(MODELS_VARIABLE)
-    folder = Path(kept).resolve() if kept else tmp_path_factory.mktemp("smollm2") / "models"
+    folder = Path(KEPT_MODELS).resolve() if KEPT_MODELS else tmp_path_factory.mktemp("smollm2") / "models"
     folder.mkdir(parents=True, exist_ok=True)
     for verdict in folder.glob("gate-*.json"):
         verdict.unlink(missing_ok=True)
