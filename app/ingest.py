@@ -142,14 +142,19 @@ class _Run:
 
     def _place(self, document: str) -> None:
         """From the registry into Chroma and the KV store; then out of both with what is stale."""
-        index, engine, stale = self._workspace.index, self._workspace.engine, self._library.stale(document)
+        from ragblend.integrations.passages import Passage as Known
+
+        index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
+        stale = self._library.stale(document)
         index.upsert(*self._library.embeddings_of(document))
         index.delete(stale)
         passages = self._library.passages_of(document)
         texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
+        known.add([Known(passage.text, passage.node_id) for passage in passages])
         with self._meter.stage("encode", len(passages)) as progress:
             encoded = engine.encode(texts, node_ids=nodes, progress=progress)
         if stale:
+            known.remove(stale)
             engine.forget(stale)  # after encoding: what old and new have in common is kept
         if not engine.gate.passed:
             self.report.notice = _without_kv(engine)

@@ -1,4 +1,4 @@
-"""Taking one document out: vectors, KV, then the registry's row, so that a stop in between can be taken up."""
+"""Taking one document out: vectors, hashes, KV, then the registry's row, so that a stop in between can be taken up."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ def remove_document(workspace: Workspace, document: Document) -> Removed:
     freed = 0
     if everything:
         workspace.index.delete(everything)
+        workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
     library.remove(document.id)
     return Removed(document.path, len(nodes), freed)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
+from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
 
 Note = Callable[[str], None]
@@ -64,8 +65,9 @@ def repair(workspace: Workspace, note: Note, progress: Callable[[int, int], None
     vectors = workspace.index.rebuild(library.embeddings(collection))
     note("Looking through the stored KV ...")
     damaged = len(workspace.store.repair())
-    note("Encoding what is missing ...")
     passages = [p for document in library.documents(collection) for p in library.passages_of(document.id)]
+    workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
+    note("Encoding what is missing ...")
     nodes, texts = [p.node_id for p in passages], [p.text for p in passages]
     encoded = workspace.engine.encode(texts, node_ids=nodes, progress=progress).encoded if passages else 0
     return Repaired(vectors, encoded, damaged)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.integrations.chroma import VectorIndex
     from ragblend.integrations.embeddings import Embedder
+    from ragblend.integrations.passages import PassageRegistry
     from ragblend.kvstore.store import KVStore
 
 
@@ -69,6 +70,13 @@ class Workspace:
 
         return KVStore.open(self.home.kv, self.settings.store_budget_bytes)
 
+    @cached_property
+    def known_passages(self) -> "PassageRegistry":
+        """What is found again in prompts that a framework builds over this home."""
+        from ragblend.integrations.passages import PassageRegistry
+
+        return PassageRegistry.open(self.home.root, self.settings.collection)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Be the one writer of this home. Raises StoreLockedError, naming who is."""
@@ -81,7 +89,7 @@ class Workspace:
 
     def close(self) -> None:
         """Let go of the files. The engine stays: it is shared in a process."""
-        for name in ("library", "index", "store"):
+        for name in ("library", "index", "store", "known_passages"):
             if name in self.__dict__:
                 self.__dict__[name].close()
 

@@ -101,7 +101,7 @@ class FakeEngine:
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)
         report = Report(method, ratio, tokens, 0.15, timings, chunks - self.misses, self.misses)
-        return FakeStream(self.reply, report)
+        return FakeStream(self.reply, report, prompt)
 
     def finish_background(self, timeout_s=None):
         self.waited = True
@@ -109,12 +109,13 @@ class FakeEngine:
 
 
 class FakeStream:
-    def __init__(self, pieces, report):
-        self._pieces, self._report, self.result, self.closed = pieces, report, None, False
+    def __init__(self, pieces, report, prompt):
+        self._pieces, self._report, self._prompt = pieces, report, prompt
+        self.result, self.closed = None, False
 
     def __iter__(self):
         yield from self._pieces
-        self.result = Result("".join(self._pieces), (1, 2, 3), self._report)
+        self.result = Result("".join(self._pieces), (1, 2, 3), self._report, self._prompt)
 
     def close(self):
         self.closed = True

@@ -12,6 +12,7 @@ import pytest
 from ragblend.app.discovery import discover
 from ragblend.app.documents import State
 from ragblend.app.ingest import ingest
+from ragblend.integrations.finding import MINIMUM
 from ragblend.kvstore.errors import LibraryError, StoreFullError, StoreLockedError
 
 WORKER = Path(__file__).parent / "ingest_worker.py"
@@ -22,8 +23,15 @@ def nodes_of(workspace):
 
 
 def assert_consistent(workspace):
-    """Registry, index and KV hold the same nodes, and nothing is left to do."""
+    """Registry, index, KV and what is found in prompts are the same nodes, and nothing is left to do."""
     nodes = nodes_of(workspace)
+    passages = workspace.library.passages(sorted(nodes)).values()
+    findable = [passage.text for passage in passages if len(passage.text) >= MINIMUM]
+    assert len(workspace.known_passages) == len(findable)
+    for text in findable:
+        assert [found.stop - found.start for found in workspace.known_passages.find(f"<<{text}>>")] == [
+            len(text)
+        ]
     assert workspace.index.node_ids() == nodes
     assert workspace.engine.stored() == nodes
     assert all(document.state is State.DONE for document in workspace.library.documents("default"))

@@ -25,6 +25,16 @@ def test_missing_and_extra_vectors_are_found_and_mended(filled):
     assert check(filled) == [] and sorted(filled.index.node_ids()) == nodes
 
 
+def test_repair_makes_the_hashes_of_known_passages_again(filled):
+    known = filled.known_passages
+    before = len(known)
+    known.close()
+    known.path.unlink()
+    assert len(known) == 0
+    repair(filled, lambda text: None)
+    assert len(known) == before > 0
+
+
 def test_repair_encodes_what_is_missing_and_embeds_nothing(filled):
     gone = sorted(filled.engine.stored())[0]
     (filled.engine.folder / gone).unlink()
