@@ -5,7 +5,7 @@ Chroma is rebuildable: texts and embeddings live in the registry. Only the holde
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
+SPACE = "cosine"
+FOREIGN = "an older version or another program has made it"
 NODE = "node"  # the metadata key that says whose a vector is
 VECTORS_A_HIT = 4  # how many vectors to ask for, for each node wanted
 DELETE_NODES = 500  # in one filter
@@ -76,7 +78,7 @@ class VectorIndex:
         )
         best: dict[str, float] = {}
         for owner, distance in zip(found["metadatas"][0], found["distances"][0], strict=True):
-            best.setdefault(str(owner[NODE]), 1.0 - float(distance))
+            best.setdefault(_node_of(owner), 1.0 - float(distance))
         return [Hit(node, score) for node, score in best.items()]
 
     def count(self) -> int:
@@ -85,7 +87,7 @@ class VectorIndex:
 
     def node_ids(self) -> set[str]:
         with self._named_errors("listing"):
-            return {str(owner[NODE]) for owner in self._collection().get(include=["metadatas"])["metadatas"]}
+            return {_node_of(owner) for owner in self._collection().get(include=["metadatas"])["metadatas"]}
 
     def rebuild(self, batches: Iterable[tuple[Sequence[str], Sequence[Embeddings]]]) -> int:
         """Make the collection again from the registry's embeddings. Returns how many nodes it holds."""
@@ -122,16 +124,23 @@ class VectorIndex:
         SharedSystemClient._identifier_to_system.pop(str(self.folder), None)
 
     def _collection(self) -> Any:
+        collection = self._any_collection()
+        measure = (collection.configuration_json.get("hnsw") or {}).get("space")
+        if measure != SPACE:  # Chroma keeps what was there first, and says nothing
+            raise ValueError(f"it measures distances by {measure}, not by {SPACE}; {FOREIGN}")
+        return collection
+
+    def _any_collection(self) -> Any:
         # embedding_function=None: the default one downloads a model from the internet.
         return self._connect().get_or_create_collection(
-            self.name, embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
+            self.name, embedding_function=None, configuration={"hnsw": {"space": SPACE}}
         )
 
     def _drop(self) -> None:
         """Delete the collection; when Chroma cannot even open its files, delete those (the others' vectors too)."""
         try:
             with self._named_errors("deleting"):
-                self._collection()
+                self._any_collection()
                 self._connect().delete_collection(self.name)
         except LibraryError:
             self.close()
@@ -148,6 +157,13 @@ class VectorIndex:
                 f"{doing.capitalize()} the vector index in {self.folder}: {error}. Documents and texts are unharmed; "
                 "run `ragblend store repair` to build the index again."
             ) from error
+
+
+def _node_of(metadata: Mapping[str, Any] | None) -> str:
+    """The node that a vector belongs to. Raises ValueError for a vector that we did not put there."""
+    if not metadata or NODE not in metadata:
+        raise ValueError(f"it holds vectors without the id of a passage; {FOREIGN}")
+    return str(metadata[NODE])
 
 
 def _slices(total: int, step: int) -> list[slice]:

@@ -94,3 +94,28 @@ def test_rebuild(index, tmp_path, damage):
         (tmp_path / "chroma" / "chroma.sqlite3").write_bytes(damage)
     assert index.rebuild([(["a", "b"], unit(2)), (["c"], unit(1))]) == 3
     assert index.node_ids() == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("metadata", [None, {"source": "elsewhere"}], ids=["none", "others"])
+def test_vectors_of_another_layout_are_named_and_mended(index, metadata):
+    """`store check` said "'NoneType' object is not subscriptable", and a question said "'node'"."""
+    index.upsert(["a"], unit(1))
+    index._collection().upsert(ids=["x"], embeddings=rows_of(1), metadatas=metadata and [metadata])
+    for use in (index.node_ids, lambda: index.query(rows_of(1)[0], 2)):
+        with pytest.raises(LibraryError, match="without the id of a passage.*ragblend store repair") as error:
+            use()
+        assert str(index.folder) in str(error.value)
+    index.rebuild([(["a"], unit(1))])
+    assert index.node_ids() == {"a"} and len(index.query(rows_of(1)[0], 2)) == 1
+
+
+def test_an_index_of_another_distance_is_named_and_mended(index):
+    """It was searched as it was, and gave wrong scores."""
+    client = index._connect()
+    other = client.create_collection("someone-elses")
+    client.create_collection(index.name)  # Chroma's own default: squared L2
+    with pytest.raises(LibraryError, match="by l2.*ragblend store repair"):
+        index.query(rows_of(1)[0], 1)
+    index.rebuild([(["a"], unit(1))])
+    assert index.query(rows_of(1)[0], 1)[0].score == pytest.approx(1)
+    assert other.count() == 0, "what others keep in the same folder stays"
