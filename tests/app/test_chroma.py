@@ -102,7 +102,7 @@ def test_vectors_of_another_layout_are_named_and_mended(index, metadata):
     index.upsert(["a"], unit(1))
     index._collection().upsert(ids=["x"], embeddings=rows_of(1), metadatas=metadata and [metadata])
     for use in (index.node_ids, lambda: index.query(rows_of(1)[0], 2)):
-        with pytest.raises(LibraryError, match="without the id of a passage.*ragblend store repair") as error:
+        with pytest.raises(LibraryError, match=r"without the id of a passage.*ragblend store repair") as error:
             use()
         assert str(index.folder) in str(error.value)
     index.rebuild([(["a"], unit(1))])
@@ -114,7 +114,7 @@ def test_an_index_of_another_distance_is_named_and_mended(index):
     client = index._connect()
     other = client.create_collection("someone-elses")
     client.create_collection(index.name)  # Chroma's own default: squared L2
-    with pytest.raises(LibraryError, match="by l2.*ragblend store repair"):
+    with pytest.raises(LibraryError, match=r"by l2.*ragblend store repair"):
         index.query(rows_of(1)[0], 1)
     index.rebuild([(["a"], unit(1))])
     assert index.query(rows_of(1)[0], 1)[0].score == pytest.approx(1)
