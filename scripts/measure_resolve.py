@@ -21,7 +21,7 @@ from ragblend.integrations.passages import Passage, PassageRegistry
 from ragblend.integrations.resolve import resolve
 
 WORDS = [word.strip(".,()`") for word in (__doc__ or "").split()]
-HEADER = "file_path: /home/somebody/Documents/manuals/tramway/" + "operations and maintenance/" * 16 + "\n\n"
+HEADER = "file_path: documents/manuals/tramway/" + "operations and maintenance/" * 16 + "\n\n"
 FOOTER = "\n\n" + "This page may be copied for use within the company; it is not to be sold. " * 6
 ADDED_AT_ONCE = 5000
 T = TypeVar("T")

@@ -1,0 +1,363 @@
+"""PassageRegistry: what is registered is found, after restarts and by other processes; nothing of it stays behind."""
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ragblend.integrations import passages as module
+from ragblend.integrations.passages import Found, Passage, PassageRegistry, node_id_of
+from ragblend.kvstore.errors import StoreError, StoreFormatError
+
+HARBOUR = "The harbour was dredged in 1921 by the Ems company, who left the crane behind."
+CRANE = "The crane on the north mole lifts nine tonnes and is painted green."
+
+# A process of its own: adds passages ten at a time and says so, for ever, or to a number.
+ADDER = """
+import sys
+from pathlib import Path
+from ragblend.integrations.passages import Passage, PassageRegistry
+home, name, batches = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+registry = PassageRegistry.open(home)
+for batch in range(batches):
+    numbers = range(batch * 10, batch * 10 + 10)
+    registry.add([Passage(f"{name} wrote the passage with the number {n}.", f"{name}-{n}") for n in numbers])
+    print(batch, flush=True)
+"""
+
+
+def adder(home, name, batches):
+    command = [sys.executable, "-c", ADDER, str(home), name, str(batches)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def registry(home):
+    registry = PassageRegistry.open(home)
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def other(home, registry):
+    """Another object on the same file, as another process has it."""
+    other = PassageRegistry(registry.path, "default")
+    yield other
+    other.close()
+
+
+def names(found):
+    return [each.node_id for each in found]
+
+
+def test_found_where_it_stands(registry):
+    assert registry.find(HARBOUR) == []
+    assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")]) == 2
+    text = f"1: {CRANE}\n2: {HARBOUR}{CRANE}"
+    assert registry.find(text) == [Found(3, 70, "c"), Found(74, 152, "h"), Found(152, 219, "c")]
+    assert registry.find(HARBOUR[:-1]) == registry.find("") == []
+    assert len(registry) == 2
+
+
+def test_add_counts_what_is_new_and_replaces(registry):
+    assert registry.add([]) == 0
+    assert (
+        registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "h"), Passage(CRANE, "h")]) == 1
+    )  # the last counts
+    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
+    assert registry.add([Passage(CRANE, "h")]) == 0
+    assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")]) == 2
+    assert names(registry.find(HARBOUR + CRANE)) == ["h", "c"]
+    assert registry.add([Passage("too short", "h")]) == 0  # it has another text now, which is not looked for
+    assert names(registry.find(HARBOUR + CRANE)) == ["c"]
+    assert len(registry) == 1
+
+
+def test_one_text_of_several_nodes(registry):
+    assert registry.add([Passage(HARBOUR, "z"), Passage(HARBOUR, "b"), Passage(HARBOUR, "y")]) == 3
+    assert names(registry.find(HARBOUR)) == ["b"]
+    assert registry.remove(["b", "absent"]) == 1
+    assert names(registry.find(HARBOUR)) == ["y"]
+    registry.add([Passage(CRANE, "y")])
+    assert names(registry.find(HARBOUR + CRANE)) == ["z", "y"]
+    assert registry.remove(["z", "y", "z"]) == 2
+    assert registry.find(HARBOUR + CRANE) == []
+    registry.add([Passage(HARBOUR, "b")])
+    assert names(registry.find(HARBOUR)) == ["b"]
+
+
+def test_the_shorter_one_is_found_when_the_longer_one_is_removed(registry):
+    registry.add([Passage(HARBOUR, "whole"), Passage(HARBOUR[:50], "part")])
+    assert registry.find(HARBOUR) == [Found(0, 78, "whole")]
+    registry.remove(["whole"])
+    assert registry.find(HARBOUR) == [Found(0, 50, "part")]
+
+
+def test_a_passage_without_a_name_gets_one(registry):
+    passage = Passage(HARBOUR)
+    assert registry.add([passage, passage]) == 1
+    assert registry.find(HARBOUR) == [Found(0, 78, node_id_of(passage))]
+    assert registry.remove([node_id_of(passage)]) == 1
+    assert node_id_of(Passage(HARBOUR, "")) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["\U0001f600" * 20, "e\u0301" * 12, "\ud83d\ude00" * 9, "\0" * 30, "abc\ud800" * 5]
+)
+def test_positions_are_python_characters(registry, text):
+    registry.add([Passage(text, "n\udcff\u00e9")])  # a file name that was no UTF-8
+    around = f"\U0001f680\U0001f680 {text} \U0001f680"
+    assert registry.find(around) == [Found(3, 3 + len(text), "n\udcff\u00e9")]
+    assert registry.find("\U0001f600" * 9 + "e\u0301" * 5 + "\0" * 15 + "\u00e9" * 12) == []
+
+
+def test_a_collection_sees_its_own(home, registry):
+    papers = PassageRegistry.open(home, "papers")
+    registry.add([Passage(HARBOUR, "h")])
+    papers.add([Passage(CRANE, "c"), Passage(HARBOUR, "other")])
+    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
+    assert names(papers.find(HARBOUR + CRANE)) == ["other", "c"]
+    assert papers.remove(["h"]) == 0
+    assert (len(registry), len(papers)) == (1, 2)
+    papers.close()
+
+
+def test_one_object_in_a_process(home, registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert PassageRegistry.open(home.relative_to(tmp_path)) is registry
+    assert PassageRegistry.open(home, "papers") is not registry
+
+
+def test_constructing_opens_nothing(home, registry):
+    assert not home.exists()
+
+
+def test_it_survives_a_restart(registry):
+    registry.add([Passage(HARBOUR, "h")])
+    registry.close()
+    assert names(registry.find(HARBOUR)) == ["h"]  # who still has it goes on
+
+
+def test_changes_of_others_are_noticed(registry, other):
+    registry.add([Passage(HARBOUR, "h")])
+    assert names(other.find(HARBOUR)) == ["h"]
+    registry.add([Passage(CRANE, "c")])
+    assert names(other.find(HARBOUR + CRANE)) == ["h", "c"]
+    other.remove(["h"])
+    assert names(registry.find(HARBOUR + CRANE)) == ["c"]
+    other.add([Passage(HARBOUR, "again")])
+    assert names(registry.find(HARBOUR + CRANE)) == ["again", "c"]
+    other.add([Passage(CRANE[:40], "again")])
+    assert names(registry.find(HARBOUR + CRANE)) == ["c"]
+
+
+def test_only_what_is_new_is_read(registry, other, monkeypatch):
+    read = []
+    unpack = module._unpack
+    monkeypatch.setattr(module, "_unpack", lambda packed: read.append(packed) or unpack(packed))
+    registry.add([Passage(f"{n} {HARBOUR}", str(n)) for n in range(50)])
+    registry.find(HARBOUR)
+    assert len(read) == 50
+    other.add([Passage(CRANE, "c")])
+    other.remove(["3"])
+    registry.find(HARBOUR)
+    registry.find(HARBOUR)
+    assert len(read) == 51
+
+
+def test_what_was_removed_does_not_pile_up(registry, monkeypatch):
+    monkeypatch.setattr(module, "_STALE", 10)
+    for turn in range(40):
+        registry.add([Passage(f"{turn} {HARBOUR}", "always the same")])
+        assert names(registry.find(f"{turn} {HARBOUR}")) == ["always the same"]
+    assert len(registry._index.wholes) <= 2 + 10 + 1
+
+
+def test_the_file_holds_no_text_and_deleting_leaves_nothing(registry):
+    registry.add([Passage(HARBOUR, "secret-node"), Passage(HARBOUR, "secret-other"), Passage(CRANE, "kept")])
+    (whole, hashes, proof) = registry._sql.execute(
+        "SELECT whole, hashes, proof FROM Passages WHERE node_id = ?", (b"secret-node",)
+    ).fetchone()
+
+    def holding(needle):
+        return any(needle in file.read_bytes() for file in registry.path.parent.iterdir())
+
+    for encoding in ("utf-8", "utf-16-le", "utf-32-le"):
+        assert not holding("harbour".encode(encoding))
+    traces = [b"secret-node", b"secret-other", hashes, proof, whole.to_bytes(8, "big", signed=True)]
+    assert all(holding(trace) for trace in traces)
+    registry.add([Passage(CRANE, "secret-node")])  # replaced
+    assert not holding(proof)
+    registry.remove(["secret-node", "secret-other"])
+    assert not any(holding(trace) for trace in traces)
+    assert names(registry.find(HARBOUR + CRANE)) == ["kept"]
+
+
+def test_only_the_owner_can_read(registry):
+    before = os.umask(0)
+    try:
+        registry.add([Passage(HARBOUR, "h")])
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in registry.path.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("passages.sqlite", "passages.sqlite-wal", "passages.sqlite-shm"), 0o600)
+    assert stat.S_IMODE(registry.path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("ruin", [b"not a database" * 500, b"SQLite format 3\0" + b"x" * 5000])
+@pytest.mark.parametrize("use", ["find", "add", "len"])
+def test_a_ruined_file_is_made_anew(home, registry, ruin, use, caplog):
+    home.mkdir()
+    registry.path.write_bytes(ruin)
+    if use == "find":
+        assert registry.find(HARBOUR) == []
+    elif use == "len":
+        assert len(registry) == 0
+    assert registry.add([Passage(HARBOUR, "h")]) == 1
+    assert names(registry.find(HARBOUR)) == ["h"]
+    assert caplog.text.count("damaged") == 1
+    assert stat.S_IMODE(registry.path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_is_ruined_in_use(registry, caplog):
+    registry.add([Passage(f"{n} {HARBOUR}", str(n)) for n in range(500)])
+    assert names(registry.find(f"7 {HARBOUR}")) == ["7"]
+    registry._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    size = registry.path.stat().st_size
+    with registry.path.open("r+b") as file:
+        file.seek(4096)
+        file.write(random.Random(0).randbytes(size - 4096))
+    registry._sql.execute("PRAGMA shrink_memory")  # or it would answer from its cache
+    registry._changed = True
+    assert registry.find(f"8 {HARBOUR}") == []
+    assert "damaged" in caplog.text
+    assert registry.add([Passage(HARBOUR, "h")]) == 1
+    assert names(registry.find(HARBOUR)) == ["h"]
+
+
+def test_a_new_file_in_the_place_of_the_old_one_is_used(registry, other):
+    registry.add([Passage(HARBOUR, "h")])
+    assert names(other.find(HARBOUR)) == ["h"]
+    registry._make_anew()
+    registry.add([Passage(CRANE, "c")])
+    assert names(other.find(HARBOUR + CRANE)) == ["c"]
+
+
+def test_a_flipped_bit_finds_nothing_wrong(registry):
+    registry.add([Passage(HARBOUR, "a"), Passage(CRANE, "b")])
+    sql = sqlite3.connect(registry.path, isolation_level=None)
+    columns = ("node_id", "whole", "hashes", "proof")
+    row = sql.execute(f"SELECT {', '.join(columns)} FROM Passages WHERE node_id = ?", (b"a",)).fetchone()
+    for column, good in zip(columns, row, strict=True):
+        bads = (
+            [good ^ 4]
+            if isinstance(good, int)
+            else [bytes([good[0] ^ 4]) + good[1:], good[:-1], b"", "text", b"\xff"]
+        )
+        for bad in bads:
+            sql.execute(f"UPDATE Passages SET {column} = ? WHERE id = 1", (bad,))
+            registry.close()
+            found = registry.find(HARBOUR + CRANE)
+            assert found[-1] == Found(78, 145, "b")
+            assert len(found) == 1 or (
+                column == "hashes" and names(found) == ["a", "b"]
+            )  # a mark fewer, perhaps
+            sql.execute(f"UPDATE Passages SET {column} = ? WHERE id = 1", (good,))
+    sql.close()
+    registry.close()
+    assert names(registry.find(HARBOUR + CRANE)) == ["a", "b"]
+
+
+def test_another_format_is_refused_but_no_question_fails(registry, caplog):
+    registry.add([Passage(HARBOUR, "h")])
+    registry._sql.execute("PRAGMA user_version = 99")
+    registry.close()
+    with pytest.raises(StoreFormatError, match=r"99.*Remove"):
+        registry.add([])
+    assert registry.find(HARBOUR) == []
+    assert "99" in caplog.text
+
+
+def test_a_folder_in_its_place_is_a_named_error_but_no_question_fails(registry, caplog):
+    registry.path.mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"passages\.sqlite"):
+        registry.add([Passage(HARBOUR, "h")])
+    assert registry.find(HARBOUR) == []
+    assert "no passages are looked for" in caplog.text
+
+
+def test_all_or_none(registry):
+    class Broken(str):
+        def encode(self, *_):
+            raise RuntimeError("broken")
+
+    registry.add([Passage(HARBOUR, "h")])
+    with pytest.raises(RuntimeError):
+        registry.add([Passage(CRANE, "h"), Passage(Broken(CRANE), "c")])
+    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
+    assert registry.add([Passage(CRANE, "c")]) == 1
+
+
+def test_threads(registry):
+    errors, start = [], threading.Barrier(6)
+
+    def work(name):
+        try:
+            start.wait()
+            for n in range(15):
+                text = f"{name} wrote the passage with the number {n}."
+                assert registry.add([Passage(text, f"{name}-{n}")]) == 1
+                assert names(registry.find(f"x {text} y")) == [f"{name}-{n}"]
+                if n % 3 == 0:
+                    assert registry.remove([f"{name}-{n}"]) == 1
+                    assert registry.find(text) == []
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(registry) == 60
+
+
+def test_processes_that_open_and_add_at_once(home, registry):
+    workers = [adder(home, name, 12) for name in ("Anna", "Ben", "Cleo")]
+    for worker in workers:
+        assert worker.communicate(timeout=120)[0].split() == [str(n) for n in range(12)]
+        assert worker.returncode == 0
+    assert len(registry) == 360
+    text = " ".join(
+        f"{name} wrote the passage with the number {n}." for n in range(120) for name in ("Anna", "Ben")
+    )
+    assert names(registry.find(text)) == [f"{name}-{n}" for n in range(120) for name in ("Anna", "Ben")]
+
+
+@pytest.mark.parametrize("lines", [1, 7])
+def test_a_killed_process_loses_nothing_that_it_acknowledged(home, registry, lines):
+    registry.add([Passage(HARBOUR, "h")])
+    worker = adder(home, "Anna", 100_000)
+    for _ in range(lines):
+        acknowledged = int(worker.stdout.readline())
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate(timeout=60)
+    for _ in range(2):
+        count = len(registry) - 1
+        assert count % 10 == 0  # whole batches
+        assert count >= (acknowledged + 1) * 10
+        text = " ".join(f"Anna wrote the passage with the number {n}." for n in range(count + 10))
+        assert names(registry.find(text)) == [f"Anna-{n}" for n in range(count)]
+        registry.close()

@@ -1,0 +1,122 @@
+"""Resolving a prompt's pieces: every character comes back, in literals and chunks, named passages first."""
+
+import random
+
+import pytest
+
+from ragblend.engine.prompt import Chunk, Literal
+from ragblend.integrations.passages import Passage, PassageRegistry
+from ragblend.integrations.resolve import resolve
+
+HARBOUR = "The harbour was dredged in 1921 by the Ems company, who left the crane behind."
+CRANE = "The crane on the north mole lifts nine tonnes and is painted green."
+
+
+@pytest.fixture
+def registry(tmp_path):
+    registry = PassageRegistry.open(tmp_path / "home")
+    yield registry
+    registry.close()
+
+
+def text(words):
+    return Literal(words, verbatim=True)
+
+
+def test_chunks_between_literals(registry):
+    registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")])
+    prompt = f"Notes:\n{HARBOUR}\n\n{CRANE}{HARBOUR}\nWhy?"
+    assert resolve([prompt], registry) == (
+        text("Notes:\n"),
+        Chunk(HARBOUR, "h"),
+        text("\n\n"),
+        Chunk(CRANE, "c"),
+        Chunk(HARBOUR, "h"),
+        text("\nWhy?"),
+    )
+    assert resolve([prompt], None) == (text(prompt),)
+    assert resolve([], registry) == resolve(["", Passage("", "x")], registry) == ()
+
+
+def test_adjacent_texts_are_one_text(registry):
+    registry.add([Passage(HARBOUR, "h")])
+    assert resolve(["A " + HARBOUR[:9], "", HARBOUR[9:] + " B"], registry) == (
+        text("A "),
+        Chunk(HARBOUR, "h"),
+        text(" B"),
+    )
+    # A passage between them parts them.
+    pieces = [HARBOUR[:9], Passage("short", "s"), HARBOUR[9:]]
+    assert resolve(pieces, registry) == (text(HARBOUR[:9]), Chunk("short", "s"), text(HARBOUR[9:]))
+
+
+def test_a_passage_is_a_chunk_as_it_stands(registry):
+    registry.add([Passage(HARBOUR, "h")])
+    assert resolve([Passage(HARBOUR + CRANE, "both"), Passage(CRANE)], registry) == (
+        Chunk(HARBOUR + CRANE, "both"),
+        Chunk(CRANE, None),
+    )
+
+
+def test_named_passages_come_first(registry):
+    registry.add([Passage(f"{HARBOUR} {CRANE}", "long"), Passage(CRANE, "c")])
+    prompt = f"{HARBOUR} {CRANE} {CRANE}"
+    assert resolve([prompt], registry)[0] == Chunk(f"{HARBOUR} {CRANE}", "long")
+    named = [Passage(HARBOUR, "mine"), Passage("not in there, wherever one looks", "x"), Passage("", "empty")]
+    assert resolve([prompt], registry, named) == (
+        Chunk(HARBOUR, "mine"),
+        text(" "),
+        Chunk(CRANE, "c"),
+        text(" "),
+        Chunk(CRANE, "c"),
+    )
+
+
+def test_of_named_passages_the_longest_first_each_time(registry):
+    named = [Passage(HARBOUR[4:40], "part"), Passage(HARBOUR, "whole"), Passage(HARBOUR, "again")]
+    prompt = f"{HARBOUR}{HARBOUR[:60]} {HARBOUR}"
+    assert resolve([prompt], None, named) == (
+        Chunk(HARBOUR, "whole"),
+        text(HARBOUR[:4]),
+        Chunk(HARBOUR[4:40], "part"),
+        text(HARBOUR[40:60] + " "),
+        Chunk(HARBOUR, "whole"),
+    )
+
+
+def test_of_equally_long_named_passages_the_earlier():
+    named = [Passage(CRANE[9:39], "late"), Passage(CRANE[2:32], "early")]
+    assert resolve([CRANE], None, named)[1] == Chunk(CRANE[2:32], "early")
+
+
+def test_short_named_passages_do_not_shred_the_prompt(registry):
+    prompt = "An answer is wanted, and an explanation of it."
+    registry.add([Passage("an", "a")])
+    assert resolve([prompt], registry, [Passage("an", "a"), Passage("is wanted", "b")]) == (text(prompt),)
+    assert resolve([prompt], None, [Passage("answer is wanted", "c")])[1] == Chunk("answer is wanted", "c")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_named_as_the_registry_and_no_character_is_lost(registry, seed):
+    """Named passages and registered ones are found by different searches, which must agree."""
+    chance = random.Random(seed)
+    whole = "".join(chance.choices("ab\U0001f600\ud800", k=400))
+    if seed % 2:
+        whole = (whole[: chance.randint(1, 30)] * 400)[:400]
+    starts = [chance.randrange(380) for _ in range(25)]
+    passages = {whole[at : at + chance.randint(16, 60)]: str(n) for n, at in enumerate(starts)}
+    known = [Passage(words, name) for words, name in passages.items() if len(words) >= 16]
+    registry.add(known)
+    cuts = sorted(chance.sample(range(400), 3))
+    pieces = [
+        whole[: cuts[0]],
+        whole[cuts[0] : cuts[1]],
+        Passage(whole[cuts[1] : cuts[2]], "p"),
+        whole[cuts[2] :],
+    ]
+    segments = resolve(pieces, registry)
+    assert "".join(segment.text for segment in segments) == whole
+    assert sum(isinstance(segment, Chunk) for segment in segments) > 1
+    assert all(segment.verbatim for segment in segments if isinstance(segment, Literal))
+    assert resolve(pieces, None, known) == segments
+    assert resolve(pieces, registry, known[::2] + known[1::2]) == segments
