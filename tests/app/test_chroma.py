@@ -102,7 +102,9 @@ def test_vectors_of_another_layout_are_named_and_mended(index, metadata):
     index.upsert(["a"], unit(1))
     index._collection().upsert(ids=["x"], embeddings=rows_of(1), metadatas=metadata and [metadata])
     for use in (index.node_ids, lambda: index.query(rows_of(1)[0], 2)):
-        with pytest.raises(LibraryError, match=r"without the id of a passage.*ragblend store repair") as error:
+        with pytest.raises(
+            LibraryError, match=r"without the id of a passage.*ragblend store repair"
+        ) as error:
             use()
         assert str(index.folder) in str(error.value)
     index.rebuild([(["a"], unit(1))])
