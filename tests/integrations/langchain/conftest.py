@@ -1,0 +1,115 @@
+"""Models on disk and homes of their own, documents in a real Chroma, and a watcher that sees what models were asked."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("langchain_core", reason="the langchain extra is not installed")
+pytest.importorskip("langchain_chroma", reason="the langchain extra is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
+
+import tiny_models
+import torch
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from watching import Watcher
+
+from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
+
+SHORT = {"max_tokens": 8}
+TEXTS = {
+    "tides": (
+        "The tide table of Harrow Sound is kept by the widow Marsh. High water comes twice a day, and the causeway is "
+        "closed for two hours before and after it. Nobody has been lost on the causeway since the bell was hung in "
+        "1911, although two carters had to be fetched from the beacon by boat."
+    ),
+    "bell": (
+        "The bell at the causeway is rung by hand. It was cast in Lowestoft from the bronze of a ship's propeller, and "
+        "it weighs forty stone. The ringer is paid in herring, one barrel a month, and may keep a goat on the green "
+        "below the chapel, which the parish council has tried twice to forbid."
+    ),
+    "lamp": (
+        "The lamp in the chapel burns seal oil, which the bishop sends every autumn in a blue jar. When the jar is "
+        "empty the lamp is trimmed with tallow, and the fishermen say that it then smells of Sunday dinner as far out "
+        "as the second buoy. The sexton lights it an hour before dusk."
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[Document]:
+    return [Document(text, id=name, metadata={"source": f"{name}.md"}) for name, text in TEXTS.items()]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random model of four layers, which never ends an answer by itself: the logit of its end token is 0."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    model = tiny_models.make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[model.config.eos_token_id] = 0
+    model.save_pretrained(folder)
+    tiny_models.make_tokenizer(adds_bos=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny_folder, tmp_path_factory) -> dict[str, Any]:
+    """What a tiny model on a home of the session is opened with."""
+    return {
+        "model": str(tiny_folder),
+        "home": str(tmp_path_factory.mktemp("tiny-home")),
+        "device": "cpu",
+        "dtype": "float32",
+    }
+
+
+@pytest.fixture
+def tiny(tiny_options) -> ChatRAGBlend:
+    return ChatRAGBlend(**tiny_options, **SHORT)
+
+
+@pytest.fixture
+def make_tiny(tiny_options, tmp_path) -> Iterator[Callable[..., ChatRAGBlend]]:
+    """A tiny model on an empty home, for tests that count what is known or stored."""
+    made: list[ChatRAGBlend] = []
+
+    def make(**changes: Any) -> ChatRAGBlend:
+        made.append(ChatRAGBlend(**tiny_options | {"home": str(tmp_path / "home")} | SHORT | changes))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.backend().engine.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(with_smollm2, tmp_path_factory, documents) -> Iterator[ChatRAGBlend]:
+    """The bundled model, which has read the documents."""
+    home = with_smollm2(tmp_path_factory.mktemp("langchain-home"))
+    model = ChatRAGBlend(home=str(home), device="cpu", **SHORT)
+    assert encode_documents(documents, model, show_progress=False) == len(documents)
+    yield model
+    model.backend().engine.close()
+
+
+@pytest.fixture(scope="session")
+def store(documents, tmp_path_factory) -> Chroma:
+    """The documents in a Chroma on disk, under their own ids."""
+    return Chroma.from_documents(
+        documents,
+        DeterministicFakeEmbedding(size=16),
+        ids=[document.id for document in documents],
+        persist_directory=str(tmp_path_factory.mktemp("chroma")),
+    )
+
+
+@pytest.fixture
+def watcher() -> Watcher:
+    return Watcher()

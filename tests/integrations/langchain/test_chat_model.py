@@ -1,0 +1,458 @@
+"""ChatRAGBlend on a tiny model: every way to call it, and what it says of itself."""
+
+import asyncio
+import json
+import logging
+import pickle
+import threading
+import time
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError, ModelInvalidRequestError, ModelNotFoundError
+from langchain_core.language_models import BaseChatModel
+from langchain_core.load import dumpd, dumps, load
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.outputs import LLMResult
+from pydantic import ValidationError
+from watching import Watcher, engine_answer
+
+from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
+from ragblend.integrations.langchain import calls as calls_module
+from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError
+
+QUESTION = "Who rings the bell?"
+
+
+def blocks(documents, question=QUESTION):
+    content = []
+    for document in documents:
+        content += [{"type": "text", "text": document.page_content, "id": document.id}, "\n\n"]
+    return [HumanMessage([*content, {"type": "text", "text": question}])]
+
+
+def test_constructing_opens_nothing(tmp_path):
+    model = ChatRAGBlend(model="nobody/has-this", home=tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+    with pytest.raises(ModelNotFoundError):
+        model.invoke("hello")
+
+
+def test_the_answer_is_the_engines_own(tiny, documents):
+    encode_documents(documents, tiny, show_progress=False)
+    answer = tiny.invoke(blocks(documents))
+    expected = engine_answer(tiny.backend().engine, blocks(documents), documents, max_new_tokens=8)
+    assert answer.text == expected.text
+    assert [chunk.node_id for chunk in expected.prompt.chunks] == answer.response_metadata["kv"]["chunks"]
+    assert answer.response_metadata["kv"]["hits"] == 3
+    assert answer.usage_metadata["input_tokens"] == len(expected.prompt.token_ids)
+    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
+    assert answer.usage_metadata["input_token_details"]["cache_read"] == expected.report.tokens.reused > 0
+
+
+def test_all_ways_to_call_give_the_same(tiny, documents):
+    encode_documents(documents, tiny, show_progress=False)
+    asked = blocks(documents)
+    whole = tiny.invoke(asked)
+    streamed = list(tiny.stream(asked))
+
+    async def ways():
+        return await tiny.ainvoke(asked), [chunk async for chunk in tiny.astream(asked)]
+
+    awaited, astreamed = asyncio.run(ways())
+    for chunks in (streamed, astreamed):
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [bool(chunk.response_metadata.get("kv")) for chunk in chunks].count(True) == 1
+        assert chunks[-1].response_metadata["kv"]["chunks"] == whole.response_metadata["kv"]["chunks"]
+        assert chunks[-1].usage_metadata == whole.usage_metadata
+        assert all(chunk.usage_metadata is None for chunk in chunks[:-1])
+        summed = sum(chunks[1:], chunks[0])
+        assert summed.usage_metadata == whole.usage_metadata
+    assert len(streamed) > 3
+    assert awaited.text == whole.text
+    assert [answer.text for answer in tiny.batch([asked, asked])] == [whole.text] * 2
+    assert [answer.text for answer in asyncio.run(tiny.abatch([asked, asked]))] == [whole.text] * 2
+
+
+@pytest.mark.parametrize("way", ["stream", "astream", "streaming=True", "stream_events v3"])
+@pytest.mark.filterwarnings("ignore:.*version='v3'.*:langchain_core._api.LangChainBetaWarning")
+def test_every_piece_is_reported_once(tiny_options, way):
+    watcher = Watcher()
+    # Said explicitly, streaming=False would switch off `stream` as well: LangChain's rule.
+    switch = {"streaming": True} if way == "streaming=True" else {}
+    model = ChatRAGBlend(**tiny_options, max_tokens=8, **switch)
+    config = {"callbacks": [watcher]}
+
+    async def astream():
+        return [chunk.text async for chunk in model.astream("hello", config)]
+
+    if way == "stream":
+        pieces = [chunk.text for chunk in model.stream("hello", config)]
+    elif way == "astream":
+        pieces = asyncio.run(astream())
+    elif way == "streaming=True":
+        pieces = [model.invoke("hello", config).text]
+    else:
+        pieces = [str(model.stream_events("hello", config, version="v3").output.text)]
+    [seen] = watcher.calls
+    assert "".join(seen.tokens) == "".join(pieces) == seen.text
+    assert len([token for token in seen.tokens if token]) > 3
+    assert seen.kv["fresh"] > 0
+
+
+def test_events_name_the_model_and_its_pieces(tiny):
+    async def events():
+        return [event async for event in tiny.astream_events("hello", version="v2")]
+
+    names = [event["event"] for event in asyncio.run(events())]
+    assert names[0] == "on_chat_model_start"
+    assert names[-1] == "on_chat_model_end"
+    assert names.count("on_chat_model_stream") > 3
+
+
+def test_async_calls_leave_the_loop_free(tiny, documents):
+    """Loading, tokenizing and computing happen elsewhere: the loop ticks on."""
+    late = []
+
+    async def tick():
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(0.01)
+            late.append(time.perf_counter() - begun)
+
+    async def ask():
+        ticking = asyncio.create_task(tick())
+        await tiny.ainvoke(blocks(documents), max_tokens=32)
+        async for _ in tiny.astream(blocks(documents), max_tokens=32):
+            pass
+        ticking.cancel()
+
+    tiny.backend().engine.close()  # so that loading is part of it
+    asyncio.run(ask())
+    assert len(late) > 5
+    assert max(late) < 1.5, "something held the loop"
+
+
+# --- what reaches the engine
+
+
+def test_ids_by_content_blocks_calls_artifacts_and_text(make_tiny, documents):
+    tides, bell, lamp = documents
+    model = make_tiny()
+
+    def chunks(answer):
+        return answer.response_metadata["kv"]["chunks"]
+
+    assert chunks(model.invoke(blocks([bell, tides]))) == ["bell", "tides"]
+    text = f"Notes: {lamp.page_content} And: {bell.page_content}\n\n{QUESTION}"
+    assert chunks(model.invoke(text)) == []
+    assert chunks(model.invoke(text, passages=[bell, lamp])) == ["lamp", "bell"]
+    assert chunks(model.bind(passages=[bell]).invoke(text)) == ["bell"]
+    tool = ToolMessage(
+        text, tool_call_id="1", artifact=[bell, {"page_content": lamp.page_content, "id": "l"}]
+    )
+    assert chunks(model.invoke([HumanMessage(QUESTION), AIMessage(""), tool])) == ["l", "bell"]
+    encode_documents([tides, bell], model, show_progress=False)
+    assert chunks(model.invoke(text)) == ["bell"]
+
+
+def test_blocks_without_an_id_of_their_own_are_text(make_tiny, documents):
+    from langchain_core.messages.content import create_text_block
+
+    model = make_tiny()
+    automatic = create_text_block(documents[0].page_content)
+    assert automatic["id"]
+    spoken = AIMessage([{"type": "text", "text": documents[1].page_content, "id": "msg_1"}])
+    answer = model.invoke([HumanMessage([automatic]), spoken, HumanMessage(QUESTION)])
+    assert answer.response_metadata["kv"]["chunks"] == []
+
+
+def test_documents_without_an_id_get_one_by_their_text(make_tiny, documents):
+    model = make_tiny()
+    bare = [Document(document.page_content) for document in documents]
+    encode_documents(bare, model, show_progress=False)
+    kv = model.invoke(f"{bare[0].page_content}\n{bare[2].page_content}\n{QUESTION}").response_metadata["kv"]
+    assert len(set(kv["chunks"])) == kv["hits"] == 2
+    assert all(node_id.startswith("sha256-") for node_id in kv["chunks"])
+
+
+def test_white_space_around_a_document_does_not_matter(make_tiny, documents):
+    model = make_tiny()
+    encode_documents(documents, model, show_progress=False)
+    loose = Document(f"\n  {documents[0].page_content}  \n", id="tides")
+    kv = model.invoke(blocks([loose])).response_metadata["kv"]
+    assert (kv["chunks"], kv["hits"]) == (["tides"], 1)
+
+
+def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
+    """The old text's KV must not answer for the new text."""
+    model = make_tiny()
+    encode_documents(documents, model, show_progress=False)
+    edited = Document(documents[1].page_content.replace("herring", "butter"), id="bell")
+    first = model.invoke(blocks([edited])).response_metadata["kv"]
+    assert (first["chunks"], first["hits"], first["misses"]) == (["bell"], 0, 1)
+    encode_documents([edited], model, show_progress=False)
+    assert model.invoke(f"{edited.page_content} {QUESTION}").response_metadata["kv"]["hits"] == 1
+    assert model.invoke(f"{documents[1].page_content} {QUESTION}").response_metadata["kv"]["chunks"] == []
+
+
+def test_control_tokens_in_messages_are_text(tiny):
+    engine = tiny.backend().engine
+    [end] = engine.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    prompt = tiny.backend().chat_prompt(calls_turns([HumanMessage("a <|im_end|> b")]))
+    plain = tiny.backend().chat_prompt(calls_turns([HumanMessage("a b")]))
+    assert prompt.token_ids.count(end) == plain.token_ids.count(end) > 0
+
+
+def calls_turns(messages):
+    from ragblend.integrations.langchain.messages import turns_of
+
+    return turns_of(messages)
+
+
+def test_roles(tiny):
+    said = [
+        SystemMessage("be brief"),
+        HumanMessage("one"),
+        AIMessage("two"),
+        ToolMessage("three", tool_call_id="1"),
+        ChatMessage("four", role="user"),
+    ]
+    assert [turn.role for turn in calls_turns(said)] == ["system", "user", "assistant", "tool", "user"]
+    silent = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
+    assert [turn.role for turn in calls_turns([HumanMessage("one"), silent])] == ["user"]
+    with pytest.raises(UsageError, match="narrator"):
+        calls_turns([ChatMessage("five", role="narrator")])
+    assert tiny.invoke(said).text
+
+
+# --- arguments
+
+
+def test_usual_names_and_overrides(tiny_options):
+    model = ChatRAGBlend(
+        model_name=tiny_options["model"], home=tiny_options["home"], dtype="float32", device="cpu",
+        max_new_tokens=3, stop_sequences="zebra", temperature=None,
+    )  # fmt: skip
+    assert (model.model, model.max_tokens, model.stop, model.temperature) == (
+        tiny_options["model"], 3, ["zebra"], 0.0,
+    )  # fmt: skip
+    assert model.invoke("hello").usage_metadata["output_tokens"] == 3
+    for longer in ({"max_tokens": 5}, {"max_new_tokens": 5}):
+        assert model.invoke("hello", **longer).usage_metadata["output_tokens"] == 5
+    assert model.bind(max_tokens=2).invoke("hello").usage_metadata["output_tokens"] == 2
+    with pytest.raises(ValueError, match="mean the same"):
+        model.invoke("hello", max_tokens=5, max_new_tokens=6)
+
+
+def test_finish_reason_and_stop(tiny):
+    whole = tiny.invoke("hello", max_tokens=12)
+    assert whole.response_metadata["finish_reason"] == "length"
+    middle = whole.text[3:5]
+    stopped = tiny.invoke("hello", max_tokens=12, stop=[middle])
+    assert stopped.text == whole.text[: whole.text.index(middle)]
+    assert stopped.response_metadata["finish_reason"] == "stop"
+
+
+def test_method_ratio_and_sampling_reach_the_engine(tiny, documents):
+    encode_documents(documents, tiny, show_progress=False)
+    kv = tiny.invoke(blocks(documents), method="reuse").response_metadata["kv"]
+    assert (kv["method"], kv["recomputed"]) == ("reuse", 0)
+    assert (
+        tiny.invoke(blocks(documents), method="full").usage_metadata["input_token_details"]["cache_read"] == 0
+    )
+    metadata = tiny.invoke(blocks(documents), ratio=0.5).response_metadata
+    assert (metadata["method"], metadata["ratio"], metadata["kv"]["ratio"]) == ("cacheblend", 0.5, 0.5)
+    drawn = [tiny.invoke("hello", temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_another_model_for_one_call(tiny, tmp_path_factory):
+    import tiny_models
+
+    other = tiny_models.save_model("qwen2", tmp_path_factory.mktemp("models") / "other")
+    answer = tiny.invoke("hello", model=str(other))
+    assert answer.response_metadata["model_name"] == str(other) != tiny.model
+
+
+def test_unknown_arguments(tiny_options):
+    with pytest.warns(UserWarning, match="presence_penalty; transferred to model_kwargs"):
+        model = ChatRAGBlend(**tiny_options, presence_penalty=0.1)
+    assert model.model_kwargs == {"presence_penalty": 0.1}
+    with pytest.raises(ValueError, match="'presence_penalty' is unknown"):
+        model.invoke("hello")
+    with pytest.raises(ModelInvalidRequestError, match="did you mean temperature"):
+        ChatRAGBlend(**tiny_options).invoke("hello", temprature=0.5)
+
+
+def test_timeout(tiny):
+    from langchain_core.exceptions import ModelTimeoutError
+
+    tiny.invoke("hello")  # loading takes its own time
+    endless = {"max_tokens": 1900, "repetition_penalty": 1.0, "timeout": 0.3}
+    for way in (tiny.invoke, lambda *a, **k: list(tiny.stream(*a, **k))):
+        with pytest.raises(ModelTimeoutError, match="within timeout="):
+            way("hello", **endless)
+    with pytest.raises(ModelTimeoutError):
+        asyncio.run(tiny.ainvoke("hello", **endless))
+
+    async def astream():
+        return [chunk async for chunk in tiny.astream("hello", **endless)]
+
+    with pytest.raises(ModelTimeoutError):
+        asyncio.run(astream())
+    assert tiny.invoke("hello", timeout=60).text
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"max_tokens": 0}, {"top_p": 0}, {"ratio": 1.5}])
+def test_wrong_values(tiny, tiny_options, wrong):
+    with pytest.raises(ValidationError):
+        ChatRAGBlend(**tiny_options | wrong)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong)).removeprefix('max_')}"):
+        tiny.invoke("hello", **wrong)
+
+
+def test_no_messages(tiny):
+    with pytest.raises(ValueError, match="no message to answer") as raised:
+        tiny.invoke([])
+    assert isinstance(raised.value, ModelInvalidRequestError)
+    assert isinstance(raised.value, RagBlendError)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+        {"type": "image", "url": "https://example.org/a.png"},
+        {"type": "audio", "base64": "AAAA", "mime_type": "audio/wav"},
+    ],
+)
+def test_an_image_is_refused(tiny, block):
+    with pytest.raises(ValueError, match="reads text only") as raised:
+        tiny.invoke([HumanMessage(["what is this?", block])])
+    assert isinstance(raised.value, ModelInvalidRequestError)
+
+
+def test_a_prompt_over_the_window(tiny):
+    with pytest.raises(ContextOverflowError, match="reads at most") as raised:
+        tiny.invoke("why " * 3000)
+    assert isinstance(raised.value, PromptTooLongError)
+    with pytest.raises(ContextOverflowError):
+        list(tiny.stream("why " * 3000))
+    with pytest.raises(ContextOverflowError):
+        asyncio.run(tiny.ainvoke("why " * 3000))
+
+
+def test_tools_are_not_declared(tiny):
+    assert ChatRAGBlend.bind_tools is BaseChatModel.bind_tools
+    with pytest.raises(NotImplementedError):
+        tiny.bind_tools([])
+    with pytest.raises(ValueError, match="calls no tools"):
+        tiny.invoke("hello", tools=[{"type": "function"}])
+
+
+def test_no_known_document_is_said_once(make_tiny, documents, caplog):
+    calls_module._said.clear()
+    model = make_tiny()
+    with caplog.at_level(logging.WARNING, logger="ragblend"):
+        for _ in range(3):
+            assert model.invoke("hello").text
+    assert [
+        record.message for record in caplog.records if "no known document" in record.message
+    ].__len__() == 1
+
+
+# --- what it says of itself
+
+
+def test_tokens_are_counted_by_its_own_tokenizer(tiny):
+    tokenizer = tiny.backend().engine.tokenizer
+    assert tiny.get_token_ids("the harbour") == tokenizer.encode("the harbour", add_special_tokens=False)
+    asked = [SystemMessage("be brief"), HumanMessage("hello")]
+    assert tiny.get_num_tokens_from_messages(asked) == tiny.invoke(asked).usage_metadata["input_tokens"]
+    assert tiny.model_copy(update={"custom_get_token_ids": lambda text: [7]}).get_token_ids("a") == [7]
+
+
+@pytest.mark.filterwarnings("ignore:The function `load` is in beta")
+def test_it_can_be_written_down_and_read_again(tiny):
+    written = dumpd(tiny)
+    assert written["type"] == "constructor"
+    again = load(json.loads(dumps(tiny)), valid_namespaces=["ragblend"], allowed_objects=[ChatRAGBlend])
+    assert again == tiny
+    assert again.invoke("hello").text == tiny.invoke("hello").text
+    assert pickle.loads(pickle.dumps(tiny)) == tiny
+
+
+def test_names_for_traces_and_caches(tiny):
+    assert tiny._llm_type == "ragblend-chat"
+    traced = tiny._get_ls_params(stop=["x"], temperature=0.5, model_name="other")
+    assert (traced["ls_provider"], traced["ls_model_type"], traced["ls_model_name"]) == (
+        "ragblend",
+        "chat",
+        "other",
+    )
+    assert (traced["ls_temperature"], traced["ls_max_tokens"], traced["ls_stop"]) == (0.5, 8, ["x"])
+    assert tiny._identifying_params != tiny.model_copy(update={"ratio": 0.5})._identifying_params
+
+
+def test_langchains_cache(tiny_options):
+    from langchain_core.caches import InMemoryCache
+
+    model = ChatRAGBlend(**tiny_options, max_tokens=4, cache=InMemoryCache())
+    first, second = model.invoke("hello"), model.invoke("hello")
+    assert first.text == second.text
+    assert second.usage_metadata["total_cost"] == 0
+    assert len(model.invoke("hello", max_tokens=6).text) > len(first.text)
+
+
+# --- stopping
+
+
+def test_closing_a_stream_stops_the_device(tiny):
+    engine = tiny.backend().engine
+    stream = tiny.stream("hello", max_tokens=1900)
+    assert next(stream) is not None
+    stream.close()
+    begun = time.perf_counter()
+    assert tiny.invoke("hello", max_tokens=1).text is not None
+    assert time.perf_counter() - begun < 5
+    assert not any(thread.name == "ragblend-stream" and thread.is_alive() for thread in threading.enumerate())
+    assert engine is tiny.backend().engine
+
+
+@pytest.mark.parametrize("way", ["ainvoke", "astream"])
+def test_cancelling_a_task_stops_the_device(tiny, way):
+    """What comes after would have to wait for 1,900 tokens if the first one went on."""
+    begun = threading.Event()
+
+    async def ask():
+        if way == "ainvoke":
+            begun.set()
+            return await tiny.ainvoke("hello", max_tokens=1900)
+        async for _ in tiny.astream("hello", max_tokens=1900):
+            begun.set()
+        return None
+
+    async def cancel():
+        task = asyncio.create_task(ask())
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await tiny.ainvoke("hello", max_tokens=1)
+
+    tiny.invoke("hello")
+    started = time.perf_counter()
+    assert asyncio.run(cancel()).usage_metadata["output_tokens"] == 1
+    assert time.perf_counter() - started < 5
+
+
+def test_one_generation_per_prompt(tiny):
+    result = tiny.generate([[HumanMessage("one")], [HumanMessage("two")]])
+    assert isinstance(result, LLMResult)
+    assert [len(generations) for generations in result.generations] == [1, 1]

@@ -1,0 +1,100 @@
+"""What the models of a chain were asked and what they reported, and the engine's own answer to the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.prompt import Message, Segment
+from ragblend.engine.results import Result
+
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+
+
+@dataclass
+class Seen:
+    """One call of a model, from outside: messages or a text, then what came back."""
+
+    asked: Any
+    text: str = ""
+    kv: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    tokens: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class Watcher(BaseCallbackHandler):
+    """Hand it to a chain as a callback: one `Seen` for every model call, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, Seen] = {}
+        self.retrieved: list[Document] = []
+
+    def on_chat_model_start(self, serialized, messages, *, run_id, **kwargs) -> None:
+        assert len(messages) == 1
+        self.seen[run_id] = Seen(messages[0])
+
+    def on_llm_start(self, serialized, prompts, *, run_id, **kwargs) -> None:
+        assert len(prompts) == 1
+        self.seen[run_id] = Seen(prompts[0])
+
+    def on_llm_new_token(self, token, *, run_id, **kwargs) -> None:
+        self.seen[run_id].tokens.append(token)
+
+    def on_llm_end(self, response, *, run_id, **kwargs) -> None:
+        [[generation]] = response.generations
+        seen, message = self.seen[run_id], getattr(generation, "message", None)
+        seen.text = generation.text
+        metadata = generation.generation_info if message is None else message.response_metadata
+        seen.kv = metadata["kv"]
+        seen.usage = None if message is None else message.usage_metadata
+
+    def on_llm_error(self, error, *, run_id, **kwargs) -> None:
+        self.seen[run_id].error = error
+
+    def on_retriever_end(self, documents, **kwargs) -> None:
+        self.retrieved += documents
+
+    @property
+    def calls(self) -> list[Seen]:
+        return list(self.seen.values())
+
+    def share(self) -> tuple[int, int, int]:
+        """Of all retrieved documents' occurrences in prompts: how many, how many were resolved, how many reused."""
+        there = sum(
+            plain_text(seen.asked).count(document.page_content)
+            for seen in self.calls
+            for document in {d.page_content: d for d in self.retrieved}.values()
+        )
+        resolved = sum(len(seen.kv["chunks"]) for seen in self.calls)
+        return there, resolved, sum(seen.kv["hits"] for seen in self.calls)
+
+
+def plain_text(asked: Any) -> str:
+    return asked if isinstance(asked, str) else "\n".join(message.text for message in asked)
+
+
+def engine_answer(engine: Any, asked: Any, documents: Sequence[Document], **options: Any) -> Result:
+    """The engine's answer to what a chain asked, the prompt put together here, by plain search for the documents."""
+    if isinstance(asked, str):
+        prompt = Prompt(segments_of(asked, documents, verbatim=False))
+    else:
+        prompt = engine.chat([Message(ROLES[m.type], tuple(segments_of(m.text, documents))) for m in asked])
+    return engine.generate(prompt, **options)
+
+
+def segments_of(text: str, documents: Sequence[Document], verbatim: bool = True) -> list[Segment]:
+    found = [(text.find(d.page_content), d) for d in documents if d.page_content in text]
+    if not found:
+        return [Literal(text, verbatim=verbatim)] if text else []
+    at, first = min(found, key=lambda pair: pair[0])
+    before, after = text[:at], text[at + len(first.page_content) :]
+    middle = Chunk(first.page_content, first.id)
+    return [
+        *segments_of(before, [], verbatim),
+        middle,
+        *segments_of(after, documents, verbatim),
+    ]
