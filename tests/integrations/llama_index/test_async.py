@@ -1,0 +1,222 @@
+"""Tasks and threads: nothing blocks the loop, what is cancelled or closed stops, and requests keep apart."""
+
+import asyncio
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from llama_helpers import listening, story_nodes, user
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore
+
+from ragblend.integrations.llama_index.nodes import passage_of
+
+SUBJECTS = ["lighthouse", "orchard", "foundry", "library"]
+
+
+def stories_about(subject):
+    return [
+        f"The {subject} of chapter {n} was built by the {subject} keepers, who paid {n} crowns for every stone of it."
+        for n in range(3)
+    ]
+
+
+NODES = {subject: story_nodes(stories_about(subject), subject) for subject in SUBJECTS}
+
+
+def asked(subject):
+    context = "\n\n".join(passage_of(node).text for node in NODES[subject])
+    return user(f"Context:\n{context}\nWho built the {subject}?")
+
+
+def ids_of(subject):
+    return [node.node_id for node in NODES[subject]]
+
+
+@pytest.fixture
+def stored(llm):
+    for nodes in NODES.values():
+        llm.remember(nodes, encode=True)
+    return llm
+
+
+@pytest.fixture
+def endless(stored, monkeypatch):
+    """The model never ends an answer by itself; counts its forward passes."""
+    stored.chat(user("Hello?"))
+    model, calls = stored.backend.engine._resources.loaded.model, []
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    yield calls
+    hook.remove()
+
+
+def becomes_idle(llm, timeout_s=10.0):
+    """Whether the device is given back."""
+    end = time.monotonic() + timeout_s
+    while llm.backend.engine._queue._waiting and time.monotonic() < end:
+        time.sleep(0.01)
+    return not llm.backend.engine._queue._waiting
+
+
+def assert_stopped(llm, calls):
+    assert becomes_idle(llm)
+    seen = len(calls)
+    time.sleep(0.1)
+    assert len(calls) == seen < 1500
+
+
+LONG = {"max_new_tokens": 1800}
+
+
+@pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat"])
+def test_the_loop_goes_on_while_the_device_works(stored, method):
+    ticks = []
+
+    async def tick():
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.005)
+
+    async def both():
+        ticker = asyncio.create_task(tick())
+        answer = await getattr(stored, method)(
+            asked("orchard") if "chat" in method else "Who?", max_new_tokens=150
+        )
+        if "stream" in method:
+            async for _ in answer:
+                pass
+        ticker.cancel()
+
+    asyncio.run(both())
+    assert len(ticks) > 10
+    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 0.5
+
+
+@pytest.mark.parametrize("method", ["achat", "acomplete"])
+def test_cancelling_a_task_stops_the_device(stored, endless, method):
+    async def cancelled():
+        task = asyncio.create_task(
+            getattr(stored, method)(user("Who?") if method == "achat" else "Who?", **LONG)
+        )
+        while not endless:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert_stopped(stored, endless)
+
+
+def test_cancelling_a_task_that_reads_a_stream_stops_the_device(stored, endless):
+    async def read():
+        async for _ in await stored.astream_chat(user("Who?"), **LONG):
+            pass
+
+    async def cancelled():
+        task = asyncio.create_task(read())
+        while len(endless) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert_stopped(stored, endless)
+
+
+def test_leaving_an_async_stream_stops_the_device(stored, endless):
+    async def leave():
+        async for _ in await stored.astream_chat(user("Who?"), **LONG):
+            break
+        await asyncio.sleep(0)
+        gc.collect()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(leave())
+    assert_stopped(stored, endless)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_closing_a_stream_stops_the_device(stored, endless, begun):
+    stream = stored.stream_chat(user("Who?"), **LONG)
+    if begun:
+        next(stream)
+    stream.close()
+    del stream
+    assert_stopped(stored, endless)
+
+
+def test_leaving_a_query_engines_stream_stops_the_device(stored, endless):
+    synthesizer = get_response_synthesizer(stored, streaming=True)
+    stored.max_new_tokens = 1000
+    response = synthesizer.synthesize("Who?", [NodeWithScore(node=node) for node in NODES["orchard"]])
+    for _ in response.response_gen:
+        break
+    del response
+    assert_stopped(stored, endless)
+
+
+def test_four_threads_with_different_documents_keep_apart(stored):
+    gate = threading.Barrier(4)
+
+    def ask(subject):
+        gate.wait()
+        answers = [stored.chat(asked(subject)).raw["kv"] for _ in range(3)]
+        streamed = [list(stored.stream_chat(asked(subject)))[-1].raw["kv"] for _ in range(2)]
+        return answers + streamed
+
+    with ThreadPoolExecutor(4) as pool:
+        for subject, reports in zip(SUBJECTS, pool.map(ask, SUBJECTS), strict=True):
+            assert [kv["chunks"] for kv in reports] == [ids_of(subject)] * 5
+            assert [(kv["hits"], kv["misses"]) for kv in reports] == [(3, 0)] * 5
+
+
+def test_four_tasks_with_different_documents_keep_apart(stored):
+    async def ask(subject):
+        reports = [(await stored.achat(asked(subject))).raw["kv"] for _ in range(3)]
+        async for response in await stored.astream_chat(asked(subject)):
+            await asyncio.sleep(0)
+        return [*reports, response.raw["kv"]]
+
+    async def all_of_them():
+        return await asyncio.gather(*(ask(subject) for subject in SUBJECTS))
+
+    for subject, reports in zip(SUBJECTS, asyncio.run(all_of_them()), strict=True):
+        assert [kv["chunks"] for kv in reports] == [ids_of(subject)] * 4
+        assert [kv["misses"] for kv in reports] == [0] * 4
+
+
+def test_streams_opened_together_and_read_in_the_other_order(stored):
+    """A context variable set by a retriever or an event would say of the first what it knows of the last."""
+    expected = {subject: stored.chat(asked(subject)).message.content for subject in SUBJECTS}
+    streams = {subject: stored.stream_chat(asked(subject)) for subject in SUBJECTS}
+    for subject in reversed(SUBJECTS):
+        last = list(streams[subject])[-1]
+        assert last.raw["kv"]["chunks"] == ids_of(subject)
+        assert last.message.content == expected[subject]
+
+
+def test_answers_of_query_engines_opened_together_and_read_in_the_other_order(stored):
+    """The same through synthesizers: the LLM is called when the stream is read, long after `synthesize` returned."""
+    synthesizer = get_response_synthesizer(stored, streaming=True)
+    opened = {
+        subject: synthesizer.synthesize("Who?", [NodeWithScore(node=node) for node in NODES[subject]])
+        for subject in SUBJECTS
+    }
+    for subject in reversed(SUBJECTS):
+        with listening() as ear:
+            assert str(opened[subject])
+        [kv] = ear.kv
+        assert (kv["chunks"], kv["misses"]) == (ids_of(subject), 0)
+
+
+def test_async_streams_opened_together_and_read_in_the_other_order(stored):
+    async def both():
+        streams = {subject: await stored.astream_chat(asked(subject)) for subject in SUBJECTS}
+        return {s: [r async for r in streams[s]][-1].raw["kv"]["chunks"] for s in reversed(SUBJECTS)}
+
+    assert asyncio.run(both()) == {subject: ids_of(subject) for subject in SUBJECTS}

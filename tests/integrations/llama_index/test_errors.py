@@ -1,0 +1,144 @@
+"""Bad input: errors of LlamaIndex's own kinds, which say what to do."""
+
+import logging
+
+import pytest
+from llama_helpers import METHODS, STORIES, call, story_nodes, user
+from llama_index.core import SummaryIndex
+from llama_index.core.base.llms.types import CachePoint, ChatMessage, ImageBlock, TextBlock, ThinkingBlock
+from llama_index.core.bridge.pydantic import ValidationError
+from llama_index.core.llms.mock import MockLLM
+from llama_index.core.response_synthesizers import get_response_synthesizer
+
+from ragblend.integrations.llama_index import (
+    ContextWindowError,
+    RAGBlendLLM,
+    RAGBlendSynthesizer,
+    encode_index,
+)
+from ragblend.integrations.llama_index.messages import text_of
+from ragblend.kvstore.errors import ModelError, PromptTooLongError
+
+PIXEL = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"ratio": 1.5}, "ratio"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"context_window": 0}, "context_window"),
+        ({"method": "cachblend"}, "did you mean 'cacheblend'"),
+        ({"temprature": 1}, "did you mean temperature"),
+        ({"device_map": "auto"}, "did you mean device"),
+        ({"generate_kwargs": {"num_beams": 4}}, "num_beams"),
+        ({"model": "a", "model_name": "b"}, "differ"),
+    ],
+)
+def test_wrong_parameters_are_refused_when_they_are_given(options, word):
+    with pytest.raises(ValidationError, match=word):
+        RAGBlendLLM(**options)
+
+
+@pytest.mark.parametrize(("method", "kind"), METHODS)
+def test_unknown_and_impossible_options_of_a_call(llm, method, kind):
+    with pytest.raises(ValueError, match="did you mean temperature"):
+        call(llm, method, "Hello?", temprature=1)
+    with pytest.raises(ValueError, match="temperature must be 0"):
+        call(llm, method, "Hello?", temperature=-1)
+    with pytest.raises(ValueError, match="did you mean 'reuse'"):
+        call(llm, method, "Hello?", **{"method": "reuze"})
+
+
+@pytest.mark.parametrize("method", ["chat", "stream_chat"])
+def test_no_message_at_all(llm, method):
+    with pytest.raises(ValueError, match="list of messages is empty"):
+        getattr(llm, method)([])
+
+
+def test_no_message_at_all_in_a_task(llm):
+    with pytest.raises(ValueError, match="list of messages is empty"):
+        import asyncio
+
+        asyncio.run(llm.achat([]))
+
+
+def test_an_image_is_refused_by_name(llm):
+    message = ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), ImageBlock(image=PIXEL)])
+    with pytest.raises(ValueError, match="'image'"):
+        llm.chat([message])
+
+
+def test_text_blocks_are_joined_and_hints_are_silent():
+    blocks = [
+        ThinkingBlock(content="hm"),
+        TextBlock(text="one"),
+        CachePoint(cache_control={"type": "ephemeral"}),
+        TextBlock(text="two"),
+    ]
+    message = ChatMessage(role="assistant", blocks=blocks)
+    assert text_of(message) == message.content == "one\ntwo"
+
+
+@pytest.mark.parametrize(("method", "kind"), METHODS)
+def test_a_prompt_over_the_window_is_a_value_error_that_says_what_to_do(llm, method, kind):
+    with pytest.raises(ValueError, match="similarity_top_k") as raised:
+        call(llm, method, "word " * 3000)
+    assert isinstance(raised.value, ContextWindowError)
+    assert isinstance(raised.value, PromptTooLongError)
+    assert "2047" in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
+def test_a_synthesizer_does_not_make_an_empty_answer_of_it(llm, mode):
+    """`Refine` takes every ValueError of the LLM for a badly formed answer, logs it and says "Empty Response"."""
+    helper = {"prompt_helper": get_response_synthesizer(MockLLM())._prompt_helper}
+    helper["prompt_helper"].context_window = 100_000
+    synthesizer = get_response_synthesizer(llm, response_mode=mode, **helper)
+    with pytest.raises(PromptTooLongError, match="configure"):
+        synthesizer.get_response("Who?", ["word " * 3000])
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    llm = RAGBlendLLM(model=str(tmp_path / "none"), home=str(tmp_path / "home"))
+    with pytest.raises(ModelError, match="none"):
+        llm.complete("Hello?")
+
+
+def test_no_known_passage_works_and_is_said_once(llm, caplog):
+    caplog.set_level(logging.WARNING, "ragblend")
+    answers = [llm.complete(f"Who kept the ledgers? {STORIES[0]}") for _ in range(3)]
+    assert all(answer.text for answer in answers)
+    assert answers[0].raw["kv"]["chunks"] == []
+    [said] = [record.message for record in caplog.records if "no registered passage" in record.message]
+    assert "encode_index" in said
+    llm.remember(story_nodes())
+    assert (
+        len(llm.complete(f"Who? {story_nodes()[0].get_content('llm').strip()}").raw["kv"]["chunks"]) in {0, 1}
+    )
+
+
+def test_the_synthesizer_wants_our_llm_and_a_mode_with_passages(llm):
+    with pytest.raises(ValueError, match="RAGBlendLLM, not with MockLLM"):
+        RAGBlendSynthesizer(MockLLM())
+    with pytest.raises(ValueError, match="there are compact"):
+        RAGBlendSynthesizer(llm, "no_text")
+
+
+def test_an_index_whose_nodes_nobody_can_list(llm):
+    class Silent:
+        def get_nodes(self, node_ids):
+            raise NotImplementedError("get_nodes not implemented")
+
+    index = SummaryIndex(nodes=[])
+    index.vector_store = Silent()
+    with pytest.raises(ValueError, match="encode_nodes"):
+        encode_index(index, llm)
+
+
+def test_a_chat_message_of_every_role_is_answered(llm):
+    roles = ["system", "developer", "user", "assistant", "chatbot", "model", "user"]
+    assert llm.chat([ChatMessage(role=role, content=f"{role} speaks") for role in roles]).message.content
+    assert llm.chat(user("")).message.content

@@ -1,0 +1,103 @@
+"""LlamaIndex's events and callbacks, each fired once a call; and what is learnt from them."""
+
+import pytest
+from llama_helpers import METHODS, STORIES, HashEmbedding, call, listening, story_nodes, text_of
+from llama_index.core import VectorStoreIndex
+from llama_index.core.base.base_retriever import dispatcher
+from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
+from llama_index.core.prompts import PromptTemplate
+
+from ragblend.integrations.llama_index import learning
+
+
+@pytest.mark.parametrize(("method", "kind"), METHODS)
+def test_each_call_starts_once_and_ends_once(make_llm, method, kind):
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    llm = make_llm(callback_manager=CallbackManager([debug]))
+    with listening() as ear:
+        responses = call(llm, method, "Who kept two ledgers?", max_new_tokens=4)
+    start, end, step = (
+        ("LLMChatStartEvent", "LLMChatEndEvent", "LLMChatInProgressEvent")
+        if kind == "chat"
+        else ("LLMCompletionStartEvent", "LLMCompletionEndEvent", "LLMCompletionInProgressEvent")
+    )
+    assert len(ear.named("LLMChatStartEvent", "LLMCompletionStartEvent")) == len(ear.named(start)) == 1
+    [ended] = ear.named("LLMChatEndEvent", "LLMCompletionEndEvent")
+    assert ended.class_name() == end
+    assert text_of(ended.response) == text_of(responses[-1])
+    assert ended.response.raw == responses[-1].raw
+    assert len(ear.named(step)) == (len(responses) if "stream" in method else 0)
+    assert ear.named(start)[0].model_dict["class_name"] == "RAGBlendLLM"
+    assert len(debug.get_event_pairs(CBEventType.LLM)) == 1
+    [[_, last]] = debug.get_event_pairs(CBEventType.LLM)
+    payload = last.payload[EventPayload.RESPONSE if kind == "chat" else EventPayload.COMPLETION]
+    assert text_of(payload) == text_of(responses[-1])
+
+
+def test_a_call_that_fails_ends_with_its_error(make_llm):
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    llm = make_llm(callback_manager=CallbackManager([debug]))
+    with pytest.raises(ValueError, match="empty"):
+        llm.chat([])
+    [[_, last]] = debug.get_event_pairs(CBEventType.LLM)
+    assert "empty" in str(last.payload[EventPayload.EXCEPTION])
+
+
+def test_predict_fires_once_and_keeps_the_passages_out_of_the_prompt(llm):
+    with listening() as ear:
+        llm.predict(PromptTemplate("{context}\nWho?"), context=STORIES[0], passages=[STORIES[0]])
+    assert len(ear.named("LLMPredictStartEvent", "LLMPredictEndEvent")) == 2
+    [end] = ear.ends
+    assert [m.content for m in end.messages] == [f"{STORIES[0]}\nWho?"]
+    assert len(end.response.raw["kv"]["chunks"]) == 1
+
+
+def test_a_template_variable_called_passages_stays_one(llm):
+    with listening() as ear:
+        llm.predict(PromptTemplate("{passages}\nWho?"), passages="The harbour")
+    assert [m.content for m in ear.ends[0].messages] == ["The harbour\nWho?"]
+
+
+@pytest.fixture
+def index():
+    return VectorStoreIndex(story_nodes(), embed_model=HashEmbedding())
+
+
+def test_retrieved_nodes_are_learnt_without_another_line(llm, index):
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3)
+    with listening() as ear:
+        engine.query("Who kept two ledgers?")
+        llm.backend.engine.finish_background()
+        engine.query("Who sang on the way to the fish market?")
+    first, second = ear.kv
+    assert sorted(first["chunks"]) == sorted(second["chunks"]) == ["node-0", "node-1", "node-2"]
+    assert (first["misses"], second["misses"], second["hits"]) == (3, 0, 3)
+
+
+def test_an_llm_may_be_told_not_to_learn(make_llm, index):
+    llm = make_llm(learn_from_retrieval=False)
+    index.as_query_engine(llm=llm, similarity_top_k=3).query("Who kept two ledgers?")
+    assert llm.last_stats["kv"]["chunks"] == []
+    assert len(llm.backend.registry) == 0
+
+
+def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_path, index):
+    one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
+    listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, learning.RetrievalListener)]
+    assert len(listeners) == 1
+    index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
+    assert (len(one.backend.registry), len(other.backend.registry)) == (2, 2)
+    alive = len(learning._learners)
+    extra = make_llm.__closure__  # keeps nothing alive by itself
+    assert extra is not None
+    one.model_copy()  # a copy that nobody holds learns nothing
+    assert len(learning._learners) == alive
+
+
+def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(type(llm.backend.registry), "add", fail)
+    assert index.as_retriever().retrieve("Who?")
+    assert "could not be registered" in caplog.text

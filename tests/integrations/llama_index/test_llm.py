@@ -1,0 +1,196 @@
+"""The eight methods, what an LLM is made with, and what it says of itself."""
+
+import copy
+import json
+import pickle
+
+import pytest
+from llama_helpers import METHODS, STORIES, call, text_of, user
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+
+from ragblend import Chunk, Literal
+from ragblend.engine.prompt import Message
+from ragblend.integrations.llama_index import RAGBlendLLM
+from ragblend.integrations.passages import Passage
+
+QUESTION = "Who kept two ledgers?"
+
+
+@pytest.fixture
+def expected(llm):
+    """The engine's own answer to the question."""
+    engine = llm.backend.engine
+    return engine.generate(engine.chat([Message("user", (Literal(QUESTION, verbatim=True),))]), max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("method", "kind"), METHODS)
+def test_every_method_gives_the_engines_answer(llm, expected, method, kind):
+    responses = call(llm, method, QUESTION)
+    assert text_of(responses[-1]) == expected.text
+    assert responses[-1].raw["usage"] == {
+        "prompt_tokens": expected.report.tokens.prompt,
+        "completion_tokens": 8,
+        "total_tokens": expected.report.tokens.prompt + 8,
+    }
+    assert llm.last_stats == responses[-1].raw
+
+
+@pytest.mark.parametrize(("method", "kind"), [pair for pair in METHODS if "stream" in pair[0]])
+def test_streams_carry_what_is_new_and_all_so_far(llm, expected, method, kind):
+    responses = call(llm, method, QUESTION)
+    assert len(responses) > 2
+    told = ""
+    for response in responses:
+        told += response.delta
+        assert text_of(response) == told
+    assert told == expected.text
+    assert [r.raw is None for r in responses] == [True] * (len(responses) - 1) + [False]
+
+
+def test_making_one_loads_nothing(tmp_path):
+    """Not even a wrong model is noticed, no folder is made, and neither tokenizer nor engine is opened."""
+    llm = RAGBlendLLM(model=str(tmp_path / "none"), home=str(tmp_path / "home"))
+    assert llm.to_dict()
+    assert llm.to_payload()["model_name"] == llm.model
+    assert not (tmp_path / "home").exists()
+    assert llm._backend is None
+
+
+def test_metadata_is_true_to_the_model_and_loads_no_weights(llm):
+    metadata = llm.metadata
+    assert (metadata.context_window, metadata.num_output) == (2048, 8)
+    assert metadata.is_chat_model
+    assert not metadata.is_function_calling_model
+    assert metadata.model_name == llm.model == llm.model_name
+    assert "loaded" not in llm.backend.engine._resources._held
+
+
+def test_metadata_that_was_given_loads_nothing(tmp_path):
+    llm = RAGBlendLLM(model=str(tmp_path / "none"), context_window=500, is_chat_model=False)
+    assert (llm.metadata.context_window, llm.metadata.is_chat_model) == (500, False)
+
+
+def test_names_that_users_of_other_llms_know(tmp_path):
+    llm = RAGBlendLLM(
+        model_name="somewhere",
+        context_window=4096,
+        max_new_tokens=32,
+        generate_kwargs={"do_sample": True, "top_k": 5},
+        messages_to_prompt=lambda messages: "m",
+        completion_to_prompt=lambda text: "c",
+        system_prompt="Be brief.",
+        home=tmp_path,
+        stop="END",
+    )
+    assert (llm.model, llm.home, llm.stop) == ("somewhere", str(tmp_path), ["END"])
+    assert llm._call({}).decoding["temperature"] == 1.0
+
+
+def test_to_dict_and_back(make_llm):
+    llm = make_llm(temperature=0.5, stop=["END"], system_prompt="Be brief.", method="reuse")
+    llm.chat(user(QUESTION))
+    saved = json.loads(llm.to_json())
+    assert saved["class_name"] == "RAGBlendLLM" == llm.class_name()
+    again = RAGBlendLLM.from_dict(saved)
+    assert again.to_dict() == llm.to_dict()
+    assert again._backend is None
+    assert len(json.dumps(saved)) < 1000  # no weights, no engine
+
+
+def test_copies_share_the_engine(llm):
+    engine = llm.backend.engine
+    assert copy.deepcopy(llm).backend.engine is engine
+    assert pickle.loads(pickle.dumps(llm)).backend.engine is engine
+
+
+def test_the_payload_of_events_names_no_place_of_yours(llm):
+    assert llm.home not in json.dumps(llm.to_payload())
+
+
+def test_options_of_one_call_win_over_generate_kwargs_and_those_over_fields(make_llm):
+    llm = make_llm(temperature=0.3, top_p=0.5, generate_kwargs={"temperature": 0.7, "top_k": 3})
+    decoding = llm._call({"temperature": 0.9, "max_tokens": 5, "stop": ["a"], "seed": None}).decoding
+    assert decoding == {
+        "temperature": 0.9,
+        "top_p": 0.5,
+        "top_k": 3,
+        "max_new_tokens": 5,
+        "stop": ["a"],
+    }
+
+
+def test_options_of_one_call_reach_the_engine(llm):
+    assert call(llm, "complete", QUESTION, max_tokens=3)[0].raw["usage"]["completion_tokens"] == 3
+    assert call(llm, "chat", QUESTION, method="full")[0].raw["kv"]["method"] == "full"
+    whole = text_of(call(llm, "complete", QUESTION)[0])
+    cut = text_of(call(llm, "complete", QUESTION, stop=[whole[3]])[0])
+    assert cut == whole[: whole.index(whole[3])]
+    seeded = [text_of(call(llm, "complete", QUESTION, temperature=2.0, seed=s)[0]) for s in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+
+
+def prompt_text(llm, request):
+    return "".join(segment.text for segment in request.make_prompt().segments)
+
+
+def test_the_chat_template_is_the_models_own(llm):
+    messages = [
+        ChatMessage(role="system", content="Be brief."),
+        ChatMessage(role="user", content="Hello?"),
+        ChatMessage(role="assistant", content="Yes."),
+        ChatMessage(role="user", content="{braces} and <|im_end|> are text."),
+    ]
+    turns = [{"role": m.role.value, "content": m.content} for m in messages]
+    template = llm.backend.engine.tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    )
+    request = llm._chat_request(messages, {})
+    assert prompt_text(llm, request) == template
+    end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert request.make_prompt().token_ids.count(end) == 4  # the template's own, not the one that was written
+
+
+def test_prompts_of_your_own_are_taken_as_they_stand(make_llm):
+    llm = make_llm(
+        messages_to_prompt=lambda messages: f"<s>{messages[0].content}",
+        completion_to_prompt=lambda text: f"Q: {text}",
+    )
+    assert prompt_text(llm, llm._chat_request(user("a b"), {})) == "<s>a b"
+    assert prompt_text(llm, llm._text_request("a b", False, {})) == "Q: a b"
+    assert prompt_text(llm, llm._text_request("a b", True, {})) == "a b"
+
+
+def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):
+    llm = make_llm(system_prompt="Be brief.")
+    text = prompt_text(llm, llm._text_request("Hello?", False, {}))
+    assert "system\nBe brief.<|im_end|>" in text
+    assert "user\nHello?<|im_end|>" in text
+    base = make_llm(system_prompt="Be brief.", is_chat_model=False)
+    assert prompt_text(base, base._text_request("Hello?", False, {})) == "Be brief.\n\nHello?"
+
+
+def test_a_base_model_is_asked_by_completion(make_llm):
+    """`predict` asks `metadata.is_chat_model`; the passages reach the engine on that way too."""
+    llm = make_llm(is_chat_model=False)
+    template = PromptTemplate("{context}\n\n{question}")
+    llm.predict(template, context=STORIES[0], question=QUESTION, passages=[Passage(STORIES[0], "one")])
+    assert llm.last_stats["kv"]["chunks"] == ["one"]
+
+
+def test_tokens_are_the_models_own(llm):
+    tokenizer = llm.backend.engine.tokenizer
+    assert llm.tokenize("two ledgers") == tokenizer.encode("two ledgers", add_special_tokens=False)
+    assert llm.tokenize("") == []
+
+
+def test_a_passage_may_be_named_in_a_call(llm):
+    text = f"Read this: {STORIES[0]} {QUESTION}"
+    for named in ({"passages": [STORIES[0]]}, {"passages": [Passage(STORIES[0], "one")]}):
+        kv = llm.chat(user(text), **named).raw["kv"]
+        assert len(kv["chunks"]) == 1
+    assert kv["chunks"] == ["one"]
+    engine = llm.backend.engine
+    segments = (Literal("Read this: ", verbatim=True), Chunk(STORIES[0]), Literal(f" {QUESTION}", verbatim=True))
+    prompt = engine.tokenize(engine.chat([Message("user", segments)]))
+    assert llm._chat_request(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
