@@ -19,6 +19,8 @@ SYNONYMS = {
     "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
+# Chat models of services take these. Here they mean nothing, and a key must not end up in `model_kwargs`.
+FOR_SERVICES = ("api_key", "base_url", "max_retries")
 DECODING = ("temperature", "max_tokens", "top_p", "top_k", "repetition_penalty", "stop", "seed")
 
 
@@ -54,8 +56,6 @@ class Parameters(BaseModel):
     """Whether `invoke` streams inside, for callbacks that want tokens."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds after which an answer is given up."""
-    max_retries: int | None = None
-    """Taken for the framework's sake: there is no service whose requests could be tried again."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine, by its own names."""
 
@@ -78,7 +78,11 @@ class Parameters(BaseModel):
         """Synonyms, None for the default; what is unknown goes to `model_kwargs` with a warning, as in LangChain."""
         if not isinstance(values, dict):
             return values
-        values = {name: value for name, value in renamed(values).items() if value is not None}
+        values = {
+            name: value
+            for name, value in renamed(values).items()
+            if value is not None and name not in FOR_SERVICES
+        }
         known = get_pydantic_field_names(cls)
         extra = {name: values.pop(name) for name in list(values) if name not in known}
         if extra:
