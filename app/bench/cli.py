@@ -33,6 +33,14 @@ Data = Annotated[
     ),
 ]
 Methods = Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")]
+MethodsAndModes = Annotated[
+    str,
+    typer.Option(
+        "--methods",
+        help="Methods, separated by commas; also LangChain's map_reduce, map_rerank and refine, and, as in "
+        "refine+cacheblend, with calls that are read by a method.",
+    ),
+]
 Ratios = Annotated[
     str, typer.Option("--ratios", help="Shares of the reused tokens to compute again, by commas.")
 ]
@@ -66,7 +74,7 @@ Memory = Annotated[
 def quality(
     cli: Cli,
     data: Data = None,
-    methods: Methods = QUALITY_METHODS,
+    methods: MethodsAndModes = QUALITY_METHODS,
     ratios: Ratios = "0.05,0.15,0.3",
     limit: Limit = None,
     seed: Seed = None,
@@ -138,7 +146,7 @@ def _console(cli: Cli) -> "Console":
     from rich.console import Console
 
     console = Console(stderr=cli.json)
-    return console if console.is_terminal else Console(stderr=cli.json, width=160)
+    return console if console.is_terminal else Console(stderr=cli.json, width=200)
 
 
 def _finish(cli: Cli, value: Any, files: dict[str, str]) -> None:

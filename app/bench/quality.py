@@ -2,15 +2,16 @@
 
 The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every
 method's prefilled cache, so that all next-token distributions are compared at the same positions; then each
-method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured.
+method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured. A mode
+(`modes.py`) answers the same question over the same passages by prompts of its own, so only its answer counts.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench import metrics
+from ragblend.app.bench import metrics, modes
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.prefilling import stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
@@ -62,7 +63,7 @@ def run(
     for place, (question, todo, prompt) in enumerate(work):
         with stored(engine, question.passages, keep_kv):
             if place == 0:
-                warm_up(engine, prompt, todo)
+                warm_up(engine, question, prompt, todo)
             for record in measure(engine, question, prompt, todo, max_new_tokens):
                 journal.add(record)
                 done += 1
@@ -95,10 +96,13 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
     return prompt
 
 
-def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> None:
-    """One unrecorded prefill of every method: a process' first ones pay for pages, threads and kernels."""
+def warm_up(engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant]) -> None:
+    """One unrecorded prefill of every method: a process' first ones pay for pages, threads, kernels and imports."""
     for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
-        engine.prefill(prompt, **variant.arguments)
+        if variant.mode is None:
+            engine.prefill(prompt, **variant.arguments)
+        else:  # two passages make every kind of call that there is, and a token each is enough
+            _ask_mode(engine, question, variant, question.passages[:2], 1, 1)
 
 
 def measure(
@@ -107,12 +111,13 @@ def measure(
     """One record a variant, on one question, each beside the reference of this very run."""
     reference = full_outcome(engine, prompt, max_new_tokens)
     for variant in variants:
-        outcome = (
-            reference
-            if variant.method == "full"
-            else _outcome(engine, prompt, variant, reference, max_new_tokens)
-        )
-        yield _record(question, variant, reference, outcome)
+        if variant.mode is not None:
+            yield _mode_record(engine, question, variant, reference, max_new_tokens)
+        elif variant.method == "full":
+            yield _record(question, variant, reference, reference)
+        else:
+            outcome = _outcome(engine, prompt, variant, reference, max_new_tokens)
+            yield _record(question, variant, reference, outcome)
 
 
 def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Outcome:
@@ -149,15 +154,55 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         kl=metrics.kl_divergence(reference.logits, outcome.logits),
         top1=metrics.top1_agreement(reference.logits, outcome.logits),
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
-        gold_match=metrics.gold_match(text, question.answers),
-        f1=metrics.f1(text, question.answers),
-        rouge_l=metrics.rouge_l(text, question.answers),
+        **_against_gold(text, question),
         recomputed_fraction=outcome.report.recomputed_fraction,
         ttft_ms=outcome.ttft_ms,
         full_ttft_ms=reference.ttft_ms,
         prompt_tokens=outcome.report.tokens.prompt,
-        answer=text,
+        generated_tokens=outcome.answer.report.tokens.generated,
     )
+
+
+def _mode_record(
+    engine: "Engine", question: Question, variant: Variant, reference: Outcome, max_new_tokens: int
+) -> Record:
+    """What compares next-token distributions is not defined."""
+    answer = _ask_mode(engine, question, variant, question.passages, max_new_tokens)
+    return Record(
+        question=question.digest,
+        method=variant.method,
+        ratio=variant.ratio,
+        kl=None,
+        top1=None,
+        exact_match=None,
+        **_against_gold(answer.text, question),
+        recomputed_fraction=None,
+        ttft_ms=answer.ttft_ms,
+        full_ttft_ms=reference.ttft_ms,
+        prompt_tokens=answer.prompt_tokens,
+        generated_tokens=answer.generated_tokens,
+        calls=answer.calls,
+        unscored=answer.unscored,
+    )
+
+
+def _ask_mode(
+    engine: "Engine", question: Question, variant: Variant, passages: Sequence[str], *most_tokens: int
+) -> modes.ModeAnswer:
+    """The question in the same words as full prefill gets. Raises PromptTooLongError, with the question's place."""
+    try:
+        return modes.answer(engine, variant, passages, question.text + INSTRUCTION, *most_tokens)
+    except PromptTooLongError as error:  # how long its prompts get is known only when they are made
+        raise PromptTooLongError(f"question {question.index}, {variant}: {error}") from error
+
+
+def _against_gold(text: str, question: Question) -> dict[str, Any]:
+    return {
+        "gold_match": metrics.gold_match(text, question.answers),
+        "f1": metrics.f1(text, question.answers),
+        "rouge_l": metrics.rouge_l(text, question.answers),
+        "answer": text,
+    }
 
 
 def teacher_logits(engine: "Engine", prefilled: "Prefilled", answer: "Result") -> "Tensor":

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench import quality
+from ragblend.app.bench import modes, quality
 from ragblend.app.bench.data import Question, choose, load_questions
 from ragblend.app.bench.environment import check_extra, environment
 from ragblend.app.bench.plots import plot_quality
@@ -13,7 +13,7 @@ from ragblend.app.bench.progress import progress_bar
 from ragblend.app.bench.records import Journal, run_digest
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.summary import summarise
-from ragblend.app.bench.variants import Variant, parse_variants
+from ragblend.app.bench.variants import MODES, Variant, parse_variants
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
@@ -37,16 +37,21 @@ class QualityRequest:
 
 
 def report_quality(request: QualityRequest) -> dict[str, Any]:
-    """Measure what is missing; write `quality.json` and `quality.png`. The results, and `files` by kind."""
+    """Measure what is missing; write `quality.json` and `quality.png`. The results, and `files` by kind.
+
+    The picture is of divergences; where nothing but modes was measured there is none.
+    """
     from ragblend.engine.engine import Engine
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
     check_extra()
-    variants = parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO)
+    variants = parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO, MODES)
+    if any(variant.mode is not None for variant in variants):
+        modes.check_packages()
     questions = choose(_questions(request.data), request.limit, request.seed, request.passages)
     folder = make_folder(request.output)
     engine = Engine.open(**request.engine)
-    journal = Journal(folder / f"quality-{_digest(engine, request)}.jsonl", fresh=request.fresh)
+    journal = _journal(folder, engine, request, variants)
     with progress_bar("measuring") as progress:
         quality.run(
             engine,
@@ -69,22 +74,34 @@ def _questions(data: Path | None) -> list[Question]:
     return sample_questions()
 
 
-def _digest(engine: "Engine", request: QualityRequest) -> str:
-    """Over what a record depends on and does not say itself."""
-    import torch
-
+def _journal(
+    folder: Path, engine: "Engine", request: QualityRequest, variants: tuple[Variant, ...]
+) -> Journal:
+    """Each file is named by a digest over what its records depend on and do not say themselves."""
     import ragblend.engine
+    import ragblend.integrations
     import ragblend.kvstore
 
-    settings = {
+    settings = _settings(engine, request)
+    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
+    path = folder / f"quality-{run_digest(settings, code)}.jsonl"
+    if not any(variant.mode is not None for variant in variants):
+        return Journal(path, request.fresh)
+    settings |= {"modes": modes.settings()}
+    code += (Path(ragblend.integrations.__path__[0]),)
+    return Journal(path, request.fresh, folder / f"modes-{run_digest(settings, code)}.jsonl")
+
+
+def _settings(engine: "Engine", request: QualityRequest) -> dict[str, Any]:
+    import torch
+
+    return {
         "model": model_digest(engine),
         "device": engine.device,
         "torch": torch.__version__,
         "max_new_tokens": request.max_new_tokens,
         "instruction": quality.INSTRUCTION,
     }
-    folders = [Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore)]
-    return run_digest(settings, tuple(folders))
 
 
 def _results(
@@ -107,6 +124,7 @@ def _results(
             "passages": request.passages,
             "resumed_records": journal.resumed,
             "instruction": quality.INSTRUCTION,
+            "modes": modes.settings() if any(variant.mode is not None for variant in variants) else None,
         },
     }
 
@@ -117,5 +135,8 @@ def _write(folder: Path, request: QualityRequest, results: dict[str, Any]) -> di
         f"{where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}, {what['questions']} questions"
     )
     write_json(folder / "quality.json", results)
-    plot_quality(results["rows"], title, folder / "quality.png")
-    return results | {"files": {kind: str(folder / f"quality.{kind}") for kind in ("json", "png")}}
+    compared = [row for row in results["rows"] if row["kl"] is not None]
+    if compared:
+        plot_quality(compared, title, folder / "quality.png")
+    kinds = ("json", "png") if compared else ("json",)
+    return results | {"files": {kind: str(folder / f"quality.{kind}") for kind in kinds}}

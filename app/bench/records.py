@@ -14,27 +14,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragblend.app.bench.variants import Variant
+
 Key = tuple[str, str, float | None]
 
 
 @dataclass(frozen=True)
 class Record:
-    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run."""
+    """One method or mode on one question. kl in nats; times in ms; `full_ttft_ms` from the same run.
+
+    None, in a mode's: what compares next-token distributions, which needs the same prompt. tokens: of all calls.
+    """
 
     question: str
     method: str
     ratio: float | None
-    kl: float
-    top1: float
-    exact_match: bool
+    kl: float | None
+    top1: float | None
+    exact_match: bool | None
     gold_match: bool
     f1: float
     rouge_l: float
-    recomputed_fraction: float
+    recomputed_fraction: float | None
     ttft_ms: float
     full_ttft_ms: float
     prompt_tokens: int
     answer: str
+    generated_tokens: int | None = None  # not counted in journals of before there were modes
+    calls: int = 1
+    unscored: int | None = None  # of map_rerank's calls: those whose answer came without a score
 
     @property
     def key(self) -> Key:
@@ -44,12 +52,16 @@ class Record:
 class Journal:
     """An append-only file of records; each is on the disk before the next one is measured."""
 
-    def __init__(self, path: Path, fresh: bool = False) -> None:
-        """fresh: start over, without what the file holds."""
-        self.path = path
-        if fresh:
-            path.unlink(missing_ok=True)
-        self.records = _read(path)
+    def __init__(self, path: Path, fresh: bool = False, modes: Path | None = None) -> None:
+        """fresh: start over, without what the files hold; modes: another file for the modes' records.
+
+        They depend on more than the methods' do, which must not be measured again when LangChain is updated.
+        """
+        self.path, self.modes = path, modes
+        files = [each for each in (path, modes) if each is not None]
+        for each in files if fresh else ():
+            each.unlink(missing_ok=True)
+        self.records = {key: record for each in files for key, record in _read(each).items()}
         self.resumed = len(self.records)
 
     def __contains__(self, key: Key) -> bool:
@@ -58,9 +70,10 @@ class Journal:
     def add(self, record: Record) -> None:
         """Append one record; measuring the same key twice is our bug."""
         assert record.key not in self.records, record.key
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.path if self.modes is None or Variant(record.method).mode is None else self.modes
+        path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(dataclasses.asdict(record), ensure_ascii=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             # The leading newline ends a line that an earlier run was killed in, so only that one record is
             # lost.
             file.write(f"\n{line}\n")

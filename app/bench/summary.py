@@ -1,6 +1,6 @@
 """From records to the rows, and to the paired comparisons between methods, that the bench reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -13,6 +13,8 @@ from ragblend.app.bench.variants import Variant
 # What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any
 # judgement.
 BASELINES = ("reuse", "random", "heads")
+# Means over the questions of what all calls for one came to.
+COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
 Row = dict[str, Any]
 
 
@@ -33,29 +35,34 @@ def summarise(
 
 
 def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
-    kl = _column(records, lambda record: record.kl)
-    kl_reuse = _column(reuse, lambda record: record.kl) if reuse else None
-    row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records), "kl": fmean(kl)}
-    row["kl_ci"] = mean_interval(kl, seed)
-    row |= _means(records)
-    row["recovery"] = recovery(fmean(kl), fmean(kl_reuse)) if kl_reuse else None
-    row |= _times(records)
-    row["recomputed_fraction"] = fmean(record.recomputed_fraction for record in records)
-    row["f1_ci"] = mean_interval(_column(records, lambda record: record.f1), seed)
-    row["rouge_l_ci"] = mean_interval(_column(records, lambda record: record.rouge_l), seed)
-    row["exact_match_ci"] = mean_interval(_column(records, lambda record: record.exact_match), seed)
-    row["recovery_ci"] = recovery_interval(kl, kl_reuse, seed) if kl_reuse else None
-    row["gold_match"] = fmean(record.gold_match for record in records)
-    row["prompt_tokens"] = fmean(record.prompt_tokens for record in records)
+    """Every name is in every row; None is what the variant has not: a mode's prompts are not full prefill's."""
+    row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records)}
+    row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
+    for name in ("exact_match", "f1", "rouge_l"):
+        row |= _mean_and_interval(name, records, seed)
+    row |= _recovery(records, reuse, seed) | _times(records)
+    for name in ("recomputed_fraction", "gold_match", *COUNTS):
+        row[name] = _mean(name, records)
     return row
 
 
-def _means(records: list[Record]) -> Row:
+def _mean_and_interval(name: str, records: list[Record], seed: int) -> Row:
+    column = _column(name, records)
+    return {name: _mean(name, records), f"{name}_ci": None if column is None else mean_interval(column, seed)}
+
+
+def _mean(name: str, records: list[Record]) -> float | None:
+    column = _column(name, records)
+    return None if column is None else fmean(column)
+
+
+def _recovery(records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
+    kl, kl_reuse = _column("kl", records), _column("kl", reuse or [])
+    if not kl or not kl_reuse:
+        return {"recovery": None, "recovery_ci": None}
     return {
-        "top1": fmean(record.top1 for record in records),
-        "exact_match": fmean(record.exact_match for record in records),
-        "f1": fmean(record.f1 for record in records),
-        "rouge_l": fmean(record.rouge_l for record in records),
+        "recovery": recovery(fmean(kl), fmean(kl_reuse)),
+        "recovery_ci": recovery_interval(kl, kl_reuse, seed),
     }
 
 
@@ -72,7 +79,7 @@ def _comparisons(table: dict[Variant, list[Record]], seed: int) -> list[Row]:
     pairs = [
         (variant, other)
         for variant in table
-        if variant.ratio is not None
+        if variant.ratio is not None and variant.mode is None
         for other in (Variant(name, None if name == "reuse" else variant.ratio) for name in BASELINES)
         if other in table and other.method != variant.method
     ]
@@ -81,8 +88,9 @@ def _comparisons(table: dict[Variant, list[Record]], seed: int) -> list[Row]:
 
 def _comparison(variant: Variant, other: Variant, table: dict[Variant, list[Record]], seed: int) -> Row:
     """`kl_difference` below 0 means that `method` is nearer to full prefill than `against`."""
-    kl, kl_other = (_column(table[each], lambda record: record.kl) for each in (variant, other))
-    f1, f1_other = (_column(table[each], lambda record: record.f1) for each in (variant, other))
+    kl, kl_other = (_column("kl", table[each]) for each in (variant, other))
+    f1, f1_other = (_column("f1", table[each]) for each in (variant, other))
+    assert kl and kl_other and f1 and f1_other, (variant, other)
     interval = difference_interval(kl, kl_other, seed)
     return {
         "method": variant.method,
@@ -104,5 +112,7 @@ def _verdict(interval: tuple[float, float] | None) -> str:
     return "better" if interval[1] < 0 else "worse"
 
 
-def _column(records: list[Record], value: Callable[[Record], float]) -> list[float]:
-    return [float(value(record)) for record in records]
+def _column(name: str, records: list[Record]) -> list[float] | None:
+    """None if it is None in one of the records: a mean over the others would be of other questions."""
+    values = [getattr(record, name) for record in records]
+    return None if None in values else [float(value) for value in values]

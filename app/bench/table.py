@@ -9,6 +9,7 @@ from rich.table import Table
 Row = dict[str, Any]
 MEBIBYTE = 1 << 20
 FEWEST_PROMPTS = 60  # design.md section 8
+UNDEFINED = "–"
 
 
 def print_quality(console: Console, rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
@@ -16,6 +17,10 @@ def print_quality(console: Console, rows: Sequence[Row], comparisons: Sequence[R
     console.print(_quality_table(rows))
     if comparisons:
         console.print(_comparison_table(comparisons))
+    for row in rows:
+        if row["unscored"]:
+            share = _share(row["unscored"] / row["calls"])
+            console.print(f"[yellow]{row['method']}: {share} of its answers came without a score.[/yellow]")
     count = min((row["n"] for row in rows), default=0)
     if count < FEWEST_PROMPTS:
         console.print(f"[yellow]{count} prompts settle nothing; measure {FEWEST_PROMPTS} or more.[/yellow]")
@@ -24,23 +29,36 @@ def print_quality(console: Console, rows: Sequence[Row], comparisons: Sequence[R
 def _quality_table(rows: Sequence[Row]) -> Table:
     table = _table(
         "Quality against full prefill (intervals: 95%)",
-        ["method", "ratio", "n", "KL", "interval", "top-1", "same answer", "F1", "ROUGE-L", "recovery"],
+        [
+            "method",
+            "ratio",
+            "n",
+            "KL",
+            "interval",
+            "top-1",
+            "same answer",
+            "gold",
+            "F1",
+            "ROUGE-L",
+            "recovery",
+        ],
     )
-    for name in ("TTFT ms", "speed-up", "spent"):
+    for name in ("TTFT ms", "speed-up", "spent", "tokens read", "said"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row["method"],
             _share(row["ratio"]),
             str(row["n"]),
-            f"{row['kl']:.4f}",
-            _interval(row["kl_ci"]),
-            *(_share(row[name]) for name in ("top1", "exact_match")),
-            *(f"{row[name]:.3f}" for name in ("f1", "rouge_l")),
-            _share(row["recovery"]),
-            f"{row['ttft_ms']:.0f}",
+            _number(row["kl"], 4),
+            _interval(row["kl_ci"]) or UNDEFINED,
+            *(_share(row[name]) or UNDEFINED for name in ("top1", "exact_match", "gold_match")),
+            *(_number(row[name], 3) for name in ("f1", "rouge_l")),
+            _share(row["recovery"]) or UNDEFINED,
+            _number(row["ttft_ms"], 0),
             f"{row['speedup']:.1f}x",
-            _share(row["recomputed_fraction"]),
+            _share(row["recomputed_fraction"]) or UNDEFINED,
+            *(_number(row[name], 0) for name in ("prompt_tokens", "generated_tokens")),
         )
     return table
 
@@ -110,6 +128,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in ("method", "against", "verdict") else "right")
     return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return UNDEFINED if value is None else f"{value:.{digits}f}"
 
 
 def _share(value: float | None) -> str:

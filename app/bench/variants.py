@@ -6,10 +6,15 @@ from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
+# LangChain's ways to read passages in more than one call (`modes.py`), which are compared with the methods.
+MODES = ("map_reduce", "map_rerank", "refine")
+
 
 @dataclass(frozen=True)
 class Variant:
-    """One method, at one ratio if it takes one."""
+    """One method, at one ratio if it takes one; or a mode, whose calls are read in full (`refine`) or by a method
+    (`refine+cacheblend`).
+    """
 
     method: str
     ratio: float | None = None
@@ -18,30 +23,54 @@ class Variant:
         return self.method if self.ratio is None else f"{self.method} {self.ratio:g}"
 
     @property
+    def mode(self) -> str | None:
+        """The mode's name, None for a method."""
+        name = _mode_and_method(self.method)[0]
+        return name if name in MODES else None
+
+    @property
     def arguments(self) -> dict[str, Any]:
-        """What to pass to `engine.prefill` beside the prompt."""
-        return {"method": self.method} if self.ratio is None else {"method": self.method, "ratio": self.ratio}
+        """What to pass to `engine.prefill` beside the prompt, or to every call of a mode."""
+        method = self.method if self.mode is None else _mode_and_method(self.method)[1] or "full"
+        return {"method": method} if self.ratio is None else {"method": method, "ratio": self.ratio}
 
 
 def parse_variants(
-    methods: str, ratios: str, known: Collection[str], without_ratio: Collection[str]
+    methods: str,
+    ratios: str,
+    known: Collection[str],
+    without_ratio: Collection[str],
+    modes: Collection[str] = (),
 ) -> tuple[Variant, ...]:
     """Every method in the list at every ratio in the list, in their order, without repeats.
 
     methods, ratios: separated by commas; known: the methods there are; without_ratio: those of them that
-    spend the same whatever the ratio, and so run once. Raises UsageError.
+    spend the same whatever the ratio, and so run once; modes: what may stand beside or before a method
+    (`refine`, `refine+cacheblend`). Raises UsageError.
     """
     names = _items(methods, "--methods")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(
-            f"--methods: there is no method {unknown[0]!r}; there are {', '.join(sorted(known))}"
-        )
-    values = [_ratio(item) for item in _items(ratios, "--ratios")] if set(names) - set(without_ratio) else []
-    found = [
-        Variant(name, value) for name in names for value in ([None] if name in without_ratio else values)
-    ]
+    for name in names:
+        _check_name(name, known, modes)
+    fixed = {name for name in names if name in modes or _mode_and_method(name)[1] in without_ratio}
+    values = [_ratio(item) for item in _items(ratios, "--ratios")] if set(names) - fixed else []
+    found = [Variant(name, value) for name in names for value in ([None] if name in fixed else values)]
     return tuple(dict.fromkeys(found))
+
+
+def _check_name(name: str, known: Collection[str], modes: Collection[str]) -> None:
+    mode, method = _mode_and_method(name)
+    if name in known or name in modes:
+        return
+    if mode in modes and method in known and method != "full":  # which is the mode alone, under another name
+        return
+    also = f", the modes {', '.join(modes)}, and MODE+METHOD of them but full" if modes else ""
+    raise UsageError(f"--methods: there is no method {name!r}; there are {', '.join(sorted(known))}{also}")
+
+
+def _mode_and_method(name: str) -> tuple[str, str]:
+    """Either may be empty: of a method the first, of a mode by itself the second."""
+    mode, plus, method = name.partition("+")
+    return (mode, method) if plus or name in MODES else ("", name)
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:

@@ -1,0 +1,339 @@
+"""RAG modes beside the methods: LangChain's own chains, on the real engine over the tiny model.
+
+A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
+"""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ragblend.app.bench import modes, quality
+from ragblend.app.bench.cli import bench_app
+from ragblend.app.bench.data import load_questions
+from ragblend.app.bench.prefilling import BenchError, stored
+from ragblend.app.bench.records import Journal
+from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.variants import MODES, Variant, parse_variants
+from ragblend.integrations.backend import Backend
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+
+pytest.importorskip("langchain_classic", reason="LangChain's chains are not installed")
+
+UNDEFINED = {"kl", "kl_ci", "top1", "exact_match", "exact_match_ci", "recomputed_fraction", "recovery"}
+VARIANTS = (Variant("full"), Variant("cacheblend", 0.5), *(Variant(mode) for mode in MODES))
+
+
+@pytest.fixture
+def questions(data_file):
+    return load_questions(data_file)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every (prompt, options) that LangChain's adapter has the engine answer; the answers stay the engine's."""
+    found, generate = [], Backend.generate
+
+    def listening(self, prompt, **options):
+        found.append((prompt, options))
+        return generate(self, prompt, **options)
+
+    monkeypatch.setattr(Backend, "generate", listening)
+    return found
+
+
+def text_of(engine, prompt):
+    return engine.tokenizer.decode(prompt.token_ids)
+
+
+def answer(engine, variant, question, max_new_tokens=4):
+    with stored(engine, question.passages):
+        return modes.answer(engine, variant, question.passages, question.text, max_new_tokens, 6)
+
+
+# --- on the engine
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "longest"),
+    [("map_reduce", 4, [6, 6, 6, 4]), ("map_rerank", 3, [20] * 3), ("refine", 3, [4] * 3)],
+)
+def test_every_call_of_a_chain_is_counted_and_read_in_full(
+    engine, questions, asked, mode, calls, longest
+) -> None:
+    question = questions[0]
+    said = answer(engine, Variant(mode), question)
+    texts = [text_of(engine, prompt) for prompt, _ in asked]
+    assert len(texts) == said.calls == calls
+    assert all(question.text in text for text in texts)
+    for place, passage in enumerate(question.passages):  # each read once, in its own call, in their order
+        assert [passage in text for text in texts] == [call == place for call in range(calls)]
+    assert said.prompt_tokens == sum(len(prompt.token_ids) for prompt, _ in asked)
+    assert [options["max_new_tokens"] for _, options in asked] == longest
+    assert 0 < said.generated_tokens <= sum(longest)
+    assert {options["method"] for _, options in asked} == {"full"}
+
+
+def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, questions) -> None:
+    """Same chains, same token ids, KV from the store: ratio 1 is full prefill, and at 0 something must differ."""
+    full = [answer(engine, Variant("refine"), each, 12) for each in questions]
+    exact = [answer(engine, Variant("refine+random", 1.0), each, 12) for each in questions]
+    assert [each.text for each in exact] == [each.text for each in full]
+    assert [each.prompt_tokens for each in exact] == [each.prompt_tokens for each in full]
+    reused = [answer(engine, Variant("refine+reuse"), each, 12) for each in questions]
+    assert [each.text for each in reused] != [each.text for each in full]
+
+
+def test_a_passage_that_is_not_stored_stops_a_fused_mode_because_it_would_look_perfect(
+    engine, questions
+) -> None:
+    engine.encode(list(questions[0].passages[:2]))
+    with pytest.raises(BenchError, match=r"refine\+reuse reused 2 of 3 passages"):
+        modes.answer(engine, Variant("refine+reuse"), questions[0].passages, "why?", 2)
+    engine.finish_background()
+
+
+def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, questions, monkeypatch) -> None:
+    registry = Backend(home=str(engine.home), collection="bench").registry
+    answer(engine, Variant("refine"), questions[0], 1)
+    assert len(registry) == 0
+    monkeypatch.setattr(Backend, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        answer(engine, Variant("refine"), questions[0], 1)
+    assert len(registry) == 0
+
+
+def test_a_prompt_of_a_mode_that_is_too_long_names_question_and_mode(
+    engine, questions, tmp_path, monkeypatch
+) -> None:
+    question = questions[0]
+    enough = len(quality.build_prompt(engine, question, 2).token_ids) + 2
+    # Full prefill's prompt just fits; the examples in LangChain's do not.
+    monkeypatch.setattr(type(engine), "context_window", property(lambda _: enough))
+    journal = Journal(tmp_path / "journal.jsonl")
+    with pytest.raises(PromptTooLongError, match="question 0, map_rerank: the prompt has "):
+        quality.run(engine, [question], [Variant("map_rerank")], journal, max_new_tokens=2)
+
+
+# --- in the run
+
+
+def test_modes_stand_in_the_same_rows_and_what_is_not_defined_is_null(engine, questions, tmp_path) -> None:
+    journal = Journal(tmp_path / "quality.jsonl", modes=tmp_path / "modes.jsonl")
+    quality.run(engine, questions[:2], VARIANTS, journal, max_new_tokens=4)
+    rows, comparisons = summarise(journal.records, questions[:2], (*VARIANTS, Variant("full")), seed=0)
+    by_method = {row["method"]: row for row in rows}
+    assert len({frozenset(row) for row in rows}) == 1  # every row has the same names
+    for mode in MODES:
+        row = by_method[mode]
+        assert {name for name in UNDEFINED if row[name] is None} == UNDEFINED
+        assert row["prompt_tokens"] > by_method["full"]["prompt_tokens"]
+        assert 0 <= row["f1"] <= 1
+        assert row["gold_match"] is not None
+        records = [journal.records[each.digest, mode, None] for each in questions[:2]]
+        assert row["speedup"] == pytest.approx(sum(r.full_ttft_ms / r.ttft_ms for r in records) / 2)
+    for method in ("full", "cacheblend"):
+        row = by_method[method]
+        assert (row["calls"], row["unscored"]) == (1, None)
+        assert 1 <= row["generated_tokens"] <= 4
+        assert None not in (row["kl"], row["top1"], row["exact_match"], row["recomputed_fraction"])
+    assert comparisons == []
+
+
+def test_a_stopped_run_with_modes_goes_on_and_asks_nothing_twice(engine, questions, tmp_path) -> None:
+    def journal():
+        return Journal(tmp_path / "quality.jsonl", modes=tmp_path / "modes.jsonl")
+
+    steps = []
+
+    def stop(done, total):
+        steps.append(total)
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quality.run(engine, questions[:2], VARIANTS, journal(), max_new_tokens=2, progress=stop)
+    kept = dict(journal().records)
+    assert len(kept) == 7
+    resumed = journal()
+    quality.run(engine, questions[:2], VARIANTS, resumed, 2, progress=lambda done, total: steps.append(total))
+    assert (steps[0], steps[-1], resumed.resumed) == (10, 3, 7)
+    assert kept.items() <= resumed.records.items()
+    lines = {
+        name: [json.loads(line)["method"] for line in (tmp_path / name).read_text().splitlines() if line]
+        for name in ("quality.jsonl", "modes.jsonl")
+    }
+    assert sorted(lines["quality.jsonl"]) == ["cacheblend"] * 2 + ["full"] * 2
+    assert sorted(lines["modes.jsonl"]) == sorted([*MODES] * 2)
+
+
+def test_a_journal_of_before_there_were_modes_is_read_and_its_unknown_counts_are_null(
+    engine, questions, tmp_path
+) -> None:
+    path, question = tmp_path / "quality.jsonl", questions[0]
+    quality.run(engine, [question], [Variant("full"), Variant("reuse")], Journal(path), max_new_tokens=2)
+    newer = {"generated_tokens", "calls", "unscored"}
+    old = [json.loads(line) for line in path.read_text().splitlines() if line]
+    old = [{name: value for name, value in line.items() if name not in newer} for line in old]
+    path.write_text("".join(f"\n{json.dumps(line)}\n" for line in old))
+    journal = Journal(path)
+    assert journal.resumed == 2
+    rows, _ = summarise(journal.records, [question], [Variant("full"), Variant("reuse")], seed=0)
+    assert [(row["generated_tokens"], row["calls"]) for row in rows] == [(None, 1), (None, 1)]
+    assert rows[1]["kl"] == old[[line["method"] for line in old].index("reuse")]["kl"]
+
+
+# --- LangChain's chains, with a model whose words and times are known
+
+
+def fake_models(answers, before_ms=0.0, after_ms=0.0):
+    """One model for all calls that gives these answers in turn, so long before and after its first token."""
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage
+    from langchain_core.outputs import ChatGeneration, ChatResult
+
+    from ragblend.app.bench.modes_chains import Models
+
+    left = iter(answers)
+
+    class Fake(BaseChatModel):
+        @property
+        def _llm_type(self) -> str:
+            return "fake"
+
+        def get_num_tokens(self, text: str) -> int:
+            return len(text.split())
+
+        def _generate(self, *arguments: Any, **options: Any) -> ChatResult:
+            time.sleep((before_ms + after_ms) / 1000)
+            times = {"ttft_ms": before_ms, "total_ms": before_ms + after_ms}
+            kv = {"method": "full", "hits": 0, "misses": 0, **times}
+            usage = {"input_tokens": 100, "output_tokens": 7, "total_tokens": 107}
+            message = AIMessage(next(left), usage_metadata=usage, response_metadata={"kv": kv})
+            return ChatResult(generations=[ChatGeneration(message=message)])
+
+    return Models(Fake(), Fake(), Fake(), prompt_tokens=4000)
+
+
+def ask(mode, answers, **times):
+    from ragblend.app.bench.modes_chains import ask
+
+    passages = [f"passage {place}" for place in range(3)]
+    return ask(mode, fake_models(answers, **times), passages, "who?")[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "expected_ms"),
+    [
+        ("map_reduce", 4, 3 * 90 + 30),  # the fourth call's first token
+        ("refine", 3, 2 * 90 + 30),
+        ("map_rerank", 3, 3 * 90),  # nothing is known before the last candidate is complete
+    ],
+)
+def test_the_first_token_is_the_final_answers(mode, calls, expected_ms) -> None:
+    said = ask(mode, ["yes\nScore: 50"] * calls, before_ms=30, after_ms=60)
+    assert expected_ms <= said.ttft_ms < expected_ms + 55
+    assert (said.calls, said.prompt_tokens, said.generated_tokens) == (calls, 100 * calls, 7 * calls)
+
+
+@pytest.mark.parametrize(
+    ("answers", "chosen", "unscored"),
+    [
+        (["red\nScore: 10", "blue\nScore: 90", "green\nScore: 20"], "blue", 0),
+        (["no idea", "blue\nScore: 0", "green\nScore: "], "blue", 2),  # any score is better than none
+        (["  no idea ", "none", "never"], "no idea", 3),
+    ],
+)
+def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
+    answers, chosen, unscored
+) -> None:
+    said = ask("map_rerank", answers)
+    assert (said.text, said.unscored) == (chosen, unscored)
+
+
+def test_extracts_that_never_get_shorter_end_in_a_named_error() -> None:
+    with pytest.raises(BenchError, match=r"map_reduce gave up .* --passages N"):
+        ask("map_reduce", ["word " * 5000] * 50)
+
+
+# --- as it is typed
+
+
+@pytest.fixture
+def bench(model_folder, home, tmp_path, data_file):
+    def run(*arguments):
+        where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
+        line = ["quality", *where, "--output", tmp_path / "out", "--data", data_file, *arguments]
+        return CliRunner().invoke(bench_app, [str(part) for part in line], catch_exceptions=False)
+
+    return run
+
+
+def test_the_table_has_dashes_and_the_json_nulls(bench, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(modes, "EXTRACT_TOKENS", 4)
+    arguments = ("--limit", "1", "--max-new-tokens", "3", "--methods", "full,refine,map_rerank")
+    done = bench(*arguments)
+    (line,) = [line for line in done.stdout.splitlines() if "refine" in line]
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells[:5] == ["refine", "", "1", "–", "–"]
+    assert "map_rerank: 100.0% of its answers came without a score" in done.stdout
+    rows = json.loads(bench(*arguments, "--json").stdout)
+    assert [row["method"] for row in rows] == ["full", "refine", "map_rerank"]
+    assert rows[1]["kl"] is None
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["settings"]["modes"]["score_tokens"]
+    assert (tmp_path / "out" / "quality.png").exists()
+
+
+def test_modes_alone_need_no_ratio_and_draw_no_picture_of_divergences(bench, tmp_path) -> None:
+    done = bench("--limit", "1", "--max-new-tokens", "2", "--methods", "refine", "--ratios", "", "--json")
+    (row,) = json.loads(done.stdout)
+    assert (row["method"], row["ratio"], row["n"]) == ("refine", None, 1)
+    assert not (tmp_path / "out" / "quality.png").exists()
+
+
+def test_an_updated_langchain_measures_the_modes_again_and_not_the_methods(
+    bench, tmp_path, monkeypatch
+) -> None:
+    arguments = ("--limit", "1", "--max-new-tokens", "2", "--methods", "full,refine")
+    bench(*arguments)
+    settings = modes.settings() | {"langchain_classic": "99"}
+    monkeypatch.setattr(modes, "settings", lambda: settings)
+    bench(*arguments)
+    assert len(list((tmp_path / "out").glob("modes-*.jsonl"))) == 2
+    (methods,) = (tmp_path / "out").glob("quality-*.jsonl")
+    assert len(methods.read_text().split()) and methods.read_text().count('"full"') == 1
+
+
+def test_a_missing_langchain_is_named_before_any_model_is_loaded(bench, home, monkeypatch) -> None:
+    monkeypatch.setattr(modes, "PACKAGES", ("langchain_core", "no_such_chains"))
+    with pytest.raises(UsageError, match=r"no_such_chains, .*pip install 'ragblend\[langchain\]'"):
+        bench("--methods", "full,refine")
+    assert not home.exists()
+    bench("--methods", "full", "--limit", "1", "--max-new-tokens", "1")  # who asks for no mode needs none
+
+
+def test_modes_are_named_alone_and_with_a_method() -> None:
+    known, fixed = {"full", "reuse", "random"}, {"full", "reuse"}
+    made = parse_variants("refine,refine+reuse,map_reduce+random", "0.1,0.2", known, fixed, MODES)
+    assert [str(each) for each in made] == [
+        "refine",
+        "refine+reuse",
+        "map_reduce+random 0.1",
+        "map_reduce+random 0.2",
+    ]
+    assert [each.mode for each in made] == ["refine", "refine", "map_reduce", "map_reduce"]
+    assert made[0].arguments == {"method": "full"}
+    assert made[2].arguments == {"method": "random", "ratio": 0.1}
+    assert Variant("cacheblend", 0.1).mode is None
+
+
+@pytest.mark.parametrize(
+    "wrong", ["refine+full", "refine+", "+random", "random+refine", "refine+magic", "stuff"]
+)
+def test_what_is_no_mode_is_named(wrong) -> None:
+    with pytest.raises(UsageError, match=r"no method '.*'; there are .* map_rerank"):
+        parse_variants(wrong, "0.1", {"full", "random"}, {"full"}, MODES)
+    with pytest.raises(UsageError, match="there is no method 'refine'"):
+        parse_variants("refine", "0.1", {"full", "random"}, {"full"})  # `bench ttft` has no modes
