@@ -145,6 +145,12 @@ def test_collisions_find_nothing_wrong(monkeypatch, prime):
         hashing._powers.cache_clear()
 
 
+def test_what_is_refused_is_asked_for_once_a_prompt():
+    asked = []
+    assert index_of(["a" * 20, "a" * 30]).find("a" * 4000, lambda whole, *_: asked.append(whole)) == []
+    assert len(asked) == len(set(asked)) == 2
+
+
 def chain(count):
     return ["a" * n + "b" for n in range(MINIMUM, MINIMUM + count)]
 
