@@ -21,6 +21,8 @@ from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.policy import Entry
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+# The last, because SQLite quotes the damaged text of a schema in its message, and Python decodes that strictly.
+SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
 COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL, access_time"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
 _INSERT = """INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename)
@@ -75,7 +77,7 @@ class Index:
         try:
             with self._lock:
                 yield self._sql
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             raise index_failed(error, self.path) from error
 
     def rows(self) -> list[Row]:
@@ -147,6 +149,8 @@ def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
     """What SQLite finds wrong with a file; also what it raises when the file is too damaged to look at."""
     try:
         found = [str(line) for (line,) in sql.execute(f"PRAGMA integrity_check({at_most})")]
+    except UnicodeDecodeError as error:
+        return [f"its schema is not text: {error}"]
     except sqlite3.DatabaseError as error:
         if error_code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise

@@ -9,13 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from diskcache import Timeout
 from diskcache.core import DEFAULT_SETTINGS, METADATA
 
 from ragblend.kvstore.disk import INDEX_NAME, open_cache
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.files import make_private_folder
-from ragblend.kvstore.index import BUSY, Index, error_code, index_failed, integrity, lenient_text
+from ragblend.kvstore.index import BUSY, SQL_ERRORS, Index, error_code, index_failed, integrity, lenient_text
 from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.upkeep import adopt, sweep
@@ -75,7 +74,7 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
         prepare(root)
     try:
         disk_cache, index = open_cache(root, TIMEOUT_S), Index(root, TIMEOUT_S)
-    except (sqlite3.Error, Timeout) as error:
+    except SQL_ERRORS as error:
         raise index_failed(error, root / INDEX_NAME) from error
     try:
         if damaged:
@@ -97,7 +96,7 @@ def why_untrusted(root: Path) -> str | None:
     sql.text_factory = lenient_text
     try:
         return _why_untrusted(sql, root)
-    except sqlite3.Error as error:
+    except SQL_ERRORS as error:
         if error_code(error) in _NOT_DAMAGE:
             raise index_failed(error, path) from error  # the disk's fault, or another program's
         return str(error)

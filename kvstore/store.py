@@ -8,7 +8,6 @@ format.
 import errno
 import logging
 import os
-import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,13 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diskcache import Timeout
-
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import write_failed
-from ragblend.kvstore.index import Index, index_failed
+from ragblend.kvstore.index import SQL_ERRORS, Index, index_failed
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.opening import open_index
@@ -142,7 +139,7 @@ class KVStore:
         except CorruptBlobError as error:
             self._quarantine(key, None, str(error))
             return None
-        except (sqlite3.Error, Timeout) as error:
+        except SQL_ERRORS as error:
             log.warning("%s", index_failed(error, self._index.path))  # a miss: the caller goes on without us
             return None
         assert path is None or isinstance(path, Path)
@@ -198,7 +195,7 @@ class KVStore:
         except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
             self._cache.close()  # a failed COMMIT leaves this thread's connection inside its transaction
             self._drop_if_unnamed(digest, self._cache.disk.last_written)
-            if isinstance(error, sqlite3.Error | Timeout):
+            if isinstance(error, SQL_ERRORS):
                 raise index_failed(error, self._index.path) from error
             raise
 
@@ -229,7 +226,7 @@ class KVStore:
     def _forget_row(self, digest: str) -> None:
         try:
             self._cache.delete(digest)  # retry=True would go round for ever on a read-only disk
-        except (sqlite3.Error, Timeout) as error:
+        except SQL_ERRORS as error:
             self._cache.close()
             raise index_failed(error, self._index.path) from error
 

@@ -1,0 +1,224 @@
+"""Truncated, flipped, swapped and renamed files: each is a counted miss, or the right value; never a wrong one."""
+
+import os
+import random
+import shutil
+
+import pytest
+from fault_values import VALUE_BYTES, demand, key_of, put, token_ids, version_read
+
+from ragblend.kvstore.errors import StoreError
+from ragblend.kvstore.store import KVStore
+
+BUDGET = 1 << 30
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("quick_disk")]
+
+
+@pytest.fixture
+def store(root):
+    with KVStore.open(root, BUDGET) as store:
+        yield store
+
+
+def path_of(root, number):
+    digest = key_of(number).digest
+    (path,) = (root / "values" / digest[:2]).glob(f"{digest}-*.kv")
+    return path
+
+
+def expect_counted_miss(store, number):
+    before = store.stats()
+    found = store.get(key_of(number), token_ids(number))
+    after = store.stats()
+    demand(found is None, "damage was served as a value")
+    counted = (after.misses - before.misses, after.quarantined - before.quarantined, after.hits - before.hits)
+    demand(counted == (1, 1, 0), "damage was not counted (misses, quarantined, hits):", counted)
+
+
+def test_truncations(store, root, count):
+    seeded = random.Random(1)
+    for _ in range(count(500, 60)):
+        put(store, 1)
+        os.truncate(path_of(root, 1), seeded.randrange(VALUE_BYTES))
+        expect_counted_miss(store, 1)
+    assert store.check() == []
+
+
+def test_truncations_under_an_open_reader(store, root, count):
+    """The file is cut after its header was verified: the layer says so."""
+    seeded = random.Random(2)
+    for _ in range(count(100, 10)):
+        put(store, 1)
+        reader = store.open_chunk(key_of(1), token_ids(1))
+        os.truncate(path_of(root, 1), seeded.randrange(VALUE_BYTES - 1000))
+        reader.close()
+        expect_counted_miss(store, 1)
+    assert store.check() == []
+
+
+def flip(path, bit):
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_flipped_bits_of_values(store, root, count, part):
+    """Every single flipped bit is found: by the header's checksum or by its layer's."""
+    put(store, 1)
+    with store.open_chunk(key_of(1), token_ids(1)) as reader:
+        header_bits = reader.header.nbytes * 8
+    where = (0, header_bits) if part == "header" else (header_bits, VALUE_BYTES * 8)
+    seeded = random.Random(part)
+    for _ in range(count(3500, 200)):
+        put(store, 1)
+        flip(path_of(root, 1), seeded.randrange(*where))
+        expect_counted_miss(store, 1)
+    assert store.check() == []
+
+
+class Snapshot:
+    """A store of some values as it lies on the disk, index and log, to be damaged again and again."""
+
+    NUMBERS = range(4)
+
+    def __init__(self, folder):
+        self.kept, self.root = folder / "kept", folder / "kv"
+        with KVStore.open(folder / "made", BUDGET) as store:
+            for number in self.NUMBERS:
+                put(store, number)
+            store.delete(key_of(9))  # empties the log
+            for number in self.NUMBERS[2:]:
+                put(store, number, 1)
+            shutil.copytree(folder / "made", self.kept)  # while it is open: the last puts are in the log alone
+        self.permitted = {number: {None, int(number >= 2)} for number in self.NUMBERS}
+
+    def restore(self):
+        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.copytree(self.kept, self.root)
+
+    def live(self, damage):
+        """Damage it, read, write and look after it; how many values were still served."""
+        self.restore()
+        damage(self.root)
+        try:
+            store = KVStore.open(self.root, BUDGET)
+        except StoreError:
+            return 0
+        with store:
+            return self._use(store)
+
+    def _use(self, store):
+        served = [version_read(store, number, self.permitted[number]) for number in self.NUMBERS]
+        stats = store.stats()
+        demand(stats.misses == served.count(None), "misses that are not counted:", stats, served)
+        for number in self.NUMBERS:
+            put(store, number, 2)
+            version_read(store, number, {2})
+        store.repair()
+        problems = store.check()
+        demand(problems == [], "check() after repair:", problems)
+        return len(served) - served.count(None)
+
+
+@pytest.mark.parametrize("name", ["cache.db", "cache.db-wal"])
+def test_flipped_bits_of_the_index(tmp_path, count, name):
+    """At worst the index is set aside and the values are entered anew."""
+    snapshot, seeded = Snapshot(tmp_path), random.Random(name)
+    size, flips = (snapshot.kept / name).stat().st_size, count(1500, 40)
+    served = sum(
+        snapshot.live(lambda root: flip(root / name, seeded.randrange(size * 8))) for _ in range(flips)
+    )
+    print(name, served, "of", 4 * flips)
+    assert served > 2 * flips
+
+
+def test_flipped_bits_under_an_open_store(tmp_path, count):
+    """The index is damaged while it is in use: misses and named errors at most, and reopening heals it."""
+    snapshot, seeded = Snapshot(tmp_path), random.Random(5)
+    for _ in range(count(300, 20)):
+        snapshot.restore()
+        with KVStore.open(snapshot.root, BUDGET) as store:
+            name = seeded.choice(["cache.db", "cache.db-wal"])
+            size = (snapshot.root / name).stat().st_size
+            if size:
+                flip(snapshot.root / name, seeded.randrange(size * 8))
+            for number in snapshot.NUMBERS:
+                version_read(store, number, snapshot.permitted[number])
+            for number in snapshot.NUMBERS:
+                try:
+                    put(store, number, 2)
+                except StoreError:
+                    continue
+        with KVStore.open(snapshot.root, BUDGET) as store:
+            for number in snapshot.NUMBERS:
+                version_read(store, number, snapshot.permitted[number] | {2})
+            store.repair()
+            assert store.check() == []
+
+
+def swap(a, b):
+    third = a.with_name("third")
+    a.rename(third)
+    b.rename(a)
+    third.rename(b)
+
+
+def contents_swapped(a, b):
+    one, two = a.read_bytes(), b.read_bytes()
+    a.write_bytes(two)
+    b.write_bytes(one)
+
+
+def moved(a, b):
+    a.rename(b.with_name(a.name))
+
+
+SWAPS = [
+    swap,
+    contents_swapped,
+    moved,
+    lambda a, b: shutil.copyfile(a, b),
+    lambda a, b: a.replace(b),
+    lambda a, b: a.rename(a.with_name("f" * 64 + "-" + "0" * 16 + ".kv")),
+    lambda a, b: a.rename(a.with_suffix(".tmp")),
+    lambda a, b: a.rename(a.with_name(a.name.replace("-", "-0", 1)[:-4] + ".kv")),
+    lambda a, b: a.unlink() or a.hardlink_to(b),
+    lambda a, b: a.unlink() or a.symlink_to(b),
+    lambda a, b: a.unlink() or a.mkdir(),
+]
+
+
+def remove_foreign(root, store):
+    for problem in store.check():
+        path = root / problem.path
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_swapped_and_renamed_values(root, count, reopened):
+    seeded, numbers, lost = random.Random(reopened), range(6), 0
+    store = KVStore.open(root, BUDGET)
+    for round_ in range(count(250, 22)):
+        for number in numbers:
+            put(store, number, round_)
+        first, second = seeded.sample(numbers, 2)
+        paths = path_of(root, first), path_of(root, second)
+        if reopened:
+            store.close()
+        SWAPS[round_ % len(SWAPS)](*paths)
+        if reopened:
+            store = KVStore.open(root, BUDGET)
+        before = store.stats().misses
+        for number in numbers:
+            permitted = {round_, None} if number in (first, second) else {round_}
+            lost += version_read(store, number, permitted) is None
+        demand(store.stats().misses - before <= 2, store.stats())
+        store.repair()
+        kinds = {problem.kind for problem in store.check()}
+        demand(kinds <= {"foreign-file"}, "after repair:", kinds)
+        remove_foreign(root, store)
+    store.close()
+    assert lost >= count(250, 22)
