@@ -1,4 +1,4 @@
-"""`ragblend bench ...`: arguments in, tables or JSON out; the work is in `quality_report`, `ttft_report`."""
+"""`ragblend bench ...`: arguments in, tables or JSON out; the work is in the `*_report` modules."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUALITY_METHODS = "full,naive,reuse,random,heads,cacheblend,cacheblend-k,cacheblend-gradual"
+STORE_POLICIES = "lru,lfu,gdsf,gdsf-size,pgdsf,fading,fading-hits"
 TTFT_METHODS = "full,prefix,reuse,cacheblend"
 
 bench_app = typer.Typer(
@@ -70,6 +71,27 @@ Memory = Annotated[
 ]
 
 
+Traces = Annotated[str, typer.Option("--traces", help="mmlu, drift, zipf:EXPONENT, by commas.")]
+TopK = Annotated[str, typer.Option("--top-k", help="How many documents a request, by commas.")]
+Budgets = Annotated[str, typer.Option("--budgets", help="Percent of the corpus that fits, by commas.")]
+Policies = Annotated[str, typer.Option("--policies", help="Eviction policies, by commas.")]
+Lengths = Annotated[
+    str, typer.Option("--lengths", help="documents (like articles) or passages (cut at 512).")
+]
+Reuse = Annotated[
+    str, typer.Option("--reuse", help="Where stored KV serves: anywhere, or behind the same prefix only.")
+]
+Documents = Annotated[int, typer.Option("--documents", min=10, help="How many there are.")]
+Retrievals = Annotated[int, typer.Option("--retrievals", min=40, help="Documents retrieved in all requests.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many traces of each kind.")]
+HalfLife = Annotated[float, typer.Option("--half-life", min=1, help="Retrievals until one counts half.")]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", help="Measured prefill times, JSON; an estimate if absent.")
+]
+TokenBytes = Annotated[int, typer.Option("--bytes-per-token", min=1, help="KV of one token.")]
+LoadSpeed = Annotated[float, typer.Option("--load-mb-per-s", min=0.001, help="How fast stored KV is loaded.")]
+
+
 @command(bench_app, "quality")
 def quality(
     cli: Cli,
@@ -123,6 +145,37 @@ def ttft(
     results = report_ttft(request)
     print_ttft(_console(cli), results["rows"])
     _finish(cli, {name: results[name] for name in ("rows", "environment")}, results["files"])
+
+
+@command(bench_app, "store")
+def store(
+    cli: Cli,
+    traces: Traces = "zipf:0.7,zipf:0.9,zipf:1.1,mmlu,drift",
+    top_k: TopK = "1,3,5",
+    budgets: Budgets = "4,8,16,32,64",
+    policies: Policies = STORE_POLICIES,
+    lengths: Lengths = "documents",
+    reuse: Reuse = "anywhere",
+    documents: Documents = 1_000,
+    retrievals: Retrievals = 8_000,
+    seeds: Seeds = 3,
+    half_life: HalfLife = 4_096,
+    profile: Profile = None,
+    bytes_per_token: TokenBytes = 23_040,
+    load_mb_per_s: LoadSpeed = 1_000,
+    output: Output = Path("bench-results"),
+) -> None:
+    """Replay made-up traces through the store's eviction policies: hit rates, byte hit rates, simulated TTFT."""
+    from ragblend.app.bench.store_report import StoreRequest, report_store
+    from ragblend.app.bench.store_table import print_store
+
+    request = StoreRequest(
+        traces, top_k, budgets, policies, lengths, reuse, documents, retrievals, seeds, half_life, profile,
+        bytes_per_token, load_mb_per_s, output,
+    )  # fmt: skip
+    results = report_store(request)
+    print_store(_console(cli), results)
+    _finish(cli, {name: results[name] for name in ("rows", "comparisons", "settings")}, results["files"])
 
 
 def _engine_arguments(cli: Cli) -> dict[str, Any]:
