@@ -1,21 +1,31 @@
 """LLMs on private homes, on a tiny random model or on the bundled one."""
 
-import gc
+import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "engine")]  # importlib mode puts no folder of tests on the path
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 
 import tiny_models
 from llama_index.core import Settings
 from transformers.utils import logging as transformers_logging
 
-from ragblend.integrations.llama_index import RAGBlendLLM
+from ragblend.integrations.llama_index import RAGBlendLLM, learning
 
 transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def one_event_loop():
+    """LlamaIndex's `asyncio_run` takes the thread's event loop, makes one where there is none, and never closes it."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    loop.close()
+    asyncio.set_event_loop(None)
 
 
 @pytest.fixture(scope="session")
@@ -23,13 +33,26 @@ def tiny_folder(tmp_path_factory):
     return tiny_models.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory):
+    """Where the gate's verdict on the tiny model is kept, so that it is made once a session."""
+    return tmp_path_factory.mktemp("judged")
+
+
 @pytest.fixture
-def make_llm(tiny_folder, tmp_path):
+def make_llm(tiny_folder, judged, tmp_path):
     """RAGBlendLLMs on the tiny model, in float32, all on one empty home unless told."""
     made = []
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "models").symlink_to(judged, target_is_directory=True)
 
     def make(**options):
-        plain = {"model": str(tiny_folder), "home": str(tmp_path / "home"), "device": "cpu", "dtype": "float32"}
+        plain = {
+            "model": str(tiny_folder),
+            "home": str(tmp_path / "home"),
+            "device": "cpu",
+            "dtype": "float32",
+        }
         made.append(RAGBlendLLM(**(plain | {"max_new_tokens": 8} | options)))
         return made[-1]
 
@@ -39,8 +62,7 @@ def make_llm(tiny_folder, tmp_path):
             llm.backend.engine.close()
         if llm._backend is not None and "registry" in llm._backend.__dict__:
             llm.backend.registry.close()
-    made.clear()
-    gc.collect()  # an LLM that is still alive would go on learning from the next test's retrievals
+    learning._learners.clear()  # an LLM that is still alive would go on learning from the next test's retrievals
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMComp
 from llama_index.core.schema import TextNode
 
 STORIES = [
-    "The harbour master of Orrery kept two ledgers. In the first he wrote the names of the ships, the hour they came and "
-    "what they carried; in the second, which nobody was shown, what the captains had paid him. Both were in the lamp "
-    "room when the storm of the ninth of November broke the northern mole.",
+    "The harbour master of Orrery kept two ledgers. In the first he wrote the names of the ships, the hour they came "
+    "and what they carried; in the second, which nobody was shown, what the captains had paid him. Both were in the "
+    "lamp room when the storm of the ninth of November broke the northern mole.",
     "Ilse Marrow drove the last tram of the old line. She kept the brass controller handle in a drawer, and her "
     "granddaughter gave it to the museum in 1987, together with a diary that names every passenger of that night "
     "and says which of them sang on the way to the fish market.",
-    "Electricity came from the mill at Tarn weir. When the river was low the trams stood still, and the council paid the "
-    "passengers' ferry fares out of a fund that was called the dry purse. It was emptied in the summer of 1921, which "
-    "was the hottest that anybody in the lower town remembered.",
+    "Electricity came from the mill at Tarn weir. When the river was low the trams stood still, and the council paid "
+    "the passengers' ferry fares out of a fund that was called the dry purse. It was emptied in the summer of 1921, "
+    "which was the hottest that anybody in the lower town remembered.",
 ]
 
 

@@ -21,7 +21,9 @@ QUESTION = "Who kept two ledgers?"
 def expected(llm):
     """The engine's own answer to the question."""
     engine = llm.backend.engine
-    return engine.generate(engine.chat([Message("user", (Literal(QUESTION, verbatim=True),))]), max_new_tokens=8)
+    return engine.generate(
+        engine.chat([Message("user", (Literal(QUESTION, verbatim=True),))]), max_new_tokens=8
+    )
 
 
 @pytest.mark.parametrize(("method", "kind"), METHODS)
@@ -191,6 +193,12 @@ def test_a_passage_may_be_named_in_a_call(llm):
         assert len(kv["chunks"]) == 1
     assert kv["chunks"] == ["one"]
     engine = llm.backend.engine
-    segments = (Literal("Read this: ", verbatim=True), Chunk(STORIES[0]), Literal(f" {QUESTION}", verbatim=True))
+    segments = (
+        Literal("Read this: ", verbatim=True),
+        Chunk(STORIES[0]),
+        Literal(f" {QUESTION}", verbatim=True),
+    )
     prompt = engine.tokenize(engine.chat([Message("user", segments)]))
-    assert llm._chat_request(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
+    assert (
+        llm._chat_request(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
+    )

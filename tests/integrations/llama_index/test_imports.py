@@ -1,0 +1,26 @@
+"""The adapter knows its own framework only, and the package knows none."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(done.stdout.split())
+
+
+def test_the_adapter_imports_no_langchain():
+    found = modules_after("import ragblend.integrations.llama_index")
+    assert "llama_index" in found
+    assert {name for name in found if name.startswith("lang")} == set()
+    assert not found & {"transformers", "chromadb", "gradio", "sentence_transformers"}
+
+
+@pytest.mark.parametrize("statement", ["import ragblend", "import ragblend.integrations.backend"])
+def test_nothing_else_imports_llama_index(statement):
+    assert not {"llama_index", "llama_index_instrumentation"} & modules_after(statement)

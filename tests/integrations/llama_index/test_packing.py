@@ -1,0 +1,110 @@
+"""What the framework's packers do to passages, counted in this model's tokens."""
+
+import pytest
+from llama_helpers import listening
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
+
+from ragblend.integrations.llama_index import RAGBlendSynthesizer, WholePassages, configure
+from ragblend.integrations.llama_index.nodes import passage_of
+from ragblend.integrations.llama_index.packing import packed
+
+TEMPLATE = PromptTemplate("{context_str} {query_str}")
+NODES = [
+    NodeWithScore(
+        node=TextNode(id_=f"n{n}", text=f"Chapter {n}. " + " ".join(f"word{i}of{n}" for i in range(30)))
+    )
+    for n in range(6)
+]
+TEXTS = [passage_of(node).text for node in NODES]
+
+
+def by_words(texts, room):
+    return list(packed(texts, room, lambda text: len(text.split()), lambda text: text.split()))
+
+
+def test_whole_texts_are_joined_while_they_fit():
+    assert by_words(["a b", "c", "d e f", "g"], 4) == ["a b\n\nc", "d e f\n\ng"]
+    assert by_words([], 4) == []
+
+
+def test_what_was_joined_comes_apart_where_it_was_joined():
+    assert by_words(["a b c\n\nd e"], 4) == ["a b c", "d e"]
+    assert by_words(["a b", "c d e\n\nf g h"], 4) == ["a b", "c d e", "f g h"]
+
+
+def test_only_a_text_longer_than_the_room_is_cut():
+    assert by_words(["a b", "c d e f g", "h"], 4) == ["a b", "c", "d", "e", "f", "g", "h"]
+
+
+def test_the_packer_counts_the_models_tokens(llm):
+    helper = WholePassages.of_llm(llm)
+    assert helper._token_counter.get_string_tokens(TEXTS[0]) == len(llm.tokenize(TEXTS[0]))
+    assert helper.context_window == 2048 - llm.template_tokens
+    assert 10 < llm.template_tokens < 100
+
+
+def test_one_text_that_fits_is_passed_on_unchanged(llm):
+    """`Refine` packs each chunk by itself, and packs again what `CompactAndRefine` packed."""
+    helper = WholePassages.of_llm(llm)
+    once = helper.repack(TEMPLATE, TEXTS[:3], llm=llm)
+    assert helper.repack(TEMPLATE, once, llm=llm) == once == ["\n\n".join(TEXTS[:3])]
+    assert helper.repack(TEMPLATE, [" \n"], llm=llm) == [""]
+
+
+@pytest.fixture
+def narrowed(make_llm):
+    """An LLM with a window in which about three of the six nodes have room, beside LlamaIndex's prompt and padding."""
+
+    def make(mode):
+        llm = make_llm(max_new_tokens=4, learn_from_retrieval=False)
+        beside = {"compact": 1200, "tree_summarize": 500}[mode]
+        llm.context_window = beside + int(3.5 * len(llm.tokenize(TEXTS[0])))
+        assert llm.context_window < 2048
+        llm.remember(NODES, encode=True)
+        return llm
+
+    return make
+
+
+def shares(ear):
+    """(resolved passages, of how many that stand in the prompts in whole or in part)"""
+    prompts = ["\n".join(m.content for m in end.messages) for end in ear.ends]
+    touched = sum(any(f"word{i}of{n} " in p for i in range(30)) for p in prompts for n in range(6))
+    return sum(len(kv["chunks"]) for kv in ear.kv), touched
+
+
+@pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
+def test_the_stock_packer_cuts_passages_at_the_window_and_ours_does_not(narrowed, mode):
+    narrow = narrowed(mode)
+    exact = PromptHelper.from_llm_metadata(narrow.metadata, tokenizer=narrow.tokenize)
+    with listening() as ear:
+        get_response_synthesizer(narrow, prompt_helper=exact, response_mode=mode).synthesize("Who?", NODES)
+    resolved, touched = shares(ear)
+    assert 0 < resolved < touched
+    with listening() as ear:
+        RAGBlendSynthesizer(narrow, mode).synthesize("Who?", NODES)
+    assert shares(ear) == (6, 6)
+    assert all(kv["misses"] == 0 for kv in ear.kv)
+    assert len(ear.kv) > 1
+
+
+def test_configure_makes_stock_synthesizers_pack_whole_passages(narrowed, settings):
+    narrow = narrowed("compact")
+    configure(narrow)
+    assert settings.llm is narrow
+    with listening() as ear:
+        get_response_synthesizer(response_mode="compact").synthesize("Who?", NODES)
+    assert shares(ear) == (6, 6)
+    assert settings._chat_prompt_helper._token_counter.tokenizer == narrow.tokenize
+
+
+def test_making_an_llm_changes_no_global_setting(llm, settings):
+    import llama_index.core
+
+    before = llama_index.core.global_tokenizer
+    assert llm.metadata
+    assert llama_index.core.global_tokenizer is before
+    assert settings._prompt_helper is None

@@ -1,0 +1,205 @@
+"""How passages get from nodes into prompts: registered, named, encoded ahead, edited, and in each response mode."""
+
+import asyncio
+import time
+
+import pytest
+from llama_helpers import STORIES, HashEmbedding, listening, story_nodes, user
+from llama_index.core import SummaryIndex, VectorStoreIndex
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import Document, ImageNode, NodeWithScore, TextNode
+
+from ragblend.integrations.llama_index import (
+    EncodeNodes,
+    PrefetchingRetriever,
+    RAGBlendSynthesizer,
+    RegisterNodes,
+    encode_index,
+    encode_nodes,
+)
+from ragblend.integrations.llama_index.nodes import passage_of, passages_of
+
+NODES = story_nodes()
+IDS = [node.node_id for node in NODES]
+SCORED = [NodeWithScore(node=node, score=1.0) for node in NODES]
+QUESTION = "Who kept two ledgers?"
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
+
+
+@pytest.fixture
+def deaf(make_llm):
+    """An LLM that learns nothing by itself."""
+    return make_llm(learn_from_retrieval=False)
+
+
+def test_a_passage_is_what_the_model_is_shown_of_a_node():
+    node = TextNode(
+        id_="one",
+        text="\n  Text. \n",
+        metadata={"file": "a.md", "secret": 1},
+        excluded_llm_metadata_keys=["secret"],
+    )
+    assert passage_of(node).text == "file: a.md\n\n\n  Text."
+    assert passage_of(NodeWithScore(node=node)).node_id == "one"
+    assert passages_of([node, TextNode(text=" \n "), ImageNode()]) == [passage_of(node)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_synthesizer_names_every_node_without_registering_any(deaf, mode):
+    synthesizer = RAGBlendSynthesizer(deaf, mode)
+    with listening() as ear:
+        synthesizer.synthesize(QUESTION, SCORED)
+        deaf.backend.engine.finish_background()
+        answer = synthesizer.synthesize(QUESTION, SCORED)
+    first, again = ear.kv[: len(ear.kv) // 2], ear.kv[len(ear.kv) // 2 :]
+    assert [node for kv in again for node in kv["chunks"]] == IDS
+    assert sum(kv["misses"] for kv in first) == sum(kv["hits"] for kv in again) == 3
+    assert len(deaf.backend.registry) == 0
+    assert [source.node.node_id for source in answer.source_nodes] == IDS
+    assert str(answer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_synthesizer_prompts_as_the_stock_one_does(deaf, mode):
+    """But for simple_summarize, where the stock one shows the model a list's repr, escaped newlines and all."""
+    deaf.remember(NODES, encode=True)
+    with listening() as ours:
+        RAGBlendSynthesizer(deaf, mode).synthesize(QUESTION, SCORED)
+    with listening() as stock:
+        get_response_synthesizer(deaf, response_mode=mode).synthesize(QUESTION, SCORED)
+    pairs = (
+        [[m.content for m in end.messages] for end in ours.ends],
+        [[m.content for m in end.messages] for end in stock.ends],
+    )
+    if mode == "simple_summarize":
+        assert "\\n\\n" in pairs[1][0][1]
+        assert "\n\n".join(passage_of(node).text for node in NODES) in pairs[0][0][1]
+    else:
+        assert pairs[0] == pairs[1]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "accumulate" not in mode])
+def test_the_synthesizer_in_all_styles(deaf, mode):
+    deaf.remember(NODES, encode=True)
+    plain = str(RAGBlendSynthesizer(deaf, mode).synthesize(QUESTION, SCORED))
+    streamed = RAGBlendSynthesizer(deaf, mode, streaming=True).synthesize(QUESTION, SCORED)
+    assert "".join(streamed.response_gen) == plain
+
+    async def both():
+        answer = await RAGBlendSynthesizer(deaf, mode).asynthesize(QUESTION, SCORED)
+        stream = await RAGBlendSynthesizer(deaf, mode, streaming=True).asynthesize(QUESTION, SCORED)
+        return str(answer), "".join([text async for text in stream.response_gen])
+
+    assert asyncio.run(both()) == (plain, plain)
+
+
+def test_the_synthesizers_prompts_can_be_read_and_changed(deaf):
+    synthesizer = RAGBlendSynthesizer(deaf)
+    from llama_index.core.prompts import PromptTemplate
+
+    assert "text_qa_template" in synthesizer.get_prompts()
+    synthesizer.update_prompts({"text_qa_template": PromptTemplate("{context_str}\nIn short: {query_str}")})
+    with listening() as ear:
+        synthesizer.synthesize(QUESTION, SCORED)
+    assert ear.ends[0].messages[-1].content.endswith(f"In short: {QUESTION}")
+    assert ear.kv[0]["chunks"] == IDS
+
+
+def test_no_nodes_is_the_frameworks_own_empty_answer(deaf):
+    assert str(RAGBlendSynthesizer(deaf).synthesize(QUESTION, [])) == "Empty Response"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_postprocessor_registers_what_it_is_given(deaf, asynchronous):
+    postprocessor = RegisterNodes(llm=deaf)
+    if asynchronous:
+        nodes = asyncio.run(postprocessor.apostprocess_nodes(SCORED, query_str=QUESTION))
+    else:
+        nodes = postprocessor.postprocess_nodes(SCORED, query_str=QUESTION)
+    assert nodes == SCORED
+    assert len(deaf.backend.registry) == 3
+    deaf.chat(user(f"{passage_of(NODES[1]).text}\n{QUESTION}"))
+    assert deaf.last_stats["kv"]["chunks"] == ["node-1"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_retriever_registers_and_prefetches_what_it_finds(deaf, monkeypatch, asynchronous):
+    asked = []
+    index = VectorStoreIndex(NODES, embed_model=HashEmbedding())
+    retriever = PrefetchingRetriever(index.as_retriever(similarity_top_k=2), deaf)
+    real = type(deaf.backend).prefetch
+    monkeypatch.setattr(
+        type(deaf.backend), "prefetch", lambda self, p: asked.append(list(p)) or real(self, p)
+    )
+    found = asyncio.run(retriever.aretrieve(QUESTION)) if asynchronous else retriever.retrieve(QUESTION)
+    assert [node.node_id for node in found] == [passage.node_id for passage in asked[0]]
+    assert len(deaf.backend.registry) == 2
+    assert deaf.backend.engine.finish_background(20)
+    assert "loaded" in deaf.backend.engine._resources._held
+
+
+def test_encode_index_from_a_docstore(deaf, capsys):
+    index = SummaryIndex(NODES)
+    assert encode_index(index, deaf) == 3
+    assert "Encoding passages" in capsys.readouterr().out
+    deaf.chat(user(f"{passage_of(NODES[0]).text}\n{QUESTION}"))
+    assert (deaf.last_stats["kv"]["hits"], deaf.last_stats["kv"]["misses"]) == (1, 0)
+    assert encode_index(index, deaf, show_progress=False) == 3
+    assert capsys.readouterr().out.strip() == ""
+
+
+def test_nodes_are_encoded_as_they_are_ingested(deaf):
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0), EncodeNodes(llm=deaf)]
+    )
+    nodes = pipeline.run(documents=[Document(text=" ".join(STORIES), id_="doc")])
+    assert len(nodes) > 3
+    assert len(deaf.backend.registry) == len(nodes)
+    deaf.chat(user("\n\n".join(passage_of(node).text for node in nodes)))
+    assert deaf.last_stats["kv"]["hits"] == len(nodes)
+    again = asyncio.run(EncodeNodes(llm=deaf).acall(nodes))
+    assert again == nodes
+
+
+def test_a_pipelines_cache_knows_one_model_from_another(make_llm):
+    """The step is skipped for nodes that it has seen: by another model they have not been read yet."""
+    one, other = EncodeNodes(llm=make_llm()), EncodeNodes(llm=make_llm(collection="other"))
+    assert one.to_dict() != other.to_dict()
+    assert one.to_dict()["llm"]["model"] == one.llm.model
+
+
+def test_an_edited_node_is_found_by_its_new_text_only(deaf):
+    old = TextNode(id_="same", text="The harbour was dredged in 1921 by the Ems company.")
+    new = TextNode(id_="same", text="The harbour was dredged in 1922 by the Elbe company.")
+    encode_nodes([old], deaf, show_progress=False)
+    deaf.remember([new])
+    assert deaf.chat(user(f"{old.text} Who?")).raw["kv"]["chunks"] == []
+    assert deaf.chat(user(f"{new.text} Who?")).raw["kv"]["chunks"] == ["same"]
+
+
+def test_forgotten_nodes_are_found_no_more(deaf):
+    encode_nodes(NODES, deaf, show_progress=False)
+    assert deaf.forget(["node-0"]) > 0
+    deaf.chat(user("\n\n".join(passage_of(node).text for node in NODES)))
+    assert deaf.last_stats["kv"]["chunks"] == ["node-1", "node-2"]
+
+
+def test_half_a_passage_is_a_miss_never_a_wrong_hit(deaf):
+    encode_nodes(NODES, deaf, show_progress=False)
+    text = passage_of(NODES[0]).text
+    kv = deaf.chat(user(f"{text[: len(text) // 2]}\n\n{passage_of(NODES[1]).text}")).raw["kv"]
+    assert (kv["chunks"], kv["hits"]) == (["node-1"], 1)
+
+
+def test_registering_known_nodes_again_costs_little(deaf):
+    """It happens at every retrieval, in the event loop of those who retrieve in one."""
+    nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
+    deaf.remember(nodes)
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        deaf.remember(nodes)
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 0.05
