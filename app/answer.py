@@ -61,4 +61,6 @@ class Answer:
             },
             "store": {"hits": report.hits, "misses": report.misses},
         }
+        if report.decision is not None:  # what the loading controller chose, and expected
+            result["controller"] = report.decision.to_json()
         return result | ({"notice": self.notice} if self.notice else {})

@@ -8,10 +8,25 @@ import typer
 from ragblend.app.answer import Answer
 from ragblend.app.cli_common import Cli, command
 
+
+def ratio_of(text: str) -> float | str:
+    """A number, or a word for the settings to judge."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 Method = Annotated[
     str | None, typer.Option(help="How to prefill: full, reuse, cacheblend, ... [cacheblend].")
 ]
-Ratio = Annotated[float | None, typer.Option(help="Share of the stored tokens to compute again [0.15].")]
+Ratio = Annotated[
+    str | None,
+    typer.Option(
+        help="Share of the stored tokens to compute again, or `auto`: what loading hides [0.15].",
+        parser=ratio_of,
+    ),
+]
 TopK = Annotated[int | None, typer.Option(help="How many passages to read [6].")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens [256].")]
 Temperature = Annotated[

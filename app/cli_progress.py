@@ -5,7 +5,12 @@ from contextlib import contextmanager
 
 from ragblend.app.progress import OnProgress, Stage
 
-LABELS: dict[Stage, str] = {"parse": "Documents", "embed": "Embedding", "encode": "Encoding KV"}
+LABELS: dict[Stage, str] = {
+    "parse": "Documents",
+    "embed": "Embedding",
+    "encode": "Encoding KV",
+    "measure": "Measuring",
+}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Stage = Literal["parse", "embed", "encode"]
+Stage = Literal["parse", "embed", "encode", "measure"]
 OnProgress = Callable[[Stage, int, int], None]  # stage, done, total: documents, then passages, then passages
 
 

@@ -23,6 +23,7 @@ class Settings:
 
     chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0:
     text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
+    ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     """
 
     model: str = "default"
@@ -30,7 +31,7 @@ class Settings:
     dtype: str | None = None
     collection: str = "default"
     method: str = "cacheblend"
-    ratio: float = 0.15
+    ratio: float | str = 0.15
     top_k: int = 6
     chunk_tokens: int = 512
     chunk_overlap: int = 0
@@ -44,7 +45,8 @@ class Settings:
             bool(self.model), "model", self.model, "a model: default, a hub id, a folder or a .gguf file"
         )
         _require(bool(COLLECTION.fullmatch(self.collection)), "collection", self.collection, COLLECTION_RULE)
-        _require(0 <= self.ratio <= 1, "ratio", self.ratio, "a share between 0 and 1, such as 0.15")
+        fits = self.ratio == "auto" if isinstance(self.ratio, str) else 0 <= self.ratio <= 1
+        _require(fits, "ratio", self.ratio, "a share between 0 and 1, such as 0.15, or auto")
         _require(1 <= self.top_k <= 1000, "top_k", self.top_k, "a number of passages from 1 to 1000")
         _require(16 <= self.chunk_tokens <= 8192, "chunk_tokens", self.chunk_tokens, "16 to 8192 tokens")
         _require(
@@ -83,6 +85,9 @@ TYPES: dict[str, type] = {
 }
 
 
+WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         return _checked(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
@@ -106,7 +111,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _parsed(key: str, text: str, source: str) -> Any:
     try:
-        return TYPES[key](text)
+        return text if text in WORDS.get(key, ()) else TYPES[key](text)
     except ValueError as error:
         raise SettingsError(_wrong_type(key, text, source)) from error
 
@@ -118,6 +123,8 @@ def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _typed(key: str, value: Any, source: str) -> Any:
     kind = TYPES[key]
+    if value in WORDS.get(key, ()):
+        return value
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):

@@ -4,6 +4,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragblend.engine.controller import Decision
 from ragblend.kvstore.errors import UsageError
 
 GIBIBYTE = 1 << 30
@@ -106,7 +107,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Report:
-    """What one request did. recomputed_fraction is the ratio that was spent, selection included."""
+    """What one request did. recomputed_fraction is the ratio that was spent, selection included.
+
+    decision: what the loading controller chose and expected; None where nothing was fused.
+    """
 
     method: str
     ratio: float | None
@@ -116,3 +120,4 @@ class Report:
     hits: int = 0
     misses: int = 0
     warning: str | None = None
+    decision: Decision | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ragblend.engine.chat import chat
 from ragblend.engine.config import DecodeOptions, EngineConfig
+from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decode import continue_logits
 from ragblend.engine.device import pick_device, pick_dtype
 from ragblend.engine.gate import GateVerdict
@@ -22,12 +23,12 @@ from ragblend.engine.machine import Machine, Progress
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.serving import Request
+from ragblend.engine.serving import DEFAULT_RATIO, Request
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.store import KVStore
 
-DEFAULT_METHOD, DEFAULT_RATIO = "cacheblend", 0.15
+DEFAULT_METHOD = "cacheblend"
 _machines: dict[tuple[Any, ...], Machine] = {}
 _engines: dict[tuple[Any, ...], "Engine"] = {}
 _opening = threading.Lock()
@@ -205,11 +206,14 @@ class Engine:
         self,
         prompt: Prompt,
         method: str | Policy = DEFAULT_METHOD,
-        ratio: float = DEFAULT_RATIO,
+        ratio: float | str = DEFAULT_RATIO,
         seed: int = 0,
         cancel: threading.Event | None = None,
     ) -> Prefilled:
-        """Read the prompt. Raises PromptTooLongError, UsageError, Cancelled."""
+        """Read the prompt. ratio: a share, or `auto` for what loading hides, the default at least.
+
+        Raises PromptTooLongError, UsageError, Cancelled.
+        """
         request = self._request(prompt, method, ratio, seed)
         with self._queue.turn(cancel):
             return self._machine.prefill(request, cancel)
@@ -218,7 +222,7 @@ class Engine:
         self,
         prompt: Prompt,
         method: str | Policy = DEFAULT_METHOD,
-        ratio: float = DEFAULT_RATIO,
+        ratio: float | str = DEFAULT_RATIO,
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> Result:
@@ -231,7 +235,7 @@ class Engine:
         self,
         prompt: Prompt,
         method: str | Policy = DEFAULT_METHOD,
-        ratio: float = DEFAULT_RATIO,
+        ratio: float | str = DEFAULT_RATIO,
         **options: Any,
     ) -> Stream:
         """Answer the prompt, piece by piece. Wrong arguments raise here, what goes wrong later in the iteration."""
@@ -253,6 +257,10 @@ class Engine:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
         with self._queue.turn():
             return continue_logits(self._resources.loaded.model, prefilled, token_ids)
+
+    def profile(self, progress: Progress | None = None) -> DeviceProfile:
+        """Measure this model on this device, and keep that for the loading controller: `ratio="auto"` needs it."""
+        return self._machine.measure(progress)
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until the chunks that were missing have been encoded; False if that took too long."""
@@ -283,19 +291,19 @@ class Engine:
         return run(self._resources, prefill, options, on_text, cancel)
 
     def _request(
-        self, prompt: Prompt, method: str | Policy, ratio: float, seed: int, room: int = 64
+        self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int, room: int = 64
     ) -> Request:
         policy = policy_named(method)
-        policy.check(ratio)
+        share = None if ratio == "auto" else policy.checked(ratio)
         tokenized = self.tokenize(prompt)
         tokens = len(tokenized.token_ids)
         if tokens == 0:
             raise UsageError("the prompt is empty; give it at least one token")
         self._check_length(tokens, "the prompt")
-        return Request(tokenized, policy, ratio, self.config.collection, seed, room)
+        return Request(tokenized, policy, share, self.config.collection, seed, room)
 
     def _generation(
-        self, prompt: Prompt, method: str | Policy, ratio: float, options: dict[str, Any]
+        self, prompt: Prompt, method: str | Policy, ratio: float | str, options: dict[str, Any]
     ) -> tuple[Request, DecodeOptions]:
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen.seed or 0, room=min(chosen.max_new_tokens, 256))

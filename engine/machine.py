@@ -7,12 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from ragblend.engine.config import EngineConfig
+from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.profiling import measure
 from ragblend.engine.resources import Resources
 from ragblend.engine.results import Prefilled
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.serving import Request, left_to_generate, prefill_natively
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import UsageError
 
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
@@ -70,6 +73,19 @@ class Machine:
             if progress is not None:
                 progress(len(keys), len(passages))
         return keys, tokens, encoded
+
+    def measure(self, progress: Progress | None = None) -> DeviceProfile:
+        """Profile this model on this device, keep that, and use it from now on."""
+        with self.queue.turn():
+            resources = self.resources
+            if not resources.gate.passed:
+                raise UsageError(f"{resources.model_name} is not fused, so there is nothing to profile")
+            server = resources.server
+            server.profile = measure(
+                resources.decoder, server.lane, resources.store, resources.context_window, progress
+            )
+            server.profile.save(resources.profile_path)
+            return server.profile
 
     def prefetch(self, passages: Callable[[], Sequence[TokenIds]], collection: str) -> None:
         """In the background: load the model if it is not there yet, and have the disk read the passages' KV."""

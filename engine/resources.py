@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ragblend.engine.config import EngineConfig
+from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import make_lane, pick_device, pick_dtype
 from ragblend.engine.files import tokenizer_digest
@@ -19,6 +20,7 @@ from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, lo
 from ragblend.engine.serving import Server
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore
@@ -124,6 +126,20 @@ class Resources:
         return found
 
     @property
+    def profile_path(self) -> Path:
+        """Where the profile of this model on this device is kept."""
+        return self.home / "profiles" / f"{self.fingerprint.digest[:16]}-{self.device.type}.json"
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What was measured of it; None before that, or if the file is of no use."""
+        try:
+            return DeviceProfile.read(self.profile_path)
+        except UsageError as error:
+            log.warning("%s", error)
+            return None
+
+    @property
     def server(self) -> Server:
         found: Server = self._once("server", self._serve)
         return found
@@ -177,5 +193,11 @@ class Resources:
         assert self.gate.passed
         threads = ThreadPoolExecutor(self.config.loader_threads, thread_name_prefix="ragblend-loader")
         return Server(
-            self.decoder, self.store, make_lane(self.device), threads, self.key_of, self.canonical_prefix
+            self.decoder,
+            self.store,
+            make_lane(self.device),
+            threads,
+            self.key_of,
+            self.canonical_prefix,
+            self.profile,
         )

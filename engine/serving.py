@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
 from ragblend.engine.fusion import Spent, fused_prefill
@@ -21,13 +22,14 @@ from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
-from ragblend.engine.selection import WITHOUT_RATIO, Policy
+from ragblend.engine.selection import Policy
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
+DEFAULT_RATIO = 0.15
 KeyOf = Callable[
     [tuple[int, ...], tuple[int, ...], str], ChunkKey
 ]  # (encoding prefix, token ids, collection)
@@ -39,14 +41,10 @@ class Request:
 
     prompt: Prompt
     policy: Policy
-    ratio: float
+    ratio: float | None  # None: what the controller finds, DEFAULT_RATIO at least
     collection: str
     seed: int = 0
     room_tokens: int = 256
-
-    @property
-    def shown_ratio(self) -> float | None:
-        return None if self.policy.name in WITHOUT_RATIO else self.ratio
 
 
 @dataclass
@@ -59,20 +57,14 @@ class Server:
     pool: ThreadPoolExecutor
     key_of: KeyOf
     canonical_prefix: tuple[int, ...]
+    profile: DeviceProfile | None = None
 
     def prefill(self, request: Request, cancel: threading.Event | None = None) -> Prefilled:
         """Read the prompt. A chunk found damaged on the way counts as missing, and the request begins again."""
         begun = time.perf_counter()
         with ExitStack() as readers:
             spans, hits, misses = self._spans(request, readers)
-            plan = make_plan(
-                torch.tensor(request.prompt.token_ids, device=self.decoder.device),
-                spans,
-                self.decoder.geometry.layers,
-                request.ratio,
-                self.decoder.attention_share,
-                request.seed,
-            )
+            plan, decision = self._decided(request, spans)
             while True:
                 try:
                     logits, cache, loader, spent = self._fuse(plan, request, cancel)
@@ -84,14 +76,41 @@ class Server:
         timings = _timings(loader, spent, (time.perf_counter() - begun) * 1e3)
         report = Report(
             request.policy.name,
-            request.shown_ratio,
+            plan.ratio if request.policy.fixed_ratio is None else None,
             _counts(plan, spent),
             _fraction(plan, spent),
             timings,
             hits,
             misses,
+            decision=decision,
         )
         return Prefilled(request.prompt, logits, cache, report)
+
+    def _decided(self, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
+        """The plan at the ratio that was asked for, or that the controller chose."""
+        plan = make_plan(
+            torch.tensor(request.prompt.token_ids, device=self.decoder.device),
+            spans,
+            self.decoder.geometry.layers,
+            0.0,
+            self.decoder.attention_share,
+            request.seed,
+        )
+        fixed = request.policy.fixed_ratio
+        asked = request.ratio if fixed is None else fixed
+        decision = decide(self.profile, self._workload(plan, request.policy), asked, DEFAULT_RATIO)
+        return replace(plan, ratio=decision.ratio), decision
+
+    def _workload(self, plan: Plan, policy: Policy) -> Workload:
+        loaded = sum(span.length for span in policy.spans(plan)) * self.decoder.geometry.token_bytes
+        return Workload(
+            plan.tokens,
+            plan.always_tokens,
+            plan.candidate_tokens,
+            plan.stored_tokens,
+            plan.layers,
+            {"disk": loaded} if loaded else {},
+        )
 
     def _fuse(
         self, plan: Plan, request: Request, cancel: threading.Event | None

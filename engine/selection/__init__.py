@@ -22,8 +22,7 @@ METHODS: dict[str, Policy] = {
         GradualCacheBlend(),
     )
 }
-# These spend nothing or everything, whatever ratio is asked for.
-WITHOUT_RATIO = frozenset({"full", "prefix", "recompute", "reuse", "naive"})
+WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
 
 __all__ = ["METHODS", "WITHOUT_RATIO", "Evidence", "Policy", "policy_named"]
 

@@ -37,18 +37,22 @@ def joined(parts: list[Evidence]) -> Evidence:
 class Policy:
     """Base of all policies: computes what must be computed, and nothing more.
 
-    moves_keys: rotate stored keys to their new positions.
+    moves_keys: rotate stored keys to their new positions; fixed_ratio: the share that it recomputes whatever ratio is
+    asked for, None where it does as asked.
     """
 
     name: str = field(default="", kw_only=True)
     moves_keys: bool = field(default=True, kw_only=True)
+    fixed_ratio: float | None = field(default=None, kw_only=True)
 
-    def check(self, ratio: float) -> None:
-        """Raise UsageError if this ratio makes no sense."""
-        if not 0 <= ratio <= 1:
+    def checked(self, ratio: float | str) -> float:
+        """The ratio. Raises UsageError if it makes no sense."""
+        if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise UsageError(
-                f"the ratio must be between 0 and 1 (the share of stored tokens to compute again), not {ratio}"
+                "the ratio must be between 0 and 1 (the share of stored tokens to compute again), or `auto`, not "
+                f"{ratio!r}"
             )
+        return ratio
 
     def rows(self, plan: Plan) -> Tensor:
         """(R,) ascending positions to compute from layer 0."""

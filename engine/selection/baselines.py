@@ -14,6 +14,7 @@ class Full(Policy):
     """Full prefill: every row is computed. The reference."""
 
     name: str = field(default="full", kw_only=True)
+    fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
     def rows(self, plan: Plan) -> Tensor:
         return torch.arange(plan.tokens, device=plan.token_ids.device)
@@ -27,6 +28,7 @@ class Prefix(Policy):
     """Prefix reuse alone: only a chunk that stands right behind its encoding prefix is taken from the store."""
 
     name: str = field(default="prefix", kw_only=True)
+    fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
     def rows(self, plan: Plan) -> Tensor:
         return (plan.always | plan.candidates).nonzero().squeeze(1)
@@ -40,6 +42,7 @@ class Recompute(Policy):
     """Load everything, then compute every row over it: what `full` is through the fused path. An oracle for tests."""
 
     name: str = field(default="recompute", kw_only=True)
+    fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
     def rows(self, plan: Plan) -> Tensor:
         return torch.arange(plan.tokens, device=plan.token_ids.device)
@@ -50,6 +53,7 @@ class Reuse(Policy):
     """Full KV reuse: stored keys are moved, nothing is recomputed (PromptCache, MLSys'24, with positions mended)."""
 
     name: str = field(default="reuse", kw_only=True)
+    fixed_ratio: float | None = field(default=0.0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Naive(Policy):
     """Full KV reuse as it lies: keys stay rotated to where they were encoded. Shows what moving is worth."""
 
     name: str = field(default="naive", kw_only=True)
+    fixed_ratio: float | None = field(default=0.0, kw_only=True)
     moves_keys: bool = field(default=False, kw_only=True)
 
 

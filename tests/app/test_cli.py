@@ -91,6 +91,11 @@ def test_ask_json(filled, read):
     assert value["answer"] == "It is blue." and len(value["sources"]) == 1 and value["ratio"] == 0.3
 
 
+def test_ask_with_the_ratio_left_to_the_controller(filled, read):
+    assert filled("ask", "What colour has the sky?", "--json", "--ratio", "auto") == 0
+    assert filled.engine.requests[-1][2] == "auto"
+
+
 def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
     filled("ask", "Sky?")
     assert not filled.engine.waited
@@ -106,7 +111,7 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["ask", "x", "--method", "magic"], 2, "UsageError"),
         (["ask", ""], 2, "UsageError"),
         (["ask", "x", "--colour"], 2, "UsageError"),
-        (["ask", "x", "--ratio", "much"], 2, "UsageError"),
+        (["ask", "x", "--ratio", "much"], 2, "SettingsError"),
         (["ask"], 2, "UsageError"),
         (["nonsense"], 2, "UsageError"),
         (["ask", "why " * 5000], 1, "PromptTooLongError"),

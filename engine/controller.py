@@ -1,0 +1,167 @@
+"""The loading controller: which share of the stored tokens can be recomputed for nothing, and what a request will take.
+
+Loading and recomputing run side by side, layer by layer, so a request takes about as long as the slower of the two.
+Where loading is the slower one, more rows can be recomputed without any delay; where it is the faster one, the KV might
+as well lie on a cheaper tier (CacheBlend, EuroSys'25, section 5.1 and footnotes 5-6). Pure functions over a measured
+profile.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.profile import PrefillProfile
+
+RATIO_STEPS = 1 << 10
+GIGABYTE = 10**9
+# What a GB costs for a month where nothing else is said: cloud list prices, rounded; the order is what decides.
+USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where KV may lie. bytes_per_s: into the fused buffers, moved; usd_per_gb_month: what keeping it there costs."""
+
+    name: str
+    bytes_per_s: float
+    usd_per_gb_month: float
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.usd_per_gb_month < 0:
+            raise UsageError(f"the profile of tier {self.name!r} makes no sense; measure it again")
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What was measured of one model on one device. overhead_ms: of any request, beside its layers."""
+
+    about: str
+    prefill: PrefillProfile
+    tiers: tuple[Tier, ...]
+    overhead_ms: float = 0.0
+
+    def tier(self, name: str) -> Tier:
+        """The tier of that name; the slowest known one where it was not measured."""
+        slowest = min(self.tiers, key=lambda tier: tier.bytes_per_s)
+        return next((tier for tier in self.tiers if tier.name == name), slowest)
+
+    def save(self, path: Path) -> None:
+        value = asdict(self) | {"prefill": self.prefill.to_json()}
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "DeviceProfile | None":
+        """None where nothing was measured. Raises UsageError for a file that is no profile."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            tiers = tuple(Tier(**tier) for tier in value["tiers"])
+            prefill = PrefillProfile.from_json(value["prefill"])
+            return cls(str(value["about"]), prefill, tiers, float(value["overhead_ms"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"reading the profile {path}: {error}; remove it and run `ragblend doctor --profile` again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A request before anything is computed. bytes_by_tier: stored KV to load, by the tier that it lies on.
+
+    always: rows that every policy computes; candidates: stored rows that may be recomputed; all of `stored` count in a
+    ratio.
+    """
+
+    tokens: int
+    always: int
+    candidates: int
+    stored: int
+    layers: int
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+
+    def rows(self, ratio: float) -> float:
+        """Rows computed at that ratio, averaged over layers."""
+        return self.always + min(ratio * self.stored, self.candidates)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller chose, and expects. cheapest_tier: where this KV could lie without any delay."""
+
+    ratio: float
+    reason: str
+    predicted_ttft_ms: float | None = None
+    predicted_load_ms: float | None = None
+    predicted_compute_ms: float | None = None
+    cheapest_tier: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
+    """The layers, for the rows of that ratio against the whole sequence."""
+    rows = work.rows(ratio)
+    return profile.prefill.ms(work.tokens - rows, rows)
+
+
+def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> float:
+    """Reading all stored KV from where it lies, or, if named, from one tier."""
+    parts = work.bytes_by_tier if tier is None else {tier: sum(work.bytes_by_tier.values())}
+    return sum(nbytes / profile.tier(name).bytes_per_s * 1e3 for name, nbytes in parts.items())
+
+
+def ttft_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | None = None) -> float:
+    """Layers in a pipeline: the first must be loaded, the last computed, and between them the slower one counts."""
+    compute, load = compute_ms(profile, work, ratio), load_ms(profile, work, tier)
+    between = (work.layers - 1) / work.layers * max(compute, load)
+    return profile.overhead_ms + between + (compute + load) / work.layers
+
+
+def hidden_ratio(profile: DeviceProfile, work: Workload) -> float:
+    """The largest ratio whose computing is hidden by the loading; 0 where even none is not."""
+    load = load_ms(profile, work)
+    low, high = 0, RATIO_STEPS
+    while low < high:  # compute time only grows with the ratio
+        middle = (low + high + 1) // 2
+        if compute_ms(profile, work, middle / RATIO_STEPS) <= load:
+            low = middle
+        else:
+            high = middle - 1
+    return low / RATIO_STEPS
+
+
+def cheapest_tier(profile: DeviceProfile, work: Workload, ratio: float) -> str:
+    """Of the tiers that load as fast as the rows are computed the cheapest; the fastest if none does (footnote 6)."""
+    compute = compute_ms(profile, work, ratio)
+    quick = [tier for tier in profile.tiers if load_ms(profile, work, tier.name) <= compute]
+    if not quick:
+        return max(profile.tiers, key=lambda tier: tier.bytes_per_s).name
+    return min(quick, key=lambda tier: tier.usd_per_gb_month).name
+
+
+def decide(
+    profile: DeviceProfile | None, work: Workload, asked: float | None, least_ratio: float
+) -> Decision:
+    """The ratio that was asked for; or, for None, the larger of least_ratio and what loading hides."""
+    if profile is None:
+        reason = "asked for" if asked is not None else "no profile: run `ragblend doctor --profile`"
+        return Decision(least_ratio if asked is None else asked, reason)
+    if asked is None:
+        hidden = hidden_ratio(profile, work) if work.stored else 0.0
+        ratio, reason = max((least_ratio, "the least for quality"), (hidden, "what loading hides"))
+    else:
+        ratio, reason = asked, "asked for"
+    return Decision(
+        ratio,
+        reason,
+        round(ttft_ms(profile, work, ratio), 2),
+        round(load_ms(profile, work), 2),
+        round(compute_ms(profile, work, ratio), 2),
+        cheapest_tier(profile, work, ratio) if work.stored else None,
+    )
