@@ -73,7 +73,7 @@ def _prepare(folder: str, what: str) -> Case:
 
 def kill_at_every_call(folder: str, what: str, every: bool) -> dict[str, int]:
     """Kill before call 0, 1, 2, ... until the child comes to its end; every=False: only calls that change."""
-    case, kills = _prepare(folder, what), 0
+    case = _prepare(folder, what)
     for number in count():
         model = case.restore()
         decide = _kill_before(number, every)
@@ -82,8 +82,7 @@ def kill_at_every_call(folder: str, what: str, every: bool) -> dict[str, int]:
         model.verify(case.root, case.operation, case.damaged)
         if not traced.killed:
             demand(model.held == case.model.after(case.operation or Operation("gc")), "undone", model.held)
-            return {"killed": kills, "calls": len(traced.calls)}
-        kills += 1
+            return {"killed": number, "calls": len(traced.calls)}
     raise AssertionError
 
 
@@ -105,7 +104,9 @@ def fail_at_every_call(folder: str, what: str, code: int, lasting: bool, all_cal
     case, totals = _prepare(folder, what), {"failed": 0, "refused": 0}
     for number in count():
         model, (reading, writing) = case.restore(), os.pipe()
-        traced = trace(lambda to=writing: _live_through(case, to), _fail_from(number, code, lasting, all_calls))
+        traced = trace(
+            lambda to=writing: _live_through(case, to), _fail_from(number, code, lasting, all_calls)
+        )
         os.close(writing)
         said = json.loads(os.read(reading, 1 << 16) or "{}")
         os.close(reading)

@@ -21,7 +21,7 @@ _GETPGID = 121
 _REGISTERS = (
     "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss fs_base gs_base "
     "ds es fs gs"
-).split()
+)
 
 READING = {
     0: "read", 4: "stat", 5: "fstat", 6: "lstat", 8: "lseek", 17: "pread64", 72: "fcntl", 73: "flock",
@@ -43,7 +43,7 @@ NEEDS_ROOM = {"write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync", "fd
 class Registers(ctypes.Structure):
     """user_regs_struct of <sys/user.h>."""
 
-    _fields_ = [(name, ctypes.c_ulonglong) for name in _REGISTERS]
+    _fields_ = [(name, ctypes.c_ulonglong) for name in _REGISTERS.split()]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

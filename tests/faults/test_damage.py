@@ -92,7 +92,9 @@ class Snapshot:
             store.delete(key_of(9))  # empties the log
             for number in self.NUMBERS[2:]:
                 put(store, number, 1)
-            shutil.copytree(folder / "made", self.kept)  # while it is open: the last puts are in the log alone
+            shutil.copytree(
+                folder / "made", self.kept
+            )  # while it is open: the last puts are in the log alone
         self.permitted = {number: {None, int(number >= 2)} for number in self.NUMBERS}
 
     def restore(self):

@@ -1,7 +1,7 @@
 """What the fault suite found, one small test each."""
 
 import pytest
-from fault_values import key_of, put, version_read
+from fault_values import put, version_read
 
 from ragblend.kvstore.store import KVStore
 

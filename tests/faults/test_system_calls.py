@@ -8,13 +8,9 @@ WHAT = ["put", "replace", "delete", "gc"]
 OPENS = ["open", "first open", "open a ruined index"]
 
 
-@pytest.fixture(scope="session")
-def tracing(running_lab):
-    """Skips where no child can be traced."""
-
-
 @pytest.fixture
 def traced_lab(lab):
+    """Skips where no child can be traced."""
     reason = lab.run("fault_system_calls:unavailable", 30)
     if reason:
         pytest.skip(reason)
@@ -26,7 +22,11 @@ def traced_lab(lab):
 def test_killed_at_every_system_call(traced_lab, tmp_path, count, what):
     """Reduced: at every call that changes something."""
     totals = traced_lab.run(
-        "fault_system_calls:kill_at_every_call", 1700, folder=tmp_path / "case", what=what, every=count(True, False)
+        "fault_system_calls:kill_at_every_call",
+        1700,
+        folder=tmp_path / "case",
+        what=what,
+        every=count(True, False),
     )
     print(what, totals)
     assert totals["killed"] > 5
