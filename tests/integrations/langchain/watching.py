@@ -82,7 +82,8 @@ def engine_answer(engine: Any, asked: Any, documents: Sequence[Document], **opti
     if isinstance(asked, str):
         prompt = Prompt(segments_of(asked, documents, verbatim=False))
     else:
-        prompt = engine.chat([Message(ROLES[m.type], tuple(segments_of(m.text, documents))) for m in asked])
+        spoken = [m for m in asked if m.text or m.type != "ai"]  # a mere tool call is no turn
+        prompt = engine.chat([Message(ROLES[m.type], tuple(segments_of(m.text, documents))) for m in spoken])
     return engine.generate(prompt, **options)
 
 

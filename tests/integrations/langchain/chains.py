@@ -1,0 +1,127 @@
+"""The calling styles that people have, each as a function from a model and a retriever to something that takes a
+question. Only the model is ours."""
+
+from operator import itemgetter
+from typing import Any
+
+from langchain.agents import create_agent
+from langchain.agents.middleware import dynamic_prompt
+from langchain_classic.chains import RetrievalQA, create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.output_parsers import RegexParser
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.tools import create_retriever_tool
+
+from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
+
+CHAT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from the context:\n\n{context}"), ("human", "{input}")]
+)
+TEXT = PromptTemplate.from_template("Context:\n\n{context}\n\nQuestion: {input}\nAnswer:")
+
+
+class AnyScore(RegexParser):
+    """map_rerank wants a score in every answer; a small model does not keep to the stock parser's format."""
+
+    def parse(self, text: str) -> dict[str, str]:
+        return {"answer": text, "score": str(len(text))}
+
+
+RERANK = PromptTemplate(
+    template="Context:\n---\n{context}\n---\nQuestion: {question}\nHelpful Answer:",
+    input_variables=["context", "question"],
+    output_parser=AnyScore(regex="", output_keys=["answer", "score"]),
+)
+
+
+def joined(documents: list[Any]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def stuff(llm: Any, retriever: Any) -> Any:
+    return {
+        "context": itemgetter("input") | retriever,
+        "input": itemgetter("input"),
+    } | create_stuff_documents_chain(llm, CHAT)
+
+
+def our_stuff(llm: Any, retriever: Any) -> Any:
+    chain = create_ragblend_stuff_documents_chain(llm, CHAT)
+    return {"context": itemgetter("input") | retriever, "input": itemgetter("input")} | chain
+
+
+def retrieval_chain(llm: Any, retriever: Any) -> Any:
+    return create_retrieval_chain(retriever, create_stuff_documents_chain(llm, CHAT))
+
+
+def our_retrieval_chain(llm: Any, retriever: Any) -> Any:
+    return create_retrieval_chain(retriever, create_ragblend_stuff_documents_chain(llm, CHAT))
+
+
+def lcel(llm: Any, retriever: Any) -> Any:
+    question = itemgetter("input")
+    return {"context": question | retriever | joined, "input": question} | CHAT | llm | StrOutputParser()
+
+
+def lcel_text(llm: Any, retriever: Any) -> Any:
+    question = itemgetter("input")
+    return {"context": question | retriever | joined, "input": question} | TEXT | llm
+
+
+def retrieval_qa(chain_type: str) -> Any:
+    def make(llm: Any, retriever: Any) -> Any:
+        options = {"chain_type_kwargs": {"prompt": RERANK}} if chain_type == "map_rerank" else {}
+        chain = RetrievalQA.from_chain_type(llm, chain_type=chain_type, retriever=retriever, **options)
+        return RunnableLambda(lambda asked: {"query": asked["input"]}) | chain
+
+    return make
+
+
+def agent_with_context(llm: Any, retriever: Any) -> Any:
+    """LangChain's own "RAG chain" on its agents: the documents are put into the system prompt by a middleware."""
+
+    @dynamic_prompt
+    def with_context(request: Any) -> str:
+        found = retriever.invoke(request.state["messages"][-1].text)
+        return f"Use the following context in your response:\n\n{joined(found)}"
+
+    agent = create_agent(llm, tools=[], middleware=[with_context])
+    return RunnableLambda(lambda asked: {"messages": [HumanMessage(asked["input"])]}) | agent
+
+
+def retriever_tool(llm: Any, retriever: Any) -> Any:
+    """The search is decided on by the chain, not by the model; its answer is an ordinary tool message."""
+    tool = create_retriever_tool(
+        retriever, "search", "Searches the notes.", response_format="content_and_artifact"
+    )
+
+    def searched(asked: dict[str, str]) -> list[Any]:
+        call = {"name": "search", "args": {"query": asked["input"]}, "id": "1", "type": "tool_call"}
+        return [HumanMessage(asked["input"]), AIMessage("", tool_calls=[call]), tool.invoke(call)]
+
+    return RunnablePassthrough() | searched | llm | StrOutputParser()
+
+
+CHAT_CHAINS = {
+    "create_stuff_documents_chain": stuff,
+    "create_ragblend_stuff_documents_chain": our_stuff,
+    "create_retrieval_chain": retrieval_chain,
+    "create_retrieval_chain, ours inside": our_retrieval_chain,
+    "LCEL": lcel,
+    "RetrievalQA stuff": retrieval_qa("stuff"),
+    "RetrievalQA map_reduce": retrieval_qa("map_reduce"),
+    "RetrievalQA map_rerank": retrieval_qa("map_rerank"),
+    "RetrievalQA refine": retrieval_qa("refine"),
+    "agent, context by middleware": agent_with_context,
+    "retriever tool, then the model": retriever_tool,
+}
+TEXT_CHAINS = {
+    "LCEL": lcel_text,
+    "RetrievalQA stuff": retrieval_qa("stuff"),
+    "RetrievalQA map_reduce": retrieval_qa("map_reduce"),
+    "RetrievalQA map_rerank": retrieval_qa("map_rerank"),
+    "RetrievalQA refine": retrieval_qa("refine"),
+}

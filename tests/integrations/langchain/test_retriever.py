@@ -1,0 +1,145 @@
+"""RAGBlendRetriever around stores and retrievers, the documents that stock retrievers return, and encode_documents."""
+
+import asyncio
+import gc
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
+from pydantic import ValidationError
+
+from ragblend.integrations.langchain import RAGBlendLLM, RAGBlendRetriever, encode_documents
+
+QUESTION = "Who rings the bell?"
+
+
+class Fixed(BaseRetriever):
+    """A retriever that knows no number of documents."""
+
+    documents: list[Document]
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        return self.documents
+
+
+def asked(model, documents):
+    """Chunks and hits of a prompt in which the documents are mere text."""
+    text = "\n\n".join(document.page_content for document in documents)
+    kv = model.invoke(f"{text}\n\n{QUESTION}").response_metadata["kv"]
+    return kv["chunks"], kv["hits"]
+
+
+@pytest.mark.parametrize("kind", ["vectorstore", "retriever", "fixed", "runnable"])
+def test_it_returns_what_is_inside_and_tells_the_model(make_tiny, store, documents, kind):
+    model = make_tiny(register_retrieved=False)
+    assert asked(model, documents) == ([], 0)
+    fixed = Fixed(documents=documents)
+    inside = {
+        "vectorstore": {"vectorstore": store},
+        "retriever": {"retriever": store.as_retriever()},
+        "fixed": {"retriever": fixed},
+        "runnable": {"retriever": RunnableLambda(lambda query: documents)},
+    }[kind]
+    retriever = RAGBlendRetriever(llm=model, **inside)
+    found = retriever.invoke(QUESTION)
+    assert sorted(document.id for document in found) == ["bell", "lamp", "tides"]
+    assert sorted(asked(model, documents)[0]) == ["bell", "lamp", "tides"]
+    for k in (1, 2):
+        assert len(retriever.invoke(QUESTION, k=k)) == k
+        assert len(asyncio.run(retriever.ainvoke(QUESTION, k=k))) == k
+        assert len(RAGBlendRetriever(llm=model, k=k, **inside).invoke(QUESTION)) == k
+
+
+def test_the_search_takes_its_own_arguments(make_tiny, store):
+    retriever = RAGBlendRetriever(
+        llm=make_tiny(), vectorstore=store, search_kwargs={"filter": {"source": "lamp.md"}}
+    )
+    assert [document.id for document in retriever.invoke(QUESTION)] == ["lamp"]
+    assert [d.id for d in retriever.invoke(QUESTION, filter={"source": "bell.md"})] == ["bell"]
+
+
+def test_stored_kv_is_read_ahead(make_tiny, store, documents, monkeypatch):
+    from ragblend.engine.engine import Engine
+
+    announced = []
+    ahead = Engine.prefetch
+    monkeypatch.setattr(
+        Engine, "prefetch", lambda engine, chunks: (announced.append(chunks), ahead(engine, chunks))
+    )
+    model = make_tiny()
+    encode_documents(documents, model, show_progress=False)
+    RAGBlendRetriever(llm=model, vectorstore=store, k=2).invoke(QUESTION)
+    assert [len(chunks) for chunks in announced] == [2]
+    assert {chunk.node_id for chunk in announced[0]} <= {"bell", "lamp", "tides"}
+    RAGBlendRetriever(llm=model, vectorstore=store, prefetch=False).invoke(QUESTION)
+    assert len(announced) == 1
+
+
+def test_wrong_arguments(make_tiny, store):
+    with pytest.raises(ValidationError, match="one place to look"):
+        RAGBlendRetriever(llm=make_tiny())
+    with pytest.raises(ValidationError, match="one place to look"):
+        RAGBlendRetriever(llm=make_tiny(), vectorstore=store, retriever=store.as_retriever())
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        RAGBlendRetriever(llm=make_tiny(), vectorstore=store, k=0)
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        RAGBlendRetriever(llm=make_tiny(), vectorstore=store).invoke(QUESTION, k=0)
+
+
+# --- one changed line: stock retrievers
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_documents_of_a_stock_retriever_become_known(make_tiny, store, documents, way):
+    model = make_tiny()
+    assert asked(model, documents) == ([], 0)
+    stock = store.as_retriever()
+    found = stock.invoke(QUESTION) if way == "invoke" else asyncio.run(stock.ainvoke(QUESTION))
+    assert len(found) == 3
+    assert asked(model, documents) == (["tides", "bell", "lamp"], 0)
+    assert model.backend().engine.finish_background(timeout_s=60)
+    assert asked(model, documents) == (["tides", "bell", "lamp"], 3)
+    restarted = make_tiny()  # what is known stands on disk
+    assert asked(restarted, documents) == (["tides", "bell", "lamp"], 3)
+
+
+def test_documents_become_known_to_their_collection_only(make_tiny, store, documents, tmp_path):
+    model, other = make_tiny(), make_tiny(collection="other")
+    silent = make_tiny(register_retrieved=False, home=str(tmp_path / "silent"))
+    del other
+    gc.collect()
+    store.as_retriever().invoke(QUESTION)
+    assert len(asked(model, documents)[0]) == 3
+    assert asked(silent, documents)[0] == []
+    assert asked(make_tiny(collection="other"), documents)[0] in ([], ["tides", "bell", "lamp"])
+
+
+def test_the_text_model_listens_too(tiny_options, store, documents, tmp_path):
+    model = RAGBlendLLM(**tiny_options | {"home": str(tmp_path / "home")}, max_tokens=1)
+    store.as_retriever().invoke(QUESTION)
+    [[generation]] = model.generate([documents[0].page_content]).generations
+    assert generation.generation_info["kv"]["chunks"] == ["tides"]
+
+
+# --- reading beforehand
+
+
+def test_encode_documents_stores_their_kv_once(make_tiny, documents, capsys):
+    model = make_tiny()
+    assert encode_documents(documents, model) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Reading documents" in said.err
+    assert "3/3" in said.err
+    stored = len(list(model.backend().engine.store.keys()))
+    assert stored == 3
+    assert encode_documents([*documents, Document("  ")], model, show_progress=False) == 3
+    assert len(list(model.backend().engine.store.keys())) == stored
+    assert capsys.readouterr().err == ""
+    assert asked(model, documents) == (["tides", "bell", "lamp"], 3)
+
+
+def test_what_is_no_document(make_tiny):
+    with pytest.raises(ValueError, match="not int"):
+        encode_documents([7], make_tiny(), show_progress=False)

@@ -1,0 +1,113 @@
+"""create_ragblend_stuff_documents_chain: the stock chain's text, the documents by id."""
+
+import asyncio
+import inspect
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import RunnableLambda
+
+from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
+
+QUESTION = "Who rings the bell?"
+PROMPT = ChatPromptTemplate.from_messages([("system", "From the notes:\n\n{context}"), ("human", "{input}")])
+
+
+@pytest.fixture
+def asked():
+    """Stands in for a model: keeps what it is asked."""
+    kept = []
+
+    def model(value):
+        kept.append(value.to_messages())
+        return "answer"
+
+    return kept, RunnableLambda(model)
+
+
+def ids(message) -> list[str]:
+    return [block["id"] for block in message.content if "id" in block]
+
+
+def test_same_signature_as_the_stock_one():
+    stock = pytest.importorskip(
+        "langchain_classic.chains.combine_documents", reason="langchain-classic is missing"
+    )
+    ours, theirs = (
+        {name: (p.kind, p.default) for name, p in inspect.signature(function).parameters.items()}
+        for function in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n---\n"])
+@pytest.mark.parametrize("template", ["{page_content}", "[{source}]\n{page_content}\n", "{source}"])
+def test_same_text_as_the_stock_one(asked, documents, separator, template):
+    stock = pytest.importorskip(
+        "langchain_classic.chains.combine_documents", reason="langchain-classic is missing"
+    )
+    kept, model = asked
+    options = {"document_separator": separator, "document_prompt": PromptTemplate.from_template(template)}
+    for make in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain):
+        chain = make(model, PROMPT, **options)
+        assert chain.invoke({"context": documents, "input": QUESTION}) == "answer"
+    ours, theirs = kept
+    assert [message.text for message in ours] == [message.text for message in theirs]
+    system, human = ours
+    assert human.content == QUESTION
+    if "page_content" in template:
+        assert ids(system) == ["tides", "bell", "lamp"]
+        named = {block["id"]: block["text"] for block in system.content if "id" in block}
+        assert named == {document.id: document.page_content for document in documents}
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"), [("context", PROMPT), ("notes", PromptTemplate.from_template("{notes}\n\n{input}"))]
+)
+def test_documents_reach_the_model_by_id(make_tiny, documents, watcher, name, prompt):
+    """Nothing about them is known beforehand, and nothing is looked for."""
+    model = make_tiny(register_retrieved=False)
+    chain = create_ragblend_stuff_documents_chain(model, prompt, document_variable_name=name)
+    asked, config = {name: documents, "input": QUESTION}, {"callbacks": [watcher]}
+    chain.invoke(asked, config)
+    assert model.backend().engine.finish_background(timeout_s=60)
+    whole = asyncio.run(chain.ainvoke(asked, config))
+    assert "".join(chain.stream(asked, config)) == whole != ""
+    assert [seen.kv["chunks"] for seen in watcher.calls] == [["tides", "bell", "lamp"]] * 3
+    assert [seen.kv["hits"] for seen in watcher.calls] == [0, 3, 3]
+
+
+def test_ids_of_documents_and_of_those_without_one(asked, documents):
+    kept, model = asked
+    bare = Document(documents[0].page_content)
+    create_ragblend_stuff_documents_chain(model, PROMPT).invoke(
+        {"context": [bare, documents[1]], "input": "?"}
+    )
+    first, second = ids(kept[0][0])
+    assert first.startswith("sha256-")
+    assert second == "bell"
+
+
+def test_history_and_no_documents(asked, documents):
+    kept, model = asked
+    prompt = ChatPromptTemplate.from_messages(
+        [
+            SystemMessage("be brief"),
+            MessagesPlaceholder("history"),
+            ("human", "{context}\n\n{input} {context}"),
+        ]
+    )
+    chain = create_ragblend_stuff_documents_chain(model, prompt)
+    chain.invoke({"context": documents[:1], "input": "?", "history": [HumanMessage("hello")]})
+    chain.invoke({"context": [], "input": "?", "history": []})
+    assert [message.text for message in kept[0][:2]] == ["be brief", "hello"]
+    assert ids(kept[0][2]) == ["tides", "tides"]
+    assert kept[0][2].text == f"{documents[0].page_content}\n\n? {documents[0].page_content}"
+    assert kept[1][-1].text == "\n\n? "
+
+
+def test_a_prompt_without_a_place_for_the_documents(asked):
+    with pytest.raises(ValueError, match="must accept context as an input variable"):
+        create_ragblend_stuff_documents_chain(asked[1], PromptTemplate.from_template("{input}"))

@@ -1,0 +1,71 @@
+"""RAGBlendLLM on a tiny model: a prompt as it is, documents found by their text or by `passages=`."""
+
+import asyncio
+
+import pytest
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.language_models import BaseLLM
+from watching import Watcher, engine_answer
+
+from ragblend.integrations.langchain import RAGBlendLLM, encode_documents
+
+
+@pytest.fixture
+def model(tiny_options):
+    return RAGBlendLLM(**tiny_options, max_tokens=8)
+
+
+def test_the_answer_is_the_engines_own(model, documents):
+    encode_documents(documents, model, show_progress=False)
+    text = f"Notes: {documents[2].page_content}\n\n{documents[0].page_content}\n\nWho?"
+    expected = engine_answer(model.backend().engine, text, documents, max_new_tokens=8)
+    result = model.generate([text])
+    [[generation]] = result.generations
+    assert isinstance(model, BaseLLM)
+    assert model.invoke(text) == generation.text == expected.text
+    assert generation.generation_info["kv"]["chunks"] == ["lamp", "tides"]
+    assert generation.generation_info["kv"]["hits"] == 2
+    assert result.llm_output["token_usage"]["prompt_tokens"] == len(expected.prompt.token_ids)
+    assert result.llm_output["model_name"] == model.model
+
+
+def test_no_template_is_put_around_the_prompt(model):
+    [[generation]] = model.generate(["one two three"]).generations
+    assert generation.generation_info["kv"]["fresh"] == len(model.get_token_ids("one two three"))
+
+
+def test_all_ways_to_call_give_the_same(model):
+    whole = model.invoke("hello")
+
+    async def ways():
+        watcher = Watcher()
+        streamed = [piece async for piece in model.astream("hello", {"callbacks": [watcher]})]
+        return await model.ainvoke("hello"), streamed, await model.abatch(["hello", "there"]), watcher
+
+    awaited, streamed, batched, watcher = asyncio.run(ways())
+    pieces = list(model.stream("hello"))
+    assert awaited == "".join(streamed) == "".join(pieces) == batched[0] == whole
+    assert len([piece for piece in pieces if piece]) > 3
+    [seen] = watcher.calls
+    assert seen.tokens == [piece for piece in streamed if piece]
+    assert seen.kv["fresh"] > 0
+    assert model.batch(["hello", "there"]) == batched
+
+
+def test_documents_named_in_the_call(model, documents):
+    [[generation]] = model.generate([f"{documents[1].page_content} Who?"], passages=documents).generations
+    assert generation.generation_info["kv"]["chunks"] == ["bell"]
+
+
+def test_errors_are_the_frameworks(model):
+    with pytest.raises(ContextOverflowError):
+        model.invoke("why " * 3000)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        model.invoke("")
+
+
+def test_names(model):
+    assert model._llm_type == "ragblend"
+    assert model._get_ls_params(model="other")["ls_model_name"] == "other"
+    assert model._get_ls_params()["ls_provider"] == "ragblend"
+    assert RAGBlendLLM.is_lc_serializable()
