@@ -16,7 +16,8 @@ class EngineConfig:
 
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
-    the salt of its chunk keys; loader_threads: reads in flight.
+    the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
+    device (None: what `device.default_budgets` says); loader_threads: reads in flight.
     """
 
     model: str = "default"
@@ -24,6 +25,8 @@ class EngineConfig:
     dtype: str | None = None
     collection: str = "default"
     store_budget_bytes: int = 20 * GIBIBYTE
+    memory_budget_bytes: int | None = None
+    device_budget_bytes: int | None = None
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -33,6 +36,8 @@ class EngineConfig:
             raise UsageError(f"dtype {self.dtype!r} is unknown; pass float32, bfloat16 or float16")
         if self.store_budget_bytes <= 0:
             raise UsageError(f"the store's budget must be above 0 bytes, not {self.store_budget_bytes}")
+        if min(self.memory_budget_bytes or 0, self.device_budget_bytes or 0) < 0:
+            raise UsageError("the budgets of memory and device must not be below 0 bytes")
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
 

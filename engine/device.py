@@ -5,6 +5,7 @@ buffers and keys are moved by the computing thread. On CUDA the loader reads int
 copies and moves, and an event tells the compute stream when a layer is there, so the host never waits for the copy.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.memory import MemoryTier
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -45,6 +47,32 @@ def _cpu_multiplies_bfloat16() -> bool:
     capabilities: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
     features = capabilities()
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def default_budgets(device: torch.device) -> tuple[int, int]:
+    """Bytes of KV to keep in host memory and on the device, where nobody said.
+
+    On the CPU none: the kernel's page cache is host memory already, and a second copy gains the checksum alone. Before
+    an accelerator a quarter of the memory that is free, pinned, and a tenth of the device's.
+    """
+    if device.type == "cpu":
+        return 0, 0
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return free // 4, on_device // 10
+
+
+def memory_tiers(
+    device: torch.device, memory_bytes: int | None, device_bytes: int | None
+) -> list[MemoryTier]:
+    """The tiers above the disk, the fastest first; None is the default, 0 is none."""
+    defaults = default_budgets(device)
+    memory, on_device = (
+        default if wanted is None else wanted
+        for wanted, default in zip((memory_bytes, device_bytes), defaults, strict=True)
+    )
+    tiers = [MemoryTier("device", on_device, device)] if on_device and device.type != "cpu" else []
+    return tiers + ([MemoryTier("memory", memory, pinned=device.type == "cuda")] if memory else [])
 
 
 class Lane:

@@ -54,6 +54,8 @@ class Engine:
         dtype: str | None = None,
         collection: str = "default",
         store_budget_bytes: int | None = None,
+        memory_budget_bytes: int | None = None,
+        device_budget_bytes: int | None = None,
     ) -> "Engine":
         """The engine for that model, home and collection; the same object for the same arguments.
 
@@ -62,7 +64,10 @@ class Engine:
         weights, its queue and its store, whatever their collections. Raises UsageError; a model's own errors come on
         first use.
         """
-        extra = {} if store_budget_bytes is None else {"store_budget_bytes": store_budget_bytes}
+        extra: dict[str, Any] = (
+            {} if store_budget_bytes is None else {"store_budget_bytes": store_budget_bytes}
+        )
+        extra |= {"memory_budget_bytes": memory_budget_bytes, "device_budget_bytes": device_budget_bytes}
         config = EngineConfig(str(model), device, dtype, collection, **extra)
         folder = resolve_home(home)
         with _opening:

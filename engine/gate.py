@@ -26,7 +26,7 @@ from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import METHODS
-from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.memory import HeldChunk
 
 VERSION = 2  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
@@ -59,21 +59,6 @@ class GateVerdict:
     checks: tuple[Check, ...] = ()
     reason: str | None = None
     layouts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HeldChunk:
-    """A chunk's KV in memory, read like a stored one."""
-
-    chunk: ChunkKV
-
-    @property
-    def start(self) -> int:
-        return self.chunk.start
-
-    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        keys.copy_(self.chunk.keys[layer])
-        values.copy_(self.chunk.values[layer])
 
 
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
@@ -160,7 +145,7 @@ class _Exam:
         encoder = ChunkEncoder(decoder, self.prefix)
         ids, spans = list(self.prefix), []
         for number, chunk in enumerate(chunks):
-            spans.append(Span(len(ids), len(chunk), HeldChunk(encoder.encode(chunk)), exact=number == 0))
+            spans.append(Span(len(ids), len(chunk), HeldChunk.of(encoder.encode(chunk)), exact=number == 0))
             ids += chunk
         ids += self.suffix
         tokens = torch.tensor(ids, device=decoder.device)

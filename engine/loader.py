@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torch import Tensor
+
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
@@ -80,11 +82,7 @@ class LayerLoader:
         assert span.reader is not None
         begun = time.perf_counter()
         keys, values = self._cache.span(layer, span.start, span.stop)
-        host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
-        try:
-            span.reader.read_layer(layer, host_keys, host_values)
-        except CorruptBlobError as damage:
-            raise LostChunk(span) from damage
+        host_keys, host_values = self._landed(span, layer, keys, values)
         load_ms = (time.perf_counter() - begun) * 1e3
         if not self._lane.staged:
             return load_ms, None
@@ -95,6 +93,19 @@ class LayerLoader:
             self._move(span, layer)
 
         return load_ms, self._lane.deliver(copies)
+
+    def _landed(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer in memory from which the lane delivers: where it lies already, or staging that was read into."""
+        assert span.reader is not None
+        held = span.reader.layer(layer) if self._lane.staged else None
+        if held is not None:
+            return held
+        host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+        try:
+            span.reader.read_layer(layer, host_keys, host_values)
+        except CorruptBlobError as damage:
+            raise LostChunk(span) from damage
+        return host_keys, host_values
 
     def _move(self, span: Span, layer: int) -> None:
         if self._moves_keys:

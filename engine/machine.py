@@ -48,6 +48,8 @@ class Machine:
             for chunk in request.prompt.chunks:
                 if chunk.token_ids:
                     self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
+        if prefilled.report.hits and resources.store.tiers:
+            self.chores.add(partial(self._promote, request))
         return prefilled
 
     def encode(
@@ -106,6 +108,15 @@ class Machine:
             _ = resources.server  # its threads and the store
         for passage in passages():
             resources.store.will_need(resources.key_of(prefix, passage, collection))
+
+    def _promote(self, request: Request) -> None:
+        """Bring what was used one tier up."""
+        resources, prompt = self.resources, request.prompt
+        for chunk in prompt.chunks:
+            for prefix in {prompt.prefix_ids, resources.canonical_prefix}:
+                if chunk.token_ids:
+                    key = resources.key_of(prefix, chunk.token_ids, request.collection)
+                    resources.store.promote(key, chunk.token_ids)
 
     def _encode_later(self, token_ids: TokenIds, collection: str) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""

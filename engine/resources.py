@@ -13,7 +13,7 @@ import torch
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
-from ragblend.engine.device import make_lane, pick_device, pick_dtype
+from ragblend.engine.device import make_lane, memory_tiers, pick_device, pick_dtype
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, locate
@@ -81,7 +81,12 @@ class Resources:
 
     @property
     def store(self) -> KVStore:
-        found: KVStore = self._once("store", lambda: KVStore.open(self.home / "kv", self._budget_bytes))
+        def opened() -> KVStore:
+            config = self.config
+            tiers = memory_tiers(self.device, config.memory_budget_bytes, config.device_budget_bytes)
+            return KVStore.open(self.home / "kv", self._budget_bytes, tiers)
+
+        found: KVStore = self._once("store", opened)
         return found
 
     def set_budget(self, nbytes: int) -> None:

@@ -25,6 +25,7 @@ from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.memory import HeldChunk
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
@@ -102,14 +103,18 @@ class Server:
         return replace(plan, ratio=decision.ratio), decision
 
     def _workload(self, plan: Plan, policy: Policy) -> Workload:
-        loaded = sum(span.length for span in policy.spans(plan)) * self.decoder.geometry.token_bytes
+        loaded: dict[str, int] = {}
+        for span in policy.spans(plan):
+            assert span.reader is not None
+            tier = span.reader.tier
+            loaded[tier] = loaded.get(tier, 0) + span.length * self.decoder.geometry.token_bytes
         return Workload(
             plan.tokens,
             plan.always_tokens,
             plan.candidate_tokens,
             plan.stored_tokens,
             plan.layers,
-            {"disk": loaded} if loaded else {},
+            loaded,
         )
 
     def _fuse(
@@ -149,7 +154,7 @@ class Server:
 
     def _open(
         self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
-    ) -> tuple[ChunkReader | None, tuple[int, ...]]:
+    ) -> tuple[ChunkReader | HeldChunk | None, tuple[int, ...]]:
         """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
         key = self.key_of(prefix, token_ids, collection)
         if prefix != self.canonical_prefix and self.store.contains(key):

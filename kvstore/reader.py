@@ -44,6 +44,15 @@ class ChunkReader:
     def geometry(self) -> Geometry:
         return self.header.geometry
 
+    @property
+    def tier(self) -> str:
+        """Where it lies."""
+        return "disk"
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The layer's tensors where they lie in memory: not here."""
+        return None
+
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with a layer's KV.
 

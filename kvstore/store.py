@@ -5,12 +5,14 @@ encodes the chunk again. Errors are raised only for what the caller must know: n
 format.
 """
 
+import contextlib
 import errno
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +24,7 @@ from ragblend.kvstore.files import write_failed
 from ragblend.kvstore.index import SQL_ERRORS, Index, index_failed
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.lock import WriterLock
+from ragblend.kvstore.memory import HeldChunk, MemoryTier
 from ragblend.kvstore.opening import open_index
 from ragblend.kvstore.policy import choose_victims, least_recently_used
 from ragblend.kvstore.reader import ChunkReader, open_verified
@@ -50,21 +53,31 @@ _DAMAGE = {
 class KVStore:
     """Safe for threads, and for several processes: readers never wait for a writer, writers take turns."""
 
-    def __init__(self, root: Path, budget_bytes: int, lock: WriterLock, cache: Any, index: Index) -> None:
+    def __init__(
+        self,
+        root: Path,
+        budget_bytes: int,
+        lock: WriterLock,
+        cache: Any,
+        index: Index,
+        tiers: Sequence[MemoryTier] = (),
+    ) -> None:
         self.root, self.budget_bytes = root, budget_bytes
+        self.tiers = tuple(tiers)
         self._lock, self._cache, self._index = lock, cache, index
         self._counters = Counters()
         self._closed = False
 
     @classmethod
-    def open(cls, root: Path, budget_bytes: int) -> "KVStore":
+    def open(cls, root: Path, budget_bytes: int, tiers: Sequence[MemoryTier] = ()) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
-        budget_bytes bounds the values' bytes, at every put. Raises StoreFormatError for a folder of another
+        budget_bytes bounds the values' bytes on the disk, at every put; tiers: memory above it, the fastest first, for
+        what is used (see `promote`). Raises StoreFormatError for a folder of another
         format, StoreLockedError, StoreError.
         """
         opened = open_index(Path(root))
-        store = cls(Path(root), budget_bytes, opened.lock, opened.cache, opened.index)
+        store = cls(Path(root), budget_bytes, opened.lock, opened.cache, opened.index, tiers)
         store._counters.add(quarantined=opened.refused)
         return store
 
@@ -80,8 +93,14 @@ class KVStore:
             return False
         return row is not None and row.digest == key.digest
 
-    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | None:
-        """A reader with length, header, key and token ids verified; None is a miss (absent, or damaged)."""
+    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | HeldChunk | None:
+        """A reader of the fastest tier that has it, key and token ids verified; None is a miss (absent, or damaged)."""
+        # What another process deleted is deleted: the index has the last word on whether there is such a value.
+        for tier in self.tiers if self.contains(key) else ():
+            if (held := tier.open_chunk(key, token_ids)) is not None:
+                self._counters.add(hits=1)
+                self._index.touch(key.digest)
+                return held
         reader = self._open(key, tuple(token_ids))
         if reader is None:
             self._counters.add(misses=1)
@@ -100,6 +119,25 @@ class KVStore:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         except OSError as error:  # evicted meanwhile, say: its use will tell
             log.debug("reading ahead %s: %s", path, error)
+
+    def promote(self, key: ChunkKey, token_ids: Sequence[int]) -> None:
+        """Bring a value that was used one tier up, if there is one; for when nobody waits."""
+        source: ChunkReader | HeldChunk | None = None
+        wanting: MemoryTier | None = None
+        for tier in self.tiers:  # the fastest first
+            if tier.contains(key):
+                source = tier.open_chunk(key, token_ids)
+                break
+            wanting = tier
+        if wanting is None or not self.contains(key):
+            return
+        with contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
+            source = source or self._open(key, tuple(token_ids))
+            if source is not None:
+                with source:
+                    wanting.admit(key, source)
+        if not self.contains(key):  # deleted meanwhile
+            wanting.delete(key)
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
@@ -181,6 +219,8 @@ class KVStore:
         with self._changing() as index:
             index.flush_touches()
             self._write(blob)
+            for tier in self.tiers:  # another value may have lain under this key
+                tier.delete(key)
             try:
                 self._evict(spare=key.digest)
             except StoreError as error:  # the value is stored; the next put tries again
@@ -216,6 +256,8 @@ class KVStore:
 
     def delete(self, key: ChunkKey) -> int:
         """Remove every byte of a value, quarantined copies too; bytes freed. StoreError if a file stays."""
+        for tier in self.tiers:
+            tier.delete(key)
         with self._changing() as index:
             # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
             report = remove_files(files_of(self.root, key.digest))
@@ -253,11 +295,19 @@ class KVStore:
         """Remove orphans, temporary files, the quarantine and, given `keep`, every other key's value."""
         wanted = None if keep is None else {key.digest for key in keep}
         with self._changing() as index:
-            return collect(self.root, index, wanted)
+            report = collect(self.root, index, wanted)
+        for tier in self.tiers:
+            for key in filterfalse(self.contains, tier.keys()):
+                tier.delete(key)
+        return report
 
     def stats(self) -> StoreStats:
         """Entries and bytes of the store, and this process's counters, which begin at 0 when it opens it."""
         return self._counters.stats(*self._live_index().totals(), self.budget_bytes)
+
+    def stats_by_tier(self) -> dict[str, StoreStats]:
+        """The same for each tier by its name, the fastest first. The disk's hits are those of all tiers."""
+        return {tier.name: tier.stats() for tier in self.tiers} | {"disk": self.stats()}
 
     def close(self) -> None:
         """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
@@ -268,6 +318,8 @@ class KVStore:
         except StoreError as error:
             log.warning("the order of use of this session is lost: %s", error)
         self._closed = True
+        for tier in self.tiers:
+            tier.clear()
         self._cache.close()
         self._index.close()
         self._lock.close()

@@ -24,7 +24,8 @@ from ragblend.kvstore.layout import (
     move_to_quarantine,
     value_files,
 )
-from ragblend.kvstore.reader import ChunkReader, open_verified
+from ragblend.kvstore.memory import Source
+from ragblend.kvstore.reader import open_verified
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _read_through(path: Path, key: ChunkKey) -> None:
             pass
 
 
-def layers_of(reader: ChunkReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def layers_of(reader: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Every layer's K and V, each in new memory."""
     g, tokens = reader.geometry, len(reader.token_ids)
     for layer in range(g.layers):
@@ -146,21 +147,22 @@ def refuse_row(root: Path, index: Index, row: Row) -> bool:
 
 
 def adopt(root: Path, index: Index) -> int:
-    """Enter value files into a new index, after the old one was set aside; how many.
+    """Enter value files into a new index, after the old one was set aside; how many: all, or none when killed.
 
     Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way,
     because delete unlinks the file before the row.
     """
-    adopted = 0
-    for file in value_files(root):
-        if file.digest is None or file.temporary:
-            continue
-        try:
-            open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
-        except (CorruptBlobError, OSError):
-            continue
-        adopted += index.insert(file.digest, file.filename, file.nbytes)
-    return adopted
+    return index.insert(file for file in value_files(root) if _is_sound(root, file))
+
+
+def _is_sound(root: Path, file: ValueFile) -> bool:
+    if file.digest is None or file.temporary:
+        return False
+    try:
+        open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
+    except (CorruptBlobError, OSError):
+        return False
+    return True
 
 
 def repair(root: Path, index: Index, problems: Collection[Problem]) -> int:

@@ -9,6 +9,7 @@ from benches import make_prompt, make_text
 from ragblend.engine import device
 from ragblend.engine.device import Lane, pick_device, pick_dtype
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.reader import ChunkReader
 
 TEXTS = [make_text(seed) for seed in range(4)]
 
@@ -89,3 +90,32 @@ def test_the_dtype_is_what_the_processor_multiplies_fast(monkeypatch, features, 
     monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert pick_dtype(torch.device("cpu"), None) == expected
     assert pick_dtype(torch.device("cpu"), "float16") == "float16"
+
+
+@pytest.mark.parametrize("staging", [False, True])
+def test_kv_in_memory_gives_the_same_bits_and_is_not_staged(fresh_bench_for, monkeypatch, staging):
+    """Used once it is read from the disk, then from memory; the deciding profile sees which."""
+    engine = fresh_bench_for("llama", memory_budget_bytes=1 << 30).engine
+    engine.encode(TEXTS)
+    lane = StagedLane()
+    if staging:
+        monkeypatch.setattr(engine._resources.server, "lane", lane)
+    prompt = make_prompt(TEXTS)
+    first = {m: engine.prefill(prompt, method=m).logits for m in METHODS}
+    assert engine.finish_background(30)
+    memory = engine.store.stats_by_tier()["memory"]
+    assert memory.entries == len(TEXTS)
+    monkeypatch.setattr(lane, "staging", lambda like: pytest.fail("staged what lies in memory"))
+    monkeypatch.setattr(ChunkReader, "read_layer", lambda *a: pytest.fail("read from the disk"))
+    for method in METHODS:
+        assert torch.equal(engine.prefill(prompt, method=method).logits, first[method]), method
+    assert engine.finish_background(30)
+    assert engine.store.stats_by_tier()["memory"].hits >= memory.hits + len(TEXTS) * len(METHODS)
+
+
+def test_budgets_of_memory_where_nobody_said():
+    cpu = torch.device("cpu")
+    assert device.memory_tiers(cpu, None, None) == []
+    (tier,) = device.memory_tiers(cpu, 5, None)
+    assert (tier.name, tier.budget_bytes) == ("memory", 5)
+    assert device.default_budgets(torch.device("mps"))[0] > 0

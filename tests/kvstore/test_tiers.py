@@ -1,0 +1,274 @@
+"""Every tier alone keeps the same promises; and together they are one store, whose fast tiers hold what was used."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.layout import value_files
+from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.policy import POLICIES
+from ragblend.kvstore.store import KVStore
+
+GENEROUS = 1 << 30
+
+
+@pytest.fixture(params=["disk", "memory", "memory-lru"])
+def open_tier(request, root) -> Callable[[int], KVStore | MemoryTier]:
+    """Opens a tier of that many bytes."""
+    opened = []
+
+    def open_(budget_bytes: int = GENEROUS) -> KVStore | MemoryTier:
+        if request.param == "disk":
+            opened.append(KVStore.open(root, budget_bytes))
+            return opened[-1]
+        policy = POLICIES["lru" if request.param.endswith("lru") else "pgdsf"]
+        return MemoryTier("memory", budget_bytes, policy=policy)
+
+    yield open_
+    for store in opened:
+        store.close()
+
+
+def test_what_was_put_is_there_and_equal(open_tier, sample, same):
+    tier = open_tier()
+    for seed in range(4):
+        key, chunk = sample(seed, tokens=3 + seed)
+        assert tier.get(key, chunk.token_ids) is None
+        tier.put(key, chunk)
+        assert tier.contains(key)
+        assert same(tier.get(key, chunk.token_ids), chunk)
+    assert sorted(map(str, tier.keys())) == sorted(str(sample(seed, tokens=3 + seed)[0]) for seed in range(4))
+
+
+def test_other_token_ids_under_a_key_are_a_miss(open_tier, sample):
+    tier = open_tier()
+    key, chunk = sample(1)
+    tier.put(key, chunk)
+    assert tier.get(key, (*chunk.token_ids[:-1], chunk.token_ids[-1] + 1)) is None
+
+
+def test_readers_fill_slices_of_larger_tensors(open_tier, sample, same):
+    tier = open_tier()
+    key, chunk = sample(2, tokens=5)
+    tier.put(key, chunk)
+    g = chunk.geometry
+    with tier.open_chunk(key, chunk.token_ids) as reader:
+        assert (reader.token_ids, reader.start, reader.geometry) == (chunk.token_ids, chunk.start, g)
+        layers = []
+        for layer in range(g.layers):
+            keys = torch.zeros(g.kv_heads, 9, g.key_size, dtype=g.torch_dtype)
+            values = torch.zeros(g.kv_heads, 9, g.value_size, dtype=g.torch_dtype)
+            reader.read_layer(layer, keys[:, 2:7], values[:, 2:7])
+            assert not keys[:, :2].any() and not keys[:, 7:].any()
+            layers.append((keys[:, 2:7].contiguous(), values[:, 2:7].contiguous()))
+    keys, values = zip(*layers, strict=True)
+    assert same(ChunkKV(chunk.token_ids, chunk.start, g, keys, values), chunk)
+
+
+def test_nobody_can_change_what_is_stored(open_tier, sample, same):
+    tier = open_tier()
+    key, chunk = sample(3)
+    tier.put(key, chunk)
+    given = sample(3)[1]
+    chunk.keys[0].view(torch.uint8).fill_(0)  # what was put
+    found = tier.get(key, chunk.token_ids)
+    assert same(found, given)
+    found.values[1].view(torch.uint8).fill_(0)  # what was got
+    assert same(tier.get(key, chunk.token_ids), given)
+
+
+def test_the_budget_holds_and_the_newest_stays(open_tier, sample, same):
+    tier = open_tier()
+    tier.put(*sample(0))
+    one = tier.stats().bytes
+    tier.delete(sample(0)[0])
+    tier.budget_bytes = 3 * one
+    for seed in range(10):
+        tier.put(*sample(seed))
+        stats = tier.stats()
+        assert stats.bytes <= tier.budget_bytes and stats.entries == min(seed + 1, 3)
+        key, chunk = sample(seed)
+        assert same(tier.get(key, chunk.token_ids), chunk)
+    assert tier.stats().evictions == 7
+
+
+def test_deleted_is_gone_and_says_its_bytes(open_tier, sample):
+    tier = open_tier()
+    key, chunk = sample(5)
+    tier.put(key, chunk)
+    held = tier.stats().bytes
+    assert tier.delete(key) == held > 0
+    assert tier.delete(key) == 0 and not tier.contains(key) and tier.get(key, chunk.token_ids) is None
+    assert tier.stats().bytes == 0
+
+
+def test_hits_and_misses_are_counted(open_tier, sample):
+    tier = open_tier()
+    key, chunk = sample(6)
+    tier.get(key, chunk.token_ids)
+    tier.put(key, chunk)
+    for _ in range(3):
+        tier.get(key, chunk.token_ids)
+    assert (tier.stats().hits, tier.stats().misses) == (3, 1)
+
+
+def test_an_open_value_stays_whole_when_it_is_evicted(open_tier, sample):
+    tier = open_tier()
+    key, chunk = sample(7)
+    tier.put(key, chunk)
+    reader = tier.open_chunk(key, chunk.token_ids)
+    tier.delete(key)
+    g = chunk.geometry
+    keys = torch.empty(g.kv_heads, 5, g.key_size, dtype=g.torch_dtype)
+    values = torch.empty(g.kv_heads, 5, g.value_size, dtype=g.torch_dtype)
+    reader.read_layer(1, keys, values)
+    reader.close()
+    assert torch.equal(keys.view(torch.uint8), chunk.keys[1].view(torch.uint8))
+
+
+def test_threads_see_whole_values(open_tier, sample, same):
+    tier = open_tier()
+    chunks = [sample(seed) for seed in range(6)]
+    tier.put(*chunks[0])
+    tier.budget_bytes = 3 * tier.stats().bytes
+    wrong, stop = [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            for key, chunk in chunks:
+                found = tier.get(key, chunk.token_ids)
+                if found is not None and not same(found, chunk):
+                    wrong.append(key)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(60):
+        key, chunk = chunks[turn % 6]
+        tier.put(key, chunk)
+        if turn % 7 == 0:
+            tier.delete(key)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_larger_than_a_memory_tier_is_not_taken_and_harms_nothing(sample):
+    tier = MemoryTier("memory", 1)
+    assert not tier.put(*sample(1))
+    assert tier.stats().entries == 0
+
+
+def test_memory_keeps_what_is_used_often(sample):
+    tier = MemoryTier("memory", 1 << 30)
+    tier.put(*sample(0))
+    tier.budget_bytes = 2 * tier.stats().bytes
+    key, chunk = sample(0)
+    for _ in range(5):
+        assert tier.get(key, chunk.token_ids) is not None
+    for seed in range(1, 6):
+        tier.put(*sample(seed))
+        assert tier.contains(key), seed
+
+
+# --- together
+
+
+@pytest.fixture
+def tiered(root):
+    """A disk below two memories, of which the faster one is small."""
+    tiers = [MemoryTier("device", 1 << 30), MemoryTier("memory", 1 << 30)]
+    with KVStore.open(root, GENEROUS, tiers) as store:
+        yield store
+
+
+def value_files_of(root):
+    found = [root / file.filename for file in value_files(root)]
+    assert found
+    return found
+
+
+def tier_of(store, key, chunk):
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        return reader.tier
+
+
+def test_what_is_used_climbs_a_tier_at_a_time_and_stays_equal(tiered, sample, same):
+    key, chunk = sample(1)
+    tiered.put(key, chunk)
+    for expected in ("disk", "memory", "device", "device"):
+        assert tier_of(tiered, key, chunk) == expected
+        assert same(tiered.get(key, chunk.token_ids), chunk)
+        tiered.promote(key, chunk.token_ids)
+    assert [stats.entries for stats in tiered.stats_by_tier().values()] == [1, 1, 1]
+    assert tiered.stats().hits == 8 and tiered.stats().misses == 0
+
+
+def test_evicted_from_memory_it_is_still_on_the_disk_and_not_written_again(tiered, sample, same, root):
+    memory = tiered.tiers[1]
+    for seed in range(3):
+        key, chunk = sample(seed)
+        tiered.put(key, chunk)
+        files = {path: path.stat().st_mtime_ns for path in value_files_of(root)}
+        memory.budget_bytes = chunk.nbytes
+        tiered.promote(key, chunk.token_ids)
+    assert (memory.stats().entries, memory.stats().evictions) == (1, 2)
+    for seed in range(3):
+        key, chunk = sample(seed)
+        assert same(tiered.get(key, chunk.token_ids), chunk)
+    assert {path: path.stat().st_mtime_ns for path in value_files_of(root)} == files
+
+
+@pytest.mark.parametrize("how", ["delete", "gc", "elsewhere", "eviction"])
+def test_what_left_the_disk_is_served_from_no_memory(tiered, sample, root, how):
+    key, chunk = sample(1)
+    tiered.put(key, chunk)
+    tiered.promote(key, chunk.token_ids)
+    assert tier_of(tiered, key, chunk) == "memory"
+    if how == "delete":
+        tiered.delete(key)
+    elif how == "gc":
+        tiered.gc(keep=())
+    elif how == "elsewhere":  # as another process would
+        with KVStore.open(root, GENEROUS) as other:
+            other.delete(key)
+    else:
+        tiered.budget_bytes = tiered.stats().bytes
+        tiered.put(*sample(2))
+    assert tiered.open_chunk(key, chunk.token_ids) is None
+    if how in ("delete", "gc"):
+        assert tiered.tiers[1].stats().bytes == 0
+
+
+def test_another_value_under_the_key_replaces_what_memory_holds(tiered, sample, same):
+    key, chunk = sample(1)
+    other = sample(2)[1]
+    tiered.put(key, chunk)
+    tiered.promote(key, chunk.token_ids)
+    tiered.put(key, other)
+    assert same(tiered.get(key, other.token_ids), other)
+    assert tiered.get(key, chunk.token_ids) is None
+
+
+def test_a_damaged_value_does_not_climb(tiered, sample, value_path):
+    key, chunk = sample(1)
+    tiered.put(key, chunk)
+    path = value_path(key)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    tiered.promote(key, chunk.token_ids)
+    assert tiered.tiers[1].stats().entries == 0 and tiered.stats().quarantined == 1
+    tiered.promote(key, chunk.token_ids)  # nothing there: no error
+
+
+def test_memory_needs_no_disk_once_it_has_a_value(tiered, sample, same, value_path):
+    key, chunk = sample(1)
+    tiered.put(key, chunk)
+    tiered.promote(key, chunk.token_ids)
+    value_path(key).unlink()
+    assert same(tiered.get(key, chunk.token_ids), chunk)
