@@ -18,6 +18,7 @@ from diskcache.core import MODE_BINARY
 
 from ragblend.kvstore.disk import INDEX_NAME, digest_in
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
+from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.policy import Entry
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -106,11 +107,12 @@ class Index:
         with self._connection() as sql:
             return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1
 
-    def insert(self, digest: str, filename: str, nbytes: int) -> int:
-        """Enter a value file that no row names; 1, or 0 if the key has a row."""
-        with self._connection() as sql:
-            now = time.time()
-            return sql.execute(_INSERT, (digest, now, now, nbytes, MODE_BINARY, filename)).rowcount
+    def insert(self, files: Iterable[ValueFile]) -> int:
+        """Enter value files that no row names, in one transaction; how many whose key had no row."""
+        now = time.time()
+        rows = [(file.digest, now, now, file.nbytes, MODE_BINARY, file.filename) for file in files]
+        with self._connection() as sql, transaction(sql):
+            return sql.executemany(_INSERT, rows).rowcount if rows else 0
 
     def touch(self, digest: str) -> None:
         """Note that a value was used now; written by the next `flush_touches`."""
@@ -158,17 +160,25 @@ def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
     return [] if found == ["ok"] else found
 
 
-def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]) -> None:
+@contextmanager
+def transaction(sql: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing. SQLite itself rolls back on a full disk; doing so again would raise, and hide why."""
     sql.execute("BEGIN IMMEDIATE")
     try:
-        newest_first = [(used_at, digest, used_at) for digest, used_at in touched]
+        yield
+        sql.execute("COMMIT")
+    except BaseException:
+        if sql.in_transaction:
+            sql.execute("ROLLBACK")
+        raise
+
+
+def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]) -> None:
+    newest_first = [(used_at, digest, used_at) for digest, used_at in touched]
+    with transaction(sql):
         sql.executemany(
             "UPDATE Cache SET access_time = ? WHERE key = ? AND raw = 1 AND access_time < ?", newest_first
         )
-    except BaseException:
-        sql.execute("ROLLBACK")
-        raise
-    sql.execute("COMMIT")
 
 
 def error_code(error: Exception) -> int:

@@ -41,13 +41,13 @@ class ValueFile:
 
 def check_format(root: Path) -> bool:
     """True when the store is there, False when the folder is empty or absent; else StoreFormatError."""
-    try:
-        line = (root / _FORMAT_NAME).read_bytes()[:200]
-    except FileNotFoundError:
+    line = _format_line(root)
+    if line is None:
         others = {path.name for path in root.iterdir()} - _BEFORE_FORMAT if root.is_dir() else set()
         if not others:
             return False
-        line = f"no FORMAT file, but {sorted(others)[0]!r}".encode()
+        # Read again: another process may have begun the store in between, and FORMAT is what it makes first.
+        line = _format_line(root) or f"no FORMAT file, but {sorted(others)[0]!r}".encode()
     if line != _FORMAT_LINE:
         raise StoreFormatError(
             f"opening the KV store at {root}: expected {_FORMAT_LINE.decode().strip()!r}, "
@@ -55,6 +55,13 @@ def check_format(root: Path) -> bool:
             "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which builds KV anew."
         )
     return True
+
+
+def _format_line(root: Path) -> bytes | None:
+    try:
+        return (root / _FORMAT_NAME).read_bytes()[:200]
+    except FileNotFoundError:
+        return None
 
 
 def prepare(root: Path) -> None:

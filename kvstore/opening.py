@@ -77,7 +77,7 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
     except SQL_ERRORS as error:
         raise index_failed(error, root / INDEX_NAME) from error
     try:
-        if damaged:
+        if index.totals()[0] == 0:  # set aside now, or by an open that was killed before it had entered them
             adopt(root, index)
         return Opened(lock, disk_cache, index, sweep(root, index) + bool(damaged))
     except BaseException:
@@ -92,16 +92,14 @@ def why_untrusted(root: Path) -> str | None:
     Looked at with plain SQLite, before diskcache acts on what its Settings table says.
     """
     path = root / INDEX_NAME
-    sql = sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)
-    sql.text_factory = lenient_text
     try:
-        return _why_untrusted(sql, root)
+        with closing(sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None)) as sql:
+            sql.text_factory = lenient_text
+            return _why_untrusted(sql, root)
     except SQL_ERRORS as error:
         if error_code(error) in _NOT_DAMAGE:
             raise index_failed(error, path) from error  # the disk's fault, or another program's
         return str(error)
-    finally:
-        sql.close()
 
 
 def _why_untrusted(sql: sqlite3.Connection, root: Path) -> str | None:

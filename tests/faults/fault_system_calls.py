@@ -185,7 +185,8 @@ def _is_as_promised(case: Case, code: int, said: dict[str, Any]) -> bool:
     if operation is None or operation.kind == "gc":
         return True
     own, refused = held.get(operation.number), said["refused"]
-    if code == errno.ENOSPC and refused is not None and not refused.startswith("StoreFullError"):
+    # SQLite calls a full disk an input/output error, unless it was write() that said so.
+    if code == errno.ENOSPC and refused and not refused.startswith(("StoreFullError", "StoreError: using")):
         return False
     if refused is None:
         return own == case.model.after(operation).get(operation.number)
