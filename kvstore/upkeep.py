@@ -24,7 +24,8 @@ from ragblend.kvstore.layout import (
     move_to_quarantine,
     value_files,
 )
-from ragblend.kvstore.reader import ChunkReader, open_verified
+from ragblend.kvstore.memory import Source
+from ragblend.kvstore.reader import open_verified
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _read_through(path: Path, key: ChunkKey) -> None:
             pass
 
 
-def layers_of(reader: ChunkReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def layers_of(reader: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Every layer's K and V, each in new memory."""
     g, tokens = reader.geometry, len(reader.token_ids)
     for layer in range(g.layers):
