@@ -4,6 +4,7 @@ The classes and prompts are LangChain's. One thing had to be added: its map_rera
 answer of many comes without a score, which small models' answers do.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -166,8 +167,17 @@ def _unscored(said: dict[str, Any]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without LangChain's advice to build agents in the place of these chains, which are what is compared."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LangChainDeprecationWarning)
-        warnings.filterwarnings("ignore", message="The apply_and_parse method is deprecated")
-        yield
+    """Without advice: LangChain's to build agents instead, ours to have map_reduce's last prompt know a document."""
+    log = logging.getLogger("ragblend")
+    log.addFilter(_is_no_advice)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LangChainDeprecationWarning)
+            warnings.filterwarnings("ignore", message="The apply_and_parse method is deprecated")
+            yield
+    finally:
+        log.removeFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("no known document stands in this prompt")

@@ -14,7 +14,7 @@ from ragblend.app.bench import modes, quality
 from ragblend.app.bench.cli import bench_app
 from ragblend.app.bench.data import load_questions
 from ragblend.app.bench.prefilling import BenchError, stored
-from ragblend.app.bench.records import Journal
+from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.summary import summarise
 from ragblend.app.bench.variants import MODES, Variant, parse_variants
 from ragblend.integrations.backend import Backend
@@ -61,8 +61,11 @@ def answer(engine, variant, question, max_new_tokens=4):
     [("map_reduce", 4, [6, 6, 6, 4]), ("map_rerank", 3, [20] * 3), ("refine", 3, [4] * 3)],
 )
 def test_every_call_of_a_chain_is_counted_and_read_in_full(
-    engine, questions, asked, mode, calls, longest
+    engine, questions, asked, mode, calls, longest, caplog, monkeypatch
 ) -> None:
+    from ragblend.integrations.langchain import calls as adapter
+
+    monkeypatch.setattr(adapter, "_said", set())  # it says a thing once a process
     question = questions[0]
     said = answer(engine, Variant(mode), question)
     texts = [text_of(engine, prompt) for prompt, _ in asked]
@@ -74,6 +77,7 @@ def test_every_call_of_a_chain_is_counted_and_read_in_full(
     assert [options["max_new_tokens"] for _, options in asked] == longest
     assert 0 < said.generated_tokens <= sum(longest)
     assert {options["method"] for _, options in asked} == {"full"}
+    assert caplog.records == []  # that the reduce prompt holds no document is no news
 
 
 def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, questions) -> None:
@@ -140,6 +144,21 @@ def test_modes_stand_in_the_same_rows_and_what_is_not_defined_is_null(engine, qu
         assert 1 <= row["generated_tokens"] <= 4
         assert None not in (row["kl"], row["top1"], row["exact_match"], row["recomputed_fraction"])
     assert comparisons == []
+
+
+def test_a_mode_on_a_method_is_compared_with_no_control(questions) -> None:
+    """It has a ratio, as what is compared has, but no divergence."""
+    variants = [Variant("reuse"), Variant("refine+cacheblend", 0.5)]
+    nothing = {"f1": 0.5, "rouge_l": 0.5, "gold_match": False, "ttft_ms": 1.0, "full_ttft_ms": 2.0}
+    measured = [{"kl": 0.1, "top1": 1.0, "exact_match": True, "recomputed_fraction": 0.0}]
+    measured.append(dict.fromkeys(measured[0]))
+    records = [
+        Record(questions[0].digest, each.method, each.ratio, **known, **nothing, prompt_tokens=9, answer="")
+        for each, known in zip(variants, measured, strict=True)
+    ]
+    rows, comparisons = summarise({each.key: each for each in records}, questions[:1], variants, seed=0)
+    assert comparisons == []
+    assert [row["kl"] for row in rows] == [0.1, None]
 
 
 def test_a_stopped_run_with_modes_goes_on_and_asks_nothing_twice(engine, questions, tmp_path) -> None:
@@ -253,9 +272,12 @@ def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
     assert (said.text, said.unscored) == (chosen, unscored)
 
 
-def test_extracts_that_never_get_shorter_end_in_a_named_error() -> None:
+@pytest.mark.parametrize(
+    "words", [1600, 5000]
+)  # LangChain reduces 3000: two that do not fit, and one by itself
+def test_extracts_that_never_get_shorter_end_in_a_named_error(words) -> None:
     with pytest.raises(BenchError, match=r"map_reduce gave up .* --passages N"):
-        ask("map_reduce", ["word " * 5000] * 50)
+        ask("map_reduce", ["word " * words] * 50)
 
 
 # --- as it is typed
