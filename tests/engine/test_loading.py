@@ -131,7 +131,7 @@ def test_weights_that_are_not_all_there(broken, ask):
 
 
 @pytest.mark.parametrize(
-    "name", ["/no/such/folder", "./no-such-folder", "no-such-name", "missing.gguf", "a/b/c"]
+    "name", ["/no-such-folder", "./no-such-folder", "no-such-name", "folder/missing.gguf", "a/b/c"]
 )
 def test_an_unknown_path(ask, name):
     with pytest.raises(ModelNotFoundError, match="there is no model"):
@@ -177,19 +177,20 @@ def write(tmp_path, content):
     return path
 
 
+@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + bytes(100)], ids=["empty", "short", "zip"])
+def test_a_gguf_that_is_another_kind_of_file(ask, tmp_path, content):
+    with pytest.raises(CorruptModelError, match=r"model\.gguf does not begin with GGUF"):
+        ask(write(tmp_path, content))
+    assert left_over(tmp_path / "home") == []
+
+
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"GG",
-        b"PK\x03\x04" + bytes(100),
-        b"GGUF",
-        b"GGUF" + bytes(100),
-        b"GGUF\x03\x00\x00\x00" + b"\xff" * 64,
-    ],
+    [b"GGUF", b"GGUF" + bytes(100), b"GGUF\x03\x00\x00\x00" + b"\xff" * 64],
+    ids=["magic", "zeros", "ones"],
 )
-def test_a_gguf_that_is_none(ask, tmp_path, content):
-    with pytest.raises(CorruptModelError, match=r"model\.gguf"):
+def test_a_gguf_of_rubbish(ask, tmp_path, content):
+    with pytest.raises(CorruptModelError, match=r"model\.gguf cannot be read"):
         ask(write(tmp_path, content))
     assert left_over(tmp_path / "home") == []
 
