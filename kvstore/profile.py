@@ -79,9 +79,13 @@ class PrefillProfile:
 
     @classmethod
     def read(cls, path: Path) -> "PrefillProfile":
-        """From a file of to_json()'s object. Raises UsageError."""
+        """From a file of to_json()'s object, or one that has it as `prefill`, as a device's profile does.
+
+        Raises UsageError.
+        """
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            value = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_json(value.get("prefill", value) if isinstance(value, dict) else value)
         except OSError as error:
             raise UsageError(f"reading the prefill profile {path}: {error.strerror}; name another") from error
         except (ValueError, RecursionError) as error:  # UsageError, and what json raises

@@ -61,7 +61,7 @@ KeepKV = Annotated[bool, typer.Option("--keep-kv", help="Leave the passages' KV 
 Chunks = Annotated[str, typer.Option("--chunks", help="How many chunks, by commas.")]
 Tokens = Annotated[str, typer.Option("--tokens", help="How many tokens a chunk, by commas.")]
 Caches = Annotated[
-    str, typer.Option("--caches", help="warm, cold (page cache dropped before each prefill) or both.")
+    str, typer.Option("--caches", help="Any of warm, cold (page cache dropped before each prefill), memory.")
 ]
 Repeats = Annotated[
     int, typer.Option("--repeats", min=1, help="Rounds over all methods, after one to warm up.")
@@ -157,9 +157,9 @@ def store(
     lengths: Lengths = "documents",
     reuse: Reuse = "anywhere",
     documents: Documents = 1_000,
-    retrievals: Retrievals = 8_000,
+    retrievals: Retrievals = 6_000,
     seeds: Seeds = 3,
-    half_life: HalfLife = 4_096,
+    half_life: HalfLife = 2_048,
     profile: Profile = None,
     bytes_per_token: TokenBytes = 23_040,
     load_mb_per_s: LoadSpeed = 1_000,

@@ -1,6 +1,7 @@
 """One trace, one policy, one budget: what the store's own eviction code keeps, and what a request then costs."""
 
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -118,8 +119,9 @@ def replay(trace: Trace, cache: PolicyCache, machine: Machine, prefix: bool = Fa
         found = [cache.find(name) for name in names]
         if prefix:
             found = _leading(found)
-        cached = sum(trace.tokens[d] for d, here in zip(request, found, strict=True) if here)
-        wanted = sum(trace.tokens[d] for d in request)
+        lengths = [trace.tokens[document] for document in request]
+        cached = sum(compress(lengths, found))
+        wanted = sum(lengths)
         new = wanted - cached + QUESTION_TOKENS
         if number >= trace.warm_up:
             documents, hits = documents + len(request), hits + sum(found)
@@ -127,9 +129,9 @@ def replay(trace: Trace, cache: PolicyCache, machine: Machine, prefix: bool = Fa
             total_ms += machine.ttft_ms(cached, new)
         if not all(found):
             cost = machine.profile.ms_per_token(cached, new)
-            for document, name, here in zip(request, names, found, strict=True):
+            for name, length, here in zip(names, lengths, found, strict=True):
                 if not here:
-                    cache.put(name, trace.tokens[document], cost)
+                    cache.put(name, length, cost)
     return Outcome(hits / documents, hit_tokens / tokens, total_ms / (len(trace.requests) - trace.warm_up))
 
 

@@ -1,8 +1,21 @@
-"""Eviction order and amount, as pure functions."""
+"""Eviction: entries and policies as pure functions, against formulas written out by hand."""
 
+import math
 import random
 
-from ragblend.kvstore.policy import Entry, choose_victims, least_recently_used
+import pytest
+
+from ragblend.kvstore.policy import (
+    POLICIES,
+    Entry,
+    choose_victims,
+    clock_after,
+    computed,
+    least_recently_used,
+    ranked,
+    sound,
+    used,
+)
 
 
 def test_longest_unused_goes_first_and_ties_are_settled():
@@ -20,3 +33,102 @@ def test_only_what_is_needed_is_chosen():
         freed = sum(entry.nbytes for entry in victims)
         assert freed >= excess or victims == order
         assert not victims or freed - victims[-1].nbytes < excess
+
+
+def test_a_fading_count_is_the_sum_of_what_each_retrieval_still_counts():
+    half_life, times = 7.0, [1.0, 2.0, 9.0, 9.5, 30.0]
+    entry = Entry("a", 10)
+    for at in times:
+        entry = used(entry, at, half_life)
+    assert entry.frequency == pytest.approx(sum(2 ** ((at - 30.0) / half_life) for at in times))
+    assert entry.used_at == 30.0
+
+
+def test_a_count_without_half_life_is_the_number_of_retrievals():
+    entry = Entry("a", 10)
+    for at in range(5):
+        entry = used(entry, float(at))
+    assert entry.frequency == 5.0
+
+
+def test_a_clock_that_went_back_neither_ages_nor_multiplies_a_count():
+    entry = used(used(Entry("a", 10), 1e9, 10.0), 5.0, 10.0)
+    assert (entry.used_at, entry.frequency) == (1e9, 2.0)
+
+
+def test_the_cost_is_the_mean_over_computations():
+    entry = Entry("a", 10)
+    for cost in (3.0, 1.0, 8.0):
+        entry = computed(entry, cost)
+    assert (entry.cost, entry.computations) == (pytest.approx(4.0), 3)
+
+
+ENTRY = Entry("a", nbytes=2000, used_at=50.0, tokens=100, frequency=3.0, cost=1.5, computations=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "priority"),
+    [
+        ("lru", 50.0),
+        ("lfu", 3.0),
+        ("gdsf", 7.0 + 3.0 / 100),
+        ("gdsf-size", 7.0 + 3.0),
+        ("pgdsf", 7.0 + 3.0 * 1.5),
+        ("fading", math.log2(3.0 * 1.5) + 50.0 / 10.0),
+        ("fading-hits", math.log2(3.0 / 100) + 50.0 / 10.0),
+    ],
+)
+def test_each_policy_is_its_formula(name, priority):
+    assert ranked(ENTRY, POLICIES[name], clock=7.0, half_life=10.0).priority == pytest.approx(priority)
+
+
+def test_every_row_of_the_table_is_named_as_it_is_found():
+    assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
+
+
+def test_fading_priorities_order_two_values_as_their_counts_at_any_later_time():
+    """What makes one number enough: the order of two untouched values never changes."""
+    seeded, half_life = random.Random(3), 20.0
+    for _ in range(200):
+        entries = [Entry(name, 1, seeded.uniform(0, 99), 1, seeded.uniform(0.1, 9)) for name in "ab"]
+        counts = [entry.frequency * 2 ** ((entry.used_at - 500.0) / half_life) for entry in entries]
+        priorities = [ranked(entry, POLICIES["fading"], 0.0, half_life).priority for entry in entries]
+        assert (priorities[0] < priorities[1]) == (counts[0] < counts[1])
+
+
+def test_unknown_costs_and_sizes_and_counts_are_no_error():
+    for policy in POLICIES.values():
+        assert math.isfinite(ranked(Entry("a", 0), policy, 0.0).priority)
+
+
+def test_the_clock_is_the_largest_evicted_priority_and_never_goes_back():
+    low, high = Entry("a", 1, priority=2.0), Entry("b", 1, priority=5.0)
+    assert clock_after(0.0, [high, low]) == 5.0
+    assert clock_after(9.0, [high, low]) == 9.0
+    assert clock_after(4.0, []) == 4.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"used_at": math.nan},
+        {"used_at": math.inf},
+        {"used_at": 2.0**60},
+        {"frequency": -1.0},
+        {"frequency": math.nan},
+        {"cost": math.inf},
+        {"priority": math.nan},
+        {"computations": -2},
+        {"tokens": -5},
+    ],
+)
+def test_a_damaged_row_counts_as_never_used_and_keeps_its_bytes(damage):
+    assert sound(ENTRY._replace(**damage)) == Entry("a", 2000)
+
+
+def test_a_size_that_is_none_counts_as_nothing():
+    assert sound(ENTRY._replace(nbytes=-7)) == Entry("a", 0)
+
+
+def test_a_sound_row_is_left_alone():
+    assert sound(ENTRY) is ENTRY
