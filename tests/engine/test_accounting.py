@@ -167,6 +167,19 @@ def test_collections_share_no_kv(fresh_bench_for, tmp_path):
         two.engine.tokenize(Prompt([Chunk(node_id="a")]))
 
 
+def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_path):
+    one, two = (
+        fresh_bench_for("llama", home=tmp_path / "h", collection=name).engine for name in ("one", "two")
+    )
+    for engine in (one, two):
+        engine.encode([TEXTS[0]], node_ids=["a"])
+    assert two.forget(["a"]) > 0
+    prompt = Prompt([Literal("read: "), Chunk(node_id="a"), Literal("?")])
+    assert one.prefill(prompt, "reuse").report.hits == 1
+    with pytest.raises(UnknownChunkError):
+        two.tokenize(prompt)
+
+
 def test_models_share_no_kv(fresh_bench_for, tmp_path, model_folder):
     """Same shape, same tokenizer, same home; other weights."""
     import tiny_models
