@@ -75,8 +75,9 @@ class Engine:
             shared = (config.model, str(where), pick_dtype(where, dtype), folder)
             if shared not in _machines:
                 _machines[shared] = Machine(config, folder)
-            elif store_budget_bytes is not None:
-                _machines[shared].resources.set_budget(store_budget_bytes)
+            else:
+                budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
+                _machines[shared].resources.set_budgets(*budgets)
             if (*shared, collection) not in _engines:
                 _engines[*shared, collection] = cls(config, folder, _machines[shared])
             return _engines[*shared, collection]

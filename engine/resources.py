@@ -35,7 +35,11 @@ class Resources:
         self.config, self.home = config, home
         self._loading = threading.RLock()
         self._held: dict[str, Any] = {}
-        self._budget_bytes = config.store_budget_bytes
+        self._budgets: dict[str, int | None] = {
+            "disk": config.store_budget_bytes,
+            "memory": config.memory_budget_bytes,
+            "device": config.device_budget_bytes,
+        }
 
     def _once(self, name: str, make: Any) -> Any:
         with self._loading:
@@ -82,19 +86,28 @@ class Resources:
     @property
     def store(self) -> KVStore:
         def opened() -> KVStore:
-            config = self.config
-            tiers = memory_tiers(self.device, config.memory_budget_bytes, config.device_budget_bytes)
-            return KVStore.open(self.home / "kv", self._budget_bytes, tiers)
+            tiers = memory_tiers(self.device, self._budgets["memory"], self._budgets["device"])
+            return KVStore.open(self.home / "kv", self._budgets["disk"] or 0, tiers)
 
         found: KVStore = self._once("store", opened)
         return found
 
-    def set_budget(self, nbytes: int) -> None:
-        """From now on the store keeps at most that many bytes; what is too much goes at its next put."""
+    def set_budgets(self, store: int | None, memory: int | None, device: int | None) -> None:
+        """From now on a tier keeps at most that many bytes (None: as before); what is too much goes at its next put.
+
+        A tier that an open store does not have is there when it is opened again.
+        """
         with self._loading:
-            self._budget_bytes = nbytes
-            if "store" in self._held:
-                self._held["store"].budget_bytes = nbytes
+            self._budgets = {
+                name: self._budgets[name] if wanted is None else wanted
+                for name, wanted in (("disk", store), ("memory", memory), ("device", device))
+            }
+            if "store" not in self._held:
+                return
+            opened: KVStore = self._held["store"]
+            for tier in (opened, *opened.tiers):
+                if (budget := self._budgets[tier.name]) is not None:
+                    tier.budget_bytes = budget
 
     @property
     def nodes(self) -> NodeIndex:

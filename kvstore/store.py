@@ -53,6 +53,8 @@ _DAMAGE = {
 class KVStore:
     """Safe for threads, and for several processes: readers never wait for a writer, writers take turns."""
 
+    name = "disk"  # as a tier
+
     def __init__(
         self,
         root: Path,
@@ -66,6 +68,7 @@ class KVStore:
         self.tiers = tuple(tiers)
         self._lock, self._cache, self._index = lock, cache, index
         self._counters = Counters()
+        self._over_budget = True  # whoever was killed here may not have come to evicting
         self._closed = False
 
     @classmethod
@@ -218,13 +221,21 @@ class KVStore:
             )
         with self._changing() as index:
             index.flush_touches()
+            if self._over_budget:
+                self._keep_budget(spare=key.digest)
             self._write(blob)
+            index.stored(key.digest)
             for tier in self.tiers:  # another value may have lain under this key
                 tier.delete(key)
-            try:
-                self._evict(spare=key.digest)
-            except StoreError as error:  # the value is stored; the next put tries again
-                log.warning("the KV store is over its budget: %s", error)
+            self._keep_budget(spare=key.digest)
+
+    def _keep_budget(self, spare: str) -> None:
+        try:
+            self._evict(spare)
+            self._over_budget = False
+        except StoreError as error:  # the value is stored; the next put tries again
+            self._over_budget = True
+            log.warning("the KV store is over its budget: %s", error)
 
     def _write(self, blob: Blob) -> None:
         digest = blob.header.key.digest
@@ -334,10 +345,21 @@ class KVStore:
 
     @contextmanager
     def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
-        """Be the only one, of all threads and processes, that changes the store."""
+        """Be the only one, of all threads and processes, that changes the store; OSError becomes StoreError."""
         self._live_index()
-        with self._lock.hold(timeout_s):
-            yield self._live_index()
+        try:
+            with self._lock.hold(timeout_s):
+                index = self._live_index()
+                if not (self._lock.is_in_place() and index.is_in_place()):
+                    raise StoreError(
+                        f"the KV store at {self.root} was moved or removed, or another process set its damaged index "
+                        "aside. Open it again."
+                    )
+                yield index
+        except OSError as error:
+            raise StoreError(
+                f"changing the KV store at {self.root} failed: {error}. Check the disk and the folder's permissions."
+            ) from error
 
     def _live_index(self) -> Index:
         if self._closed:

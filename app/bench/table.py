@@ -81,13 +81,16 @@ def _comparison_table(comparisons: Sequence[Row]) -> Table:
     return table
 
 
+PLACES = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}
+
+
 def print_ttft(console: Console, rows: Sequence[Row]) -> None:
     """One table a (chunks, tokens, cache): the medians, and where the time went."""
     for case in dict.fromkeys((row["chunks"], row["tokens"], row["cache"]) for row in rows):
         chunks, tokens, cache = case
         console.print(
             _ttft_table(
-                f"{chunks} chunks of {tokens} tokens, {cache} disk (milliseconds, medians)",
+                f"{chunks} chunks of {tokens} tokens, {PLACES[cache]} (milliseconds, medians)",
                 [row for row in rows if (row["chunks"], row["tokens"], row["cache"]) == case],
             )
         )
@@ -98,6 +101,7 @@ def _ttft_table(title: str, rows: Sequence[Row]) -> Table:
         "method",
         "ratio",
         "TTFT",
+        "predicted",
         "speed-up",
         "retrieve",
         "load",
@@ -113,6 +117,7 @@ def _ttft_table(title: str, rows: Sequence[Row]) -> Table:
             row["method"],
             _share(row["ratio"]),
             f"{row['ttft_ms']:.0f}",
+            "" if row.get("predicted_ttft_ms") is None else f"{row['predicted_ttft_ms']:.0f}",
             "" if row["speedup"] is None else f"{row['speedup']:.1f}x",
             "" if row["retrieve_ms"] is None else f"{row['retrieve_ms']:.1f}",
             f"{row['load_ms']:.1f}",

@@ -33,8 +33,8 @@ Progress = Callable[[int, int], None]
 class Plan:
     """What to measure: every variant on every (chunks, tokens, cache).
 
-    caches: `warm` (stored KV in the page cache) and `cold` (the kernel is asked to drop it before every
-    prefill).
+    caches: `warm` (stored KV in the page cache), `cold` (the kernel is asked to drop it before every prefill) and
+    `memory` (in the store's own memory tier).
     """
 
     variants: tuple[Variant, ...]
@@ -57,6 +57,7 @@ class Samples:
 
     ttft_ms: list[float] = field(default_factory=list)
     timings: "list[Timings]" = field(default_factory=list)
+    predicted_ms: float | None = None
     recomputed_fraction: float = 0.0
 
 
@@ -154,14 +155,15 @@ def measure(
             retrieve(QUESTION, top_k)
             retrieve_ms.append(1000 * (perf_counter() - started))
         for variant in _rotated(plan.variants, turn):
-            if cache == "cold":
-                drop_page_cache(engine, subject)
+            place(engine, subject, cache)
             timed = timed_prefill(engine, subject.prompt, variant)
             tick()
             if turn:
                 samples[variant].ttft_ms.append(timed.ttft_ms)
                 samples[variant].timings.append(timed.report.timings)
                 samples[variant].recomputed_fraction = timed.report.recomputed_fraction
+                decision = timed.report.decision
+                samples[variant].predicted_ms = decision.predicted_ttft_ms if decision else None
     return samples, median(retrieve_ms[1:]) if retrieve_ms else None
 
 
@@ -169,6 +171,18 @@ def _rotated(variants: tuple[Variant, ...], turn: int) -> tuple[Variant, ...]:
     """Another one goes first in every round, so that none is always the one after the longest."""
     first = turn % len(variants)
     return variants[first:] + variants[:first]
+
+
+def place(engine: "Engine", subject: Encoded, cache: str) -> None:
+    """Have the stored chunks where that case wants them, and nowhere above."""
+    engine.finish_background()  # it may just be bringing up what was used
+    for tier in engine.store.tiers:
+        tier.clear()
+    if cache == "cold":
+        drop_page_cache(engine, subject)
+    if cache == "memory":
+        for key, chunk in zip(subject.keys, subject.prompt.chunks, strict=True):
+            engine.store.promote(key, chunk.token_ids or ())
 
 
 def drop_page_cache(engine: "Engine", subject: Encoded) -> None:
@@ -225,6 +239,8 @@ def _times(taken: Samples, full: Samples | None) -> Row:
         "ttft_ms_min": min(taken.ttft_ms),
         "ttft_ms_max": max(taken.ttft_ms),
         "speedup": median(ratios) if ratios else None,
+        "predicted_ttft_ms": taken.predicted_ms,
+        "predicted_of_measured": None if taken.predicted_ms is None else taken.predicted_ms / ttft_ms,
         "load_ms": median(timings.load_ms for timings in taken.timings),
         "stall_share": stall_ms / ttft_ms,
         "where_ms": where_ms(taken),

@@ -15,7 +15,8 @@ from ragblend.app.bench.progress import progress_bar
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
 
-CACHES = ("warm", "cold")
+CACHES = ("warm", "cold", "memory")
+MEMORY_BYTES = 1 << 34
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def report_ttft(request: TtftRequest) -> dict[str, Any]:
     plan = _plan(request)
     source = _source(request.data)
     folder = make_folder(request.output)
-    engine = Engine.open(**request.engine)
+    memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
+    engine = Engine.open(**request.engine, memory_budget_bytes=memory_bytes)
     # The child has to open what this process opened: the home and the device that were found, not asked for.
     found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = request.engine | found if request.memory else None

@@ -1,5 +1,7 @@
 """The parts of `bench ttft`: chunks of exact length, fair turns, cold reads, and memory seen from outside."""
 
+import threading
+
 import pytest
 
 from ragblend.app.bench import ttft
@@ -58,6 +60,28 @@ def test_cold_asks_for_every_chunk_to_be_dropped_before_every_prefill(engine, mo
     ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("cold",), repeats=2))
     assert len(dropped) == 2 * 3
     assert len(set(dropped)) == 2
+
+
+def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypatch) -> None:
+    from ragblend.kvstore.memory import MemoryTier
+    from ragblend.kvstore.reader import ChunkReader
+
+    monkeypatch.setattr(engine.store, "tiers", (MemoryTier("memory", 1 << 30),))
+    by_prefills = []
+    read_layer = ChunkReader.read_layer
+
+    def noted(self, layer, *to) -> None:
+        if threading.current_thread().name.startswith("ragblend-loader"):
+            by_prefills.append(layer)
+        read_layer(self, layer, *to)
+
+    monkeypatch.setattr(ChunkReader, "read_layer", noted)
+    layers = engine._resources.decoder.geometry.layers
+    for cache, reads in (("memory", 0), ("warm", 2 * 3 * layers)):
+        by_prefills.clear()
+        (row,) = ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
+        assert len(by_prefills) == reads, cache
+        assert row["predicted_ttft_ms"] is None  # nothing was profiled
 
 
 def test_retrieval_is_timed_when_there_is_an_index(engine) -> None:
