@@ -41,6 +41,19 @@ def make_private_file(path: Path) -> None:
         os.close(fd)
 
 
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """What stays the same for one file wherever it is moved."""
+    return status.st_dev, status.st_ino
+
+
+def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
+    """Whether the file that was opened at `path` is still there."""
+    try:
+        return identity(path.stat()) == expected
+    except FileNotFoundError:
+        return False
+
+
 def sync_folder(path: Path) -> None:
     """Make renames and new names in `path` survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -18,6 +18,7 @@ from diskcache.core import MODE_BINARY
 
 from ragblend.kvstore.disk import INDEX_NAME, digest_in
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
+from ragblend.kvstore.files import identity, is_same_file
 from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.policy import Entry
 
@@ -28,6 +29,7 @@ COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL, access_time
 _ROW = f"SELECT {COLUMNS} FROM Cache"
 _INSERT = """INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename)
     VALUES (?, 1, ?, ?, ?, ?, ?)"""
+_LATER = "SELECT rowid FROM Cache WHERE access_time > ? ORDER BY access_time DESC"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Index:
         self._sql.text_factory = lenient_text
         self._sql.execute("PRAGMA secure_delete = 1")
         self._sql.execute("PRAGMA synchronous = 1")
+        self._identity = identity(self.path.stat())
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -120,6 +123,29 @@ class Index:
             # Two uses within one tick of the clock keep their order.
             self._now = max(time.time(), self._now + 1e-6)
             self._touched[digest] = self._now
+
+    def stored(self, digest: str) -> None:
+        """Note a put: diskcache stamped it with the clock's time, which may have been set back meanwhile."""
+        if time.time() <= self._now:
+            self.touch(digest)
+
+    def forget_the_future(self) -> None:
+        """What was used later than now (the clock was set back) was used just now, in the same order.
+
+        Otherwise it would stay for ever, and everything new would be the first to go.
+        """
+        now = time.time()
+        with self._connection() as sql:
+            later = sql.execute(_LATER, (now,)).fetchall()
+            if later:
+                stamps = [(now - 1e-6 * before, *row) for before, row in enumerate(later)]
+                with transaction(sql):
+                    sql.executemany("UPDATE Cache SET access_time = ? WHERE rowid = ?", stamps)
+        self._now = max(self._now, now)
+
+    def is_in_place(self) -> bool:
+        """Whether this is still the store's index: another process may have set it aside."""
+        return is_same_file(self.path, self._identity)
 
     def flush_touches(self) -> None:
         with self._connection() as sql:

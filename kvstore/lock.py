@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragblend.kvstore.errors import StoreLockedError
-from ragblend.kvstore.files import make_private_file
+from ragblend.kvstore.files import identity, is_same_file, make_private_file
 
 _POLL_S = 0.005
 
@@ -27,6 +27,7 @@ class WriterLock:
         self._threads = threading.RLock()
         self._depth = 0
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._identity = identity(os.fstat(self._fd))
 
     @contextmanager
     def hold(self, timeout_s: float | None = None) -> Iterator[None]:
@@ -46,6 +47,10 @@ class WriterLock:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._threads.release()
+
+    def is_in_place(self) -> bool:
+        """Whether the locked file is still the one that others would lock: the folder may have been moved."""
+        return is_same_file(self.path, self._identity)
 
     def _lock_file(self, deadline: float) -> None:
         while True:

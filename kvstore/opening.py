@@ -79,6 +79,7 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
     try:
         if index.totals()[0] == 0:  # set aside now, or by an open that was killed before it had entered them
             adopt(root, index)
+        index.forget_the_future()
         return Opened(lock, disk_cache, index, sweep(root, index) + bool(damaged))
     except BaseException:
         disk_cache.close()

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import traceback
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ OPERATIONS = {
     "delete": Operation("delete", 1),
     "gc": Operation("gc", keep=frozenset({0, 2})),
 }
+_ENDLESS = 1 << 30
 NEW = 9  # stored by the same process after the fault
 
 
@@ -71,10 +71,10 @@ def _prepare(folder: str, what: str) -> Case:
     return Case(Path(folder), OPERATIONS.get(what), spoil_index=what == "open a ruined index")
 
 
-def kill_at_every_call(folder: str, what: str, every: bool) -> dict[str, int]:
+def kill_at_every_call(folder: str, what: str, every: bool, stride: int = 1) -> dict[str, int]:
     """Kill before call 0, 1, 2, ... until the child comes to its end; every=False: only calls that change."""
     case = _prepare(folder, what)
-    for number in count():
+    for number in range(0, _ENDLESS, stride):
         model = case.restore()
         decide = _kill_before(number, every)
         traced = trace(case.operate, decide)
@@ -82,7 +82,7 @@ def kill_at_every_call(folder: str, what: str, every: bool) -> dict[str, int]:
         model.verify(case.root, case.operation, case.damaged)
         if not traced.killed:
             demand(model.held == case.model.after(case.operation or Operation("gc")), "undone", model.held)
-            return {"killed": number, "calls": len(traced.calls)}
+            return {"killed": -(-number // stride), "calls": len(traced.calls)}
     raise AssertionError
 
 
@@ -99,10 +99,12 @@ def _kill_before(number: int, every: bool) -> Decide:
     return decide
 
 
-def fail_at_every_call(folder: str, what: str, code: int, lasting: bool, all_calls: bool) -> dict[str, int]:
+def fail_at_every_call(
+    folder: str, what: str, code: int, lasting: bool, all_calls: bool, stride: int = 1
+) -> dict[str, int]:
     """Fail call 0, 1, 2, ... with `code` (lasting: and all after it); ordinary life must go on afterwards."""
     case, totals = _prepare(folder, what), {"failed": 0, "refused": 0}
-    for number in count():
+    for number in range(0, _ENDLESS, stride):
         model, (reading, writing) = case.restore(), os.pipe()
         traced = trace(
             lambda to=writing: _live_through(case, to), _fail_from(number, code, lasting, all_calls)

@@ -1,10 +1,13 @@
 """What the fault suite found, one small test each."""
 
+import contextlib
+import os
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
-from fault_values import put, version_read
+from fault_values import VALUE_BYTES, key_of, put, version_read
 
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.store import KVStore
@@ -79,3 +82,97 @@ def test_a_store_that_another_process_begins_meanwhile_is_a_store(root, monkeypa
     monkeypatch.setattr(Path, "iterdir", iterdir)
     KVStore.open(root, BUDGET).close()
     assert begun
+
+
+def test_a_folder_that_cannot_be_synced_is_a_named_error(root, monkeypatch):
+    """delete() and gc() let the OSError of the folder's fsync out."""
+
+    def refuse(fd):
+        raise OSError(5, "Input/output error")
+
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refuse)
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.delete(key_of(1))
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.gc([])
+        store.delete(key_of(1))
+        assert store.check() == []
+
+
+def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
+    """Each put that was killed between storing and evicting left one value more, for the next to add to."""
+
+    def killed(*arguments, **named):
+        raise KeyboardInterrupt
+
+    budget, held = 3 * VALUE_BYTES, []
+    monkeypatch.setattr("ragblend.kvstore.store.choose_victims", killed)
+    for number in range(6):
+        with KVStore.open(root, budget) as store, contextlib.suppress(KeyboardInterrupt):
+            put(store, number)
+        held.append(sum(path.stat().st_size for path in (root / "values").glob("*/*")))
+    assert max(held) <= budget + VALUE_BYTES
+
+
+def use_all(root, numbers):
+    with KVStore.open(root, 3 * VALUE_BYTES) as store:
+        return [version_read(store, number, {0, None}) is not None for number in numbers]
+
+
+def test_a_clock_that_ran_ahead_does_not_freeze_the_store(root, monkeypatch):
+    """Values used in 2100 stayed for ever once the clock was set right, and each new one was the first to go."""
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 4.1e9)
+        with KVStore.open(root, 3 * VALUE_BYTES) as store:
+            for number in range(3):
+                put(store, number)
+        use_all(root, [0, 1, 2])
+    for number in (3, 4, 5):
+        with KVStore.open(root, 3 * VALUE_BYTES) as store:
+            put(store, number)
+    assert use_all(root, range(6)) == [False, False, False, True, True, True]
+
+
+def test_a_clock_that_goes_back_while_the_store_is_open(root, monkeypatch):
+    """A new value was stamped with the clock as it was, older than all the others, and went first."""
+    with KVStore.open(root, 3 * VALUE_BYTES) as store:
+        for number in range(3):
+            put(store, number)
+            version_read(store, number, {0})
+        monkeypatch.setattr(time, "time", lambda: 1e9)
+        put(store, 3)
+        put(store, 4)
+    monkeypatch.undo()
+    assert use_all(root, range(5)) == [False, False, True, True, True]
+
+
+def test_a_store_that_was_moved_while_open(root, tmp_path):
+    """A put went to the old place with its row in the new one; each read took a row out of the moved index."""
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+        root.rename(tmp_path / "moved")
+        with pytest.raises(StoreError, match="was moved or removed"):
+            put(store, 2)
+        assert version_read(store, 1, {None}) is None
+        assert store.stats().quarantined == 0
+        assert not root.exists()
+    with KVStore.open(tmp_path / "moved", BUDGET) as store:
+        assert version_read(store, 1, {0}) == 0
+
+
+def test_a_damaged_index_that_another_process_set_aside(three):
+    """Its former user went on writing to it, and swept the files that only the new index knew."""
+    with KVStore.open(three, BUDGET) as first:
+        data = (three / "cache.db").read_bytes()
+        (three / "cache.db").write_bytes(data.replace(b"CREATE TABLE Cache", b"CREATE TABLE Cachf"))
+        with KVStore.open(three, BUDGET) as second:
+            assert second.stats().quarantined == 1
+            put(second, 7)
+            with pytest.raises(StoreError, match="set its damaged index aside"):
+                first.gc()
+            with pytest.raises(StoreError, match="set its damaged index aside"):
+                put(first, 8)
+            assert [version_read(second, number, {0}) for number in (0, 1, 2, 7)] == [0] * 4

