@@ -1,5 +1,6 @@
 """RAGBlend in LlamaIndex: swap the LLM, keep the application; `RAGBlendLLM` is where to start."""
 
+from ragblend.integrations.llama_index.embedding import RAGBlendEmbedding
 from ragblend.integrations.llama_index.errors import ContextWindowError
 from ragblend.integrations.llama_index.ingest import EncodeNodes, encode_index, encode_nodes
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
@@ -10,6 +11,7 @@ from ragblend.integrations.llama_index.synthesizer import RAGBlendSynthesizer
 __all__ = [
     "ContextWindowError",
     "EncodeNodes",
+    "RAGBlendEmbedding",
     "PrefetchingRetriever",
     "RAGBlendLLM",
     "RAGBlendSynthesizer",

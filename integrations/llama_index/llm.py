@@ -35,6 +35,7 @@ from ragblend.integrations.llama_index.messages import FilledMessages, FilledTex
 from ragblend.integrations.llama_index.nodes import named_passages
 from ragblend.integrations.llama_index.options import Call
 from ragblend.integrations.llama_index.parameters import Parameters
+from ragblend.integrations.llama_index.streams import astops_when_closed, begun, stops_when_closed
 from ragblend.integrations.passages import Passage
 
 if TYPE_CHECKING:  # torch comes with it
@@ -95,6 +96,7 @@ class RAGBlendLLM(Parameters):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return self._answer(self._chat_request(messages, kwargs), _chat_response)
 
+    @stops_when_closed
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         return self._stream(self._chat_request(messages, kwargs), _chat_response)
@@ -103,6 +105,7 @@ class RAGBlendLLM(Parameters):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return await self._aanswer(self._chat_request(messages, kwargs), _chat_response)
 
+    @astops_when_closed
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         return await self._astream(self._chat_request(messages, kwargs), _chat_response)
@@ -113,6 +116,7 @@ class RAGBlendLLM(Parameters):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return self._answer(self._text_request(prompt, formatted, kwargs), _completion)
 
+    @stops_when_closed
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         return self._stream(self._text_request(prompt, formatted, kwargs), _completion)
@@ -121,6 +125,7 @@ class RAGBlendLLM(Parameters):
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return await self._aanswer(self._text_request(prompt, formatted, kwargs), _completion)
 
+    @astops_when_closed
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
@@ -185,7 +190,7 @@ class RAGBlendLLM(Parameters):
         """The device begins at once; wrong arguments raise here."""
         with request.errors():
             stream = self.backend.stream(request.make_prompt(), **request.call.arguments)
-        return self._pieces(stream, request, respond)
+        return begun(self._pieces(stream, request, respond))
 
     def _pieces(
         self, stream: "Stream", request: Request, respond: Respond[Response]
@@ -202,7 +207,7 @@ class RAGBlendLLM(Parameters):
     async def _astream(self, request: Request, respond: Respond[Response]) -> AsyncGenerator[Response, None]:
         with request.errors():
             prompt = await asyncio.to_thread(request.make_prompt)
-        return self._apieces(prompt, request, respond)
+        return begun(self._apieces(prompt, request, respond))
 
     async def _apieces(
         self, prompt: Prompt, request: Request, respond: Respond[Response]

@@ -49,7 +49,7 @@ class Parameters(LLM):
     is_chat_model: bool | None = Field(
         default=None, description="None: whether the tokenizer has a chat template."
     )
-    learn_from_retrieval: bool = Field(
+    register_retrieved: bool = Field(
         default=True, description="Register the nodes that LlamaIndex's retrievers find, by its own events."
     )
     _backend: Backend | None = PrivateAttr(default=None)
@@ -98,13 +98,13 @@ class Parameters(LLM):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.learn_from_retrieval:
+        if self.register_retrieved:
             listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "Parameters":
         """LlamaIndex copies components at will; the engine behind them stays one."""
         copied = self.model_copy()
-        if self.learn_from_retrieval:
+        if self.register_retrieved:
             listen(copied)
         return copied
 

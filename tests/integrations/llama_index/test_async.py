@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from llama_helpers import listening, story_nodes, user
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore
 
@@ -148,6 +149,23 @@ def test_closing_a_stream_stops_the_device(stored, endless, begun):
         next(stream)
     stream.close()
     del stream
+    assert_stopped(stored, endless)
+
+
+def test_a_handler_that_keeps_everything_does_not_keep_the_device_busy(stored, endless):
+    """It keeps the exception that closed the stream, its traceback, and in it the generators of the stream."""
+    stored.callback_manager = CallbackManager([LlamaDebugHandler(print_trace_on_end=False)])
+    stream = stored.stream_chat(user("Who?"), **LONG)
+    next(stream)
+    stream.close()
+    assert_stopped(stored, endless)
+
+    async def leave():
+        stream = await stored.astream_chat(user("Who?"), **LONG)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
     assert_stopped(stored, endless)
 
 

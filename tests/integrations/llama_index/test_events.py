@@ -78,7 +78,7 @@ def test_retrieved_nodes_are_learnt_without_another_line(llm, index):
 
 
 def test_an_llm_may_be_told_not_to_learn(make_llm, index):
-    llm = make_llm(learn_from_retrieval=False)
+    llm = make_llm(register_retrieved=False)
     index.as_query_engine(llm=llm, similarity_top_k=3).query("Who kept two ledgers?")
     assert llm.last_stats["kv"]["chunks"] == []
     assert len(llm.backend.registry) == 0

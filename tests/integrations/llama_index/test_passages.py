@@ -31,7 +31,7 @@ MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulat
 @pytest.fixture
 def deaf(make_llm):
     """An LLM that learns nothing by itself."""
-    return make_llm(learn_from_retrieval=False)
+    return make_llm(register_retrieved=False)
 
 
 def test_a_passage_is_what_the_model_is_shown_of_a_node():

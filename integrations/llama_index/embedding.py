@@ -1,0 +1,55 @@
+"""The bundled embedder as LlamaIndex's `embed_model`, so that an index can be built offline."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import PrivateAttr
+
+from ragblend.integrations.embeddings import Embeddings, MiniLMEmbedder
+
+
+class RAGBlendEmbedding(BaseEmbedding):
+    """all-MiniLM-L6-v2, 384 dimensions, on the CPU; loaded on first use, nothing is downloaded.
+
+    A text longer than the model's window gets the mean of its windows' vectors. Raises ModelNotFoundError where the
+    embedder's package is not installed.
+    """
+
+    model_name: str = MiniLMEmbedder.name
+    _embedder: MiniLMEmbedder = PrivateAttr(default_factory=MiniLMEmbedder)
+
+    def __init__(self, **data: Any) -> None:
+        data.setdefault("embed_batch_size", 64)
+        super().__init__(**data)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RAGBlendEmbedding"
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        vector: list[float] = self._embedder.embed_question(query).tolist()
+        return vector
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [_one(rows) for rows in self._embedder.embed_passages(texts)]
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+
+def _one(windows: Embeddings) -> list[float]:
+    """(W, E) -> (E,), normalised."""
+    mean = windows.mean(axis=0)
+    unit: list[float] = (mean / np.linalg.norm(mean)).tolist()
+    return unit

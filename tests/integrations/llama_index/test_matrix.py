@@ -1,0 +1,212 @@
+"""Every engine, style and response mode of LlamaIndex, on the bundled model with Chroma: the engine's own answers, and
+every retrieved passage found and reused. `docs/llama-index.md` has the table.
+"""
+
+import asyncio
+
+import chromadb
+import pytest
+from llama_helpers import STORIES, HashEmbedding, listening, story_nodes
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.chat_engine import SimpleChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from ragblend import Chunk, Literal
+from ragblend.engine.prompt import Message
+from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
+from ragblend.integrations.llama_index.nodes import passage_of
+
+QUESTION = "Who kept two ledgers?"
+HISTORY = [ChatMessage(role="user", content="Hello."), ChatMessage(role="assistant", content="Hello!")]
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "simple_summarize"]
+STYLES = ["sync", "stream", "async", "async stream"]
+TOKENS = 6
+IDS = {node.node_id for node in story_nodes()}
+TEXTS = {passage_of(node).text: node.node_id for node in story_nodes()}
+assert len(TEXTS) == len(STORIES) == 3
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory, with_smollm2):
+    home = with_smollm2(tmp_path_factory.mktemp("llama-index") / "home")
+    made = RAGBlendLLM(home=home, device="cpu", dtype="bfloat16", max_new_tokens=TOKENS)
+    yield made
+    made.backend.engine.close()
+    made.backend.registry.close()
+
+
+@pytest.fixture(scope="module")
+def index(llm, tmp_path_factory):
+    """A stock index, its texts in Chroma alone; encoded ahead, from what Chroma gives back."""
+    settings = chromadb.config.Settings(anonymized_telemetry=False)
+    client = chromadb.PersistentClient(path=tmp_path_factory.mktemp("chroma"), settings=settings)
+    store = ChromaVectorStore(chroma_collection=client.create_collection("stories", embedding_function=None))
+    made = VectorStoreIndex(
+        story_nodes(),
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=HashEmbedding(),
+    )
+    assert not made.docstore.docs
+    assert encode_index(made, llm, show_progress=False) == 3
+    yield made
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def own_answer(llm):
+    """The engine's own answer to what an event says was asked; the chunks are found here by `str.find`."""
+    engine, known = llm.backend.engine, {}
+
+    def answer(event):
+        asked = event.messages if hasattr(event, "messages") else [ChatMessage(event.prompt)]
+        prompt = engine.tokenize(
+            engine.chat([Message(m.role.value, tuple(segments(m.content))) for m in asked])
+        )
+        if prompt.token_ids not in known:
+            known[prompt.token_ids] = engine.generate(prompt, max_new_tokens=TOKENS)
+        return known[prompt.token_ids]
+
+    return answer
+
+
+def segments(text):
+    places = sorted((text.find(passage), passage) for passage in TEXTS if passage in text)
+    at = 0
+    for place, passage in places:
+        yield Literal(text[at:place], verbatim=True)
+        yield Chunk(passage)
+        at = place + len(passage)
+    yield Literal(text[at:], verbatim=True)
+
+
+def query(engine, style):
+    """The answer's text and its sources, by `query` or `aquery` (or a synthesizer's), streamed or not."""
+
+    async def asked():
+        response = await engine.aquery(QUESTION)
+        text = [t async for t in response.response_gen] if "stream" in style else [str(response)]
+        return "".join(text), response.source_nodes
+
+    if "async" in style:
+        return asyncio.run(asked())
+    response = engine.query(QUESTION)
+    text = list(response.response_gen) if "stream" in style else [str(response)]
+    return "".join(text), response.source_nodes
+
+
+class RetrieverAndSynthesizer:
+    """What people write who want the two steps apart."""
+
+    def __init__(self, retriever, synthesizer):
+        self.retriever, self.synthesizer = retriever, synthesizer
+
+    def query(self, question):
+        return self.synthesizer.synthesize(question, self.retriever.retrieve(question))
+
+    async def aquery(self, question):
+        return await self.synthesizer.asynthesize(question, await self.retriever.aretrieve(question))
+
+
+def query_engine(kind, index, llm, mode, streaming):
+    options = {"llm": llm, "response_mode": mode, "streaming": streaming}
+    retriever = index.as_retriever(similarity_top_k=3)
+    if kind == "index.as_query_engine":
+        return index.as_query_engine(similarity_top_k=3, **options)
+    if kind == "RetrieverQueryEngine":
+        return RetrieverQueryEngine.from_args(retriever, **options)
+    if kind == "retriever + synthesizer":
+        return RetrieverAndSynthesizer(retriever, get_response_synthesizer(**options))
+    return RetrieverAndSynthesizer(retriever, RAGBlendSynthesizer(**options))
+
+
+KINDS = ["index.as_query_engine", "RetrieverQueryEngine", "retriever + synthesizer", "RAGBlendSynthesizer"]
+CELLS = [
+    (kind, mode, style)
+    for kind in KINDS
+    for mode in MODES
+    for style in STYLES
+    # LlamaIndex cannot stream `accumulate`; its own `simple_summarize` shows the model no passage as it stands.
+    if not (mode == "accumulate" and "stream" in style)
+    and not (mode == "simple_summarize" and kind != "RAGBlendSynthesizer")
+]
+
+
+@pytest.mark.parametrize(("kind", "mode", "style"), CELLS)
+def test_query_engines(llm, index, own_answer, kind, mode, style):
+    with listening() as ear:
+        text, sources = query(query_engine(kind, index, llm, mode, "stream" in style), style)
+    assert {source.node.node_id for source in sources} == IDS
+    assert len(ear.ends) == (3 if mode in {"refine", "accumulate"} else 1)
+    assert text.strip()
+    assert ear.ends[-1].response.message.content in text
+    assert_all_reused(ear, own_answer)
+
+
+def assert_all_reused(ear, own_answer):
+    """Every retrieved passage was found, had its KV, and the answers are the engine's own."""
+    assert {node for kv in ear.kv for node in kv["chunks"]} == IDS
+    assert [kv["misses"] for kv in ear.kv] == [0] * len(ear.kv)
+    assert [kv["hits"] for kv in ear.kv] == [len(kv["chunks"]) for kv in ear.kv]
+    for event in ear.ends:
+        own = own_answer(event)
+        text = event.response.text if hasattr(event.response, "text") else event.response.message.content
+        # The chat engines' writers of histories strip the message they were given.
+        assert text.strip() == own.text.strip()
+        assert event.response.raw["kv"]["reused"] == own.report.tokens.reused
+
+
+def memory():
+    """LlamaIndex's default memory is a database that it never closes."""
+    return ChatMemoryBuffer.from_defaults(token_limit=4000)
+
+
+def chat(engine, style):
+    async def asked():
+        if "stream" not in style:
+            return str(await engine.achat(QUESTION, chat_history=HISTORY))
+        response = await engine.astream_chat(QUESTION, chat_history=HISTORY)
+        return "".join([t async for t in response.async_response_gen()])
+
+    if "async" in style:
+        return asyncio.run(asked())
+    if style == "sync":
+        return str(engine.chat(QUESTION, chat_history=HISTORY))
+    return "".join(engine.stream_chat(QUESTION, chat_history=HISTORY).response_gen)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("mode", "calls"), [("condense_plus_context", 2), ("context", 1)])
+def test_chat_engines(llm, index, own_answer, mode, calls, style):
+    engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3, memory=memory())
+    with listening() as ear:
+        text = chat(engine, style)
+    assert len(ear.ends) == calls
+    assert text.strip() == ear.ends[-1].response.message.content.strip()
+    assert_all_reused(ear, own_answer)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_chat_without_retrieval(llm, own_answer, style):
+    with listening() as ear:
+        text = chat(SimpleChatEngine.from_defaults(llm=llm, memory=memory()), style)
+    [event] = ear.ends
+    assert event.response.raw["kv"]["chunks"] == []
+    assert text.strip() == own_answer(event).text.strip()
+
+
+def test_a_passage_that_was_pasted_into_a_chat_is_reused_as_well(llm, index, own_answer):
+    with listening() as ear:
+        SimpleChatEngine.from_defaults(llm=llm, memory=memory()).chat("\n\n".join([*TEXTS, QUESTION]))
+    assert_all_reused(ear, own_answer)
+
+
+def test_the_stock_simple_summarize_shows_the_model_a_list(llm, index):
+    """Upstream's #22392: escaped newlines. What holds one is not found; with it fixed there, drop our own mode."""
+    with listening() as ear:
+        query(query_engine("index.as_query_engine", index, llm, "simple_summarize", False), "sync")
+    assert ear.kv[0]["chunks"] == []
+    assert "\\n\\n" in ear.ends[0].messages[-1].content
