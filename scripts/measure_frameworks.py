@@ -141,10 +141,10 @@ def llama_index(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
     from llama_index.llms.huggingface import HuggingFaceLLM
 
     from ragblend.app.samples import documents_folder
-    from ragblend.integrations.llama_index import RAGBlendLLM
+    from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 
     documents = SimpleDirectoryReader(str(documents_folder())).load_data()
-    index = VectorStoreIndex.from_documents(documents, embed_model=llama_index_embedding())
+    index = VectorStoreIndex.from_documents(documents, embed_model=RAGBlendEmbedding())
 
     def asking(llm: Any) -> Ask:
         engine = index.as_query_engine(llm=llm, streaming=True)
@@ -171,26 +171,6 @@ def llama_index(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
     return measured, asked_all(asking(ours), statistics_of)
 
 
-def llama_index_embedding() -> Any:
-    from llama_index.core.embeddings import BaseEmbedding
-
-    from ragblend.integrations.embeddings import MiniLMEmbedder
-
-    embedder = MiniLMEmbedder()
-
-    class MiniLM(BaseEmbedding):
-        def _get_text_embedding(self, text: str) -> list[float]:
-            return list(map(float, embedder.embed_question(text)))
-
-        def _get_query_embedding(self, query: str) -> list[float]:
-            return self._get_text_embedding(query)
-
-        async def _aget_query_embedding(self, query: str) -> list[float]:
-            return self._get_text_embedding(query)
-
-    return MiniLM()
-
-
 # --- LangChain
 
 
@@ -207,14 +187,14 @@ def langchain(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
 
     from ragblend.app.readers import read_document
     from ragblend.app.samples import documents_folder
-    from ragblend.integrations.langchain import ChatRAGBlend
+    from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
     documents = [
         Document("\n\n".join(part.text for part in read_document(path)), metadata={"source": path.name})
         for path in sorted(documents_folder().iterdir())
     ]
     splits = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=200).split_documents(documents)
-    retriever = Chroma.from_documents(splits, langchain_embedding()).as_retriever()
+    retriever = Chroma.from_documents(splits, RAGBlendEmbeddings()).as_retriever()
     prompt = ChatPromptTemplate.from_template(
         "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to answer "
         "the question. If you don't know the answer, just say that you don't know. Use three sentences maximum and "
@@ -248,23 +228,6 @@ def langchain(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
         return last["kv"]
 
     return measured, asked_all(asking(ours, text_of), statistics_of)
-
-
-def langchain_embedding() -> Any:
-    from langchain_core.embeddings import Embeddings
-
-    from ragblend.integrations.embeddings import MiniLMEmbedder
-
-    embedder = MiniLMEmbedder()
-
-    class MiniLM(Embeddings):
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [self.embed_query(text) for text in texts]
-
-        def embed_query(self, text: str) -> list[float]:
-            return list(map(float, embedder.embed_question(text)))
-
-    return MiniLM()
 
 
 if __name__ == "__main__":
