@@ -48,14 +48,14 @@ class ChatRAGBlend(Parameters, BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        return self.changes_answers()
+        return self._changing_answers()
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
         return True
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self.traced(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
+        return self._traced(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     def _resolve_model_profile(self) -> ModelProfile:
         """What is known without loading anything: the window is the model's own."""

@@ -124,7 +124,7 @@ class Parameters(BaseModel):
         with framework_errors():
             return list(self.backend().engine.tokenizer.encode(text, add_special_tokens=False))
 
-    def traced(
+    def _traced(
         self, params: LangSmithParams, stop: list[str] | None, arguments: Mapping[str, Any]
     ) -> LangSmithParams:
         """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
@@ -137,7 +137,7 @@ class Parameters(BaseModel):
             params["ls_stop"] = stop or self.stop
         return params
 
-    def changes_answers(self) -> dict[str, Any]:
+    def _changing_answers(self) -> dict[str, Any]:
         """The parameters by which two models answer differently: for traces and for LangChain's cache."""
         names = ("model", *DECODING, "method", "ratio", "collection", "device", "dtype", "model_kwargs")
         return {name: getattr(self, name) for name in names}

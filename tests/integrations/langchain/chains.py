@@ -1,21 +1,24 @@
 """The calling styles that people have, each as a function from a model and a retriever to something that takes a
 question. Only the model is ours."""
 
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import dynamic_prompt
+from langchain_classic.agents import AgentExecutor, create_react_agent
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.output_parsers import RegexParser
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGenerationChunk
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 
-from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
+from ragblend.integrations.langchain import ChatRAGBlend, create_ragblend_stuff_documents_chain
 
 CHAT = ChatPromptTemplate.from_messages(
     [("system", "Answer from the context:\n\n{context}"), ("human", "{input}")]
@@ -105,6 +108,29 @@ def retriever_tool(llm: Any, retriever: Any) -> Any:
     return RunnablePassthrough() | searched | llm | StrOutputParser()
 
 
+REACT = PromptTemplate.from_template(
+    "You have these tools: {tools} ({tool_names})\n\nQuestion: {input}\nThought: {agent_scratchpad}"
+)
+
+
+class Searching(ChatRAGBlend):
+    """Decides to search first, as a model that keeps to the ReAct format would; the bundled one does not."""
+
+    def _stream(self, messages: Any, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
+        if "Observation:" in messages[-1].text:
+            yield from super()._stream(messages, *args, **kwargs)
+        else:
+            decision = "I should look.\nAction: search\nAction Input: the bell"
+            yield ChatGenerationChunk(message=AIMessageChunk(decision))
+
+
+def react_agent(llm: Any, retriever: Any) -> Any:
+    model = Searching(home=llm.home, device=llm.device, max_tokens=llm.max_tokens)
+    tools = [create_retriever_tool(retriever, "search", "Searches the notes.")]
+    agent = create_react_agent(model, tools, REACT)
+    return AgentExecutor(agent=agent, tools=tools, max_iterations=2, handle_parsing_errors=True)
+
+
 CHAT_CHAINS = {
     "create_stuff_documents_chain": stuff,
     "create_ragblend_stuff_documents_chain": our_stuff,
@@ -117,6 +143,7 @@ CHAT_CHAINS = {
     "RetrievalQA refine": retrieval_qa("refine"),
     "agent, context by middleware": agent_with_context,
     "retriever tool, then the model": retriever_tool,
+    "classic ReAct agent with a retriever tool": react_agent,
 }
 TEXT_CHAINS = {
     "LCEL": lcel_text,
