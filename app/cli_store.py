@@ -60,8 +60,7 @@ def repair(cli: Cli, collection: Collection = None) -> None:
 def gc(cli: Cli) -> None:
     """Remove what nothing refers to: left-over files and what is in quarantine."""
     with cli.open() as workspace, workspace.writing():
+        deleted = workspace.engine.forget(())  # what a kill left of an earlier deletion
         report = workspace.store.gc()
-    cli.result(
-        {"files": report.files, "bytes": report.bytes},
-        f"{plural(report.files, 'file')}, {size(report.bytes)}",
-    )
+    freed = report.bytes + deleted
+    cli.result({"files": report.files, "bytes": freed}, f"{plural(report.files, 'file')}, {size(freed)}")

@@ -24,6 +24,7 @@ from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.serving import DEFAULT_RATIO, Request
+from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.store import KVStore
@@ -149,15 +150,12 @@ class Engine:
                 (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
                 for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
             ]
-            unused = self._resources.nodes.put_many(self._scope, named)
-            for key in unused:
-                self.store.delete(key)
+            self._bury(self._resources.nodes.put_many(self._scope, named))
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-        unused = self._resources.nodes.delete(self.config.collection, node_ids)
-        return sum(self.store.delete(key) for key in unused)
+        return self._bury(self._resources.nodes.delete(self.config.collection, node_ids))
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
@@ -281,6 +279,14 @@ class Engine:
     @property
     def _scope(self) -> Scope:
         return self._resources.scope(self.config.collection)
+
+    def _bury(self, doomed: Sequence[ChunkKey]) -> int:
+        """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
+        if not doomed:
+            return 0
+        freed = sum(self.store.delete(key) for key in doomed)
+        self._resources.nodes.buried(doomed)
+        return freed
 
     def _answer(
         self,

@@ -64,7 +64,8 @@ class Machine:
         keys: list[ChunkKey | None] = []
         tokens = encoded = 0
         for passage in passages:
-            key = resources.key_of(prefix, passage, collection) if passage else None
+            fits = passage and resources.refusal(len(prefix) + len(passage)) is None
+            key = resources.key_of(prefix, passage, collection) if fits else None
             if key is not None and not resources.store.contains(key):
                 with self.queue.turn():
                     encoder = encoder or ChunkEncoder(resources.decoder, prefix)

@@ -35,6 +35,7 @@ CREATE TABLE IF NOT EXISTS NodeKeys (
     key TEXT NOT NULL, collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL,
     PRIMARY KEY (key, collection, tokenizer, node_id)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 """
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -86,7 +87,7 @@ class NodeIndex:
         """Enter (node id, token ids, key) triples, all or none.
 
         A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
-        taken from it; those that no node has any more are returned, for the store to delete.
+        taken from it. Returns what is doomed now, see `doomed`.
         """
         with self._transaction() as sql:
             dropped: set[str] = set()
@@ -97,7 +98,7 @@ class NodeIndex:
                     dropped |= _drop_keys(sql, _NODE, where)
                 sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
                 sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
-            return _unused(sql, dropped)
+            return _doom(sql, dropped)
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here, or its row is damaged."""
@@ -124,19 +125,31 @@ class NodeIndex:
             return set(_chunk_keys(key for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")))
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
-        """Remove nodes, for every tokenizer; the keys that no node has any more, for the store to delete."""
+        """Remove nodes, for every tokenizer. Returns what is doomed now, see `doomed`."""
         with self._transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
                 where = (collection, node_id)
                 dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
                 sql.execute("DELETE FROM Nodes WHERE collection = ? AND node_id = ?", where)
-            unused = _unused(sql, dropped)
-        with self._connection() as sql:
-            busy = sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        if busy:
-            log.warning("%s-wal keeps deleted token ids until its other readers are done", self.path)
+            unused = _doom(sql, dropped)
+        self._truncate_log()
         return unused
+
+    def doomed(self) -> tuple[ChunkKey, ...]:
+        """Keys that lost their last node, and whose KV the store has still to delete.
+
+        They are noted in the transaction that took the node away, until `buried` says that it is done: a kill in
+        between leaves KV that can be turned into text, and the next call finds it.
+        """
+        with self._connection() as sql:
+            return _doom(sql, set())
+
+    def buried(self, keys: Iterable[ChunkKey]) -> None:
+        """The store has deleted these."""
+        with self._transaction() as sql:
+            sql.executemany("DELETE FROM Doomed WHERE key = ?", [(key.digest,) for key in keys])
+        self._truncate_log()
 
     def close(self) -> None:
         with self._lock:
@@ -149,6 +162,12 @@ class NodeIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _truncate_log(self) -> None:
+        with self._connection() as sql:
+            busy = sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if busy:
+            log.warning("%s-wal keeps deleted token ids until its other readers are done", self.path)
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -201,9 +220,14 @@ def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) 
     return dropped
 
 
-def _unused(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
-    used = "SELECT 1 FROM NodeKeys WHERE key = ? LIMIT 1"
-    return tuple(_chunk_keys(key for key in sorted(keys) if sql.execute(used, (key,)).fetchone() is None))
+def _doom(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
+    """Note the keys; all that are noted, but for those that a node has (again)."""
+    sql.executemany("INSERT OR IGNORE INTO Doomed VALUES (?)", [(key,) for key in keys])
+    unused = (
+        "SELECT key FROM Doomed WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Doomed.key) "
+        "ORDER BY key"
+    )
+    return tuple(_chunk_keys(key for (key,) in sql.execute(unused)))
 
 
 def _chunk_keys(digests: Iterable[str]) -> Iterator[ChunkKey]:

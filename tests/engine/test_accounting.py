@@ -167,6 +167,21 @@ def test_collections_share_no_kv(fresh_bench_for, tmp_path):
         two.engine.tokenize(Prompt([Chunk(node_id="a")]))
 
 
+@pytest.mark.parametrize("how", ["forget", "encode"])
+def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, how):
+    """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""
+    engine = fresh.engine
+    engine.encode([make_text(1)], node_ids=["a"])
+    with monkeypatch.context() as killed:
+        killed.setattr(engine.store, "delete", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.forget(["a"]) if how == "forget" else engine.encode([make_text(2)], node_ids=["a"])
+    kept = 0 if how == "forget" else 1
+    assert engine.store.stats().entries == kept + 1
+    assert engine.forget([]) > 0
+    assert engine.store.stats().entries == kept and engine.forget([]) == 0
+
+
 def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_path):
     one, two = (
         fresh_bench_for("llama", home=tmp_path / "h", collection=name).engine for name in ("one", "two")

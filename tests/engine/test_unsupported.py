@@ -100,6 +100,21 @@ def test_longrope_is_fused_below_its_regime_and_plain_beyond(fresh_bench_for):
     assert largest_error(keys, bench.kv(reuse.token_ids)[0][0][:, start:stop]) < ALLOWED
 
 
+def test_a_passage_beyond_its_regime_is_not_stored(fresh_bench_for):
+    """It is read with other frequencies than any prompt that may be fused; behind a shorter prefix it was reused."""
+    engine = fresh_bench_for("phi3-longrope").engine
+    long = make_text(9, words=185)
+    alone = engine.count_tokens(long)
+    assert alone + 10 < tiny_models.REGIME_TOKENS < alone + len(engine._resources.canonical_prefix)
+    report = engine.encode([long, TEXTS[0]], node_ids=["long", "short"])
+    assert (report.encoded, report.skipped, report.keys[0]) == (1, 1, None)
+    assert engine.store.stats().entries == 1
+    bare = engine.prefill(Prompt([Literal("-"), Chunk(node_id="long"), Literal("?")]), "reuse").report
+    assert (bare.hits, bare.misses, bare.warning) == (0, 1, None)
+    assert engine.finish_background(timeout_s=60)
+    assert engine.store.stats().entries == 1
+
+
 def test_dynamic_ntk_stays_in_one_regime(bench_for):
     bench = bench_for("llama-dynamic")
     bench.engine.encode(TEXTS)

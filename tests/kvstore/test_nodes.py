@@ -47,6 +47,7 @@ def test_keys_are_free_only_when_no_node_has_them(nodes):
     nodes.put_many(OTHER, [("a", (1,), key(3))])
     assert sorted(nodes.nodes_with(key(1)), key=str) == [(SCOPE, "a"), (SCOPE, "b")]
     assert nodes.delete("papers", ["a"]) == (key(2), key(3))  # of every tokenizer
+    nodes.buried([key(2), key(3)])
     assert nodes.get(OTHER, "a") is None
     assert nodes.delete("notes", ["b"]) == ()
     assert nodes.delete("papers", ["b", "absent"]) == (key(1),)
@@ -57,6 +58,7 @@ def test_new_text_under_an_old_id_frees_the_old_keys(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
     assert nodes.put_many(SCOPE, [("a", (1,), key(3))]) == ()  # the same text for another model
     assert nodes.put_many(SCOPE, [("a", (7,), key(4))]) == (key(1), key(3))
+    nodes.buried([key(1), key(3)])
     assert nodes.put_many(SCOPE, [("a", (8,), key(4))]) == ()  # dropped and taken again: in use
     assert nodes.get(SCOPE, "a") == (8,)
 
@@ -78,7 +80,7 @@ def test_deletion_leaves_no_bytes(nodes, path):
         return [file.name for file in path.parent.iterdir() for each in needles if each in file.read_bytes()]
 
     assert len(set(holding())) >= 1
-    nodes.delete("papers", ["secret-node"])
+    nodes.buried(nodes.delete("papers", ["secret-node"]))
     assert holding() == []
     assert nodes.get(SCOPE, "kept") == (1, 2)
 
@@ -140,3 +142,20 @@ def test_a_closed_index_and_a_folder_in_its_place_are_named_errors(path):
         nodes.get(SCOPE, "a")
     with pytest.raises(StoreError):
         NodeIndex.open(path.parent)
+
+
+def test_what_is_doomed_is_remembered_until_it_is_buried(tmp_path):
+    """A kill between the rows' removal and the KV's once left KV that nothing named any more."""
+    path = tmp_path / "nodes.sqlite"
+    with NodeIndex.open(path) as nodes:
+        nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2)), ("c", (3,), key(3))])
+        nodes.delete("papers", ["a"])
+        nodes.put_many(SCOPE, [("b", (7,), key(4))])
+    with NodeIndex.open(path) as nodes:
+        assert nodes.doomed() == (key(1), key(2))
+        assert nodes.delete("papers", ["absent"]) == (key(1), key(2))
+        nodes.put_many(SCOPE, [("d", (1,), key(1))])  # the same text came back
+        assert nodes.doomed() == (key(2),)
+        nodes.buried([key(2)])
+        assert nodes.doomed() == ()
+        assert nodes.delete("papers", ["d"]) == (key(1),)
