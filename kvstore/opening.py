@@ -17,6 +17,7 @@ from ragblend.kvstore.files import make_private_folder
 from ragblend.kvstore.index import BUSY, SQL_ERRORS, Index, error_code, index_failed, integrity, lenient_text
 from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside, value_files
 from ragblend.kvstore.lock import WriterLock
+from ragblend.kvstore.mounts import warn_of_network
 from ragblend.kvstore.upkeep import adopt, sweep
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def open_index(root: Path) -> Opened:
     try:
         check_format(root)  # before anything is made or tightened in a folder that is not ours
         make_private_folder(root)
+        warn_of_network(root)
         lock = WriterLock(root / LOCK_NAME, TIMEOUT_S)
     except OSError as error:
         raise _open_failed(error, root) from error

@@ -30,7 +30,7 @@ FAILING = {
 @pytest.fixture
 def traced_lab(lab):
     """Skips where no child can be traced."""
-    reason = lab.run("fault_system_calls:unavailable", 30)
+    reason = lab.run("fault_system_calls:unavailable", 280)
     if reason:
         pytest.skip(reason)
     return lab

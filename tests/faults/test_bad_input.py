@@ -1,0 +1,172 @@
+"""Everything that is no fault of the disk: budgets, formats, permissions, clocks, moved homes, network file systems."""
+
+import logging
+import os
+import random
+import shutil
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from fault_values import VALUE_BYTES, key_of, put, token_ids, version_read
+
+from ragblend.kvstore import mounts
+from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
+from ragblend.kvstore.store import KVStore
+
+BUDGET = 1 << 20
+
+
+@pytest.mark.parametrize("budget", [0, 1, VALUE_BYTES - 1])
+def test_a_budget_smaller_than_one_value(root, budget):
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+    with KVStore.open(root, budget) as store:
+        with pytest.raises(StoreFullError, match="more than the budget"):
+            put(store, 2)
+        assert version_read(store, 1, {0}) == 0
+        assert version_read(store, 2, {None}) is None
+        assert store.check() == []
+
+
+def test_a_budget_that_was_lowered(root):
+    with KVStore.open(root, BUDGET) as store:
+        for number in range(8):
+            put(store, number)
+    with KVStore.open(root, 3 * VALUE_BYTES) as store:
+        put(store, 8)
+        assert [version_read(store, number, {0, None}) for number in range(9)] == [None] * 6 + [0] * 3
+
+
+def test_a_store_of_another_format_is_left_as_it_is(root):
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+    line = (root / "FORMAT").read_text()
+    (root / "FORMAT").write_text("ragblend kv 2\n")
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    with pytest.raises(StoreFormatError, match="Another version made it"):
+        KVStore.open(root, BUDGET)
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+    (root / "FORMAT").write_text(line)
+    with KVStore.open(root, BUDGET) as store:
+        assert version_read(store, 1, {0}) == 0
+
+
+def test_a_value_of_another_format_is_a_counted_miss(root):
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+        (path,) = (root / "values").glob("*/*")
+        data = bytearray(path.read_bytes())
+        struct.pack_into("<I", data, 8, 2)
+        path.write_bytes(data)
+        assert version_read(store, 1, {None}) is None
+        assert (store.stats().misses, store.stats().quarantined) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "mode"),
+    [
+        (".", 0o500),
+        (".", 0o000),
+        ("values", 0o500),
+        ("values", 0o000),
+        ("quarantine", 0o500),
+        ("cache.db", 0o400),
+    ],
+)
+def test_a_folder_without_permission(lab, open_folder, part, mode):
+    """Named errors at most, for somebody who is not root; and once permitted again, nothing is lost."""
+    said = lab.run(
+        "fault_refusal:use_without_permission", 250, folder=open_folder / "home", mode=mode, part=part
+    )
+    assert all("Error: " in line for line in said)
+    if (part, mode) == (".", 0o000):
+        assert "Check" in said[0]
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that others than root can reach; pytest's own are its owner's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        if not all(parent.stat().st_mode & 0o001 for parent in Path(folder).parents):
+            pytest.skip("the folder for temporary files is not everybody's")
+        yield Path(folder)
+
+
+def test_a_clock_that_jumps_about(root, monkeypatch):
+    """Years forth and back at every step: no value is lost or refused for it, and the budget is kept."""
+    seeded, now = random.Random(1), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + seeded.choice([-1e9, -3600.0, 0.0, 3600.0, 1e9]))
+    for round_ in range(5):
+        with KVStore.open(root, 4 * VALUE_BYTES) as store:
+            for number in range(6):
+                put(store, number, round_)
+                assert version_read(store, number, {round_}) == round_
+                store.delete(key_of(number)) if number == 3 else None
+                assert store.stats().bytes <= 4 * VALUE_BYTES
+            assert store.check() == []
+
+
+def test_a_home_that_moved(root, tmp_path):
+    with KVStore.open(root, BUDGET) as store:
+        for number in range(3):
+            put(store, number)
+    shutil.move(root, tmp_path / "elsewhere with a blank")
+    shutil.copytree(tmp_path / "elsewhere with a blank", tmp_path / "copy")
+    for place in ("elsewhere with a blank", "copy"):
+        with KVStore.open(tmp_path / place, BUDGET) as store:
+            assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]
+            assert store.check() == []
+            put(store, 3)
+    assert not root.exists()
+
+
+def test_a_store_that_was_removed_while_open(root):
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+        shutil.rmtree(root)
+        assert store.get(key_of(1), token_ids(1)) is None
+        with pytest.raises(StoreError):
+            put(store, 2)
+        assert not root.exists()
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+
+
+MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/root rw
+30 22 0:5 / /home rw - nfs4 server:/home rw,vers=4.2
+31 30 8:1 / /home/local rw shared:1 - ext4 /dev/sda1 rw
+32 22 0:50 / /mnt/my\040share rw - cifs //server/share rw
+33 22 0:51 / /mnt/ssh rw - fuse.sshfs me@there:/ rw
+34 22 8:2 / /mnt/usb rw - fuseblk /dev/sdb1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/home/me/.local/share", "nfs4"),
+        ("/home/local/me", None),
+        ("/mnt/my share/kv", "cifs"),
+        ("/mnt/ssh", "fuse.sshfs"),
+        ("/mnt/usb/kv", None),
+        ("/homework", None),
+    ],
+)
+def test_network_file_systems_are_known(tmp_path, folder, kind):
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert mounts.network_file_system(tmp_path.joinpath(folder), tmp_path / "mountinfo") == kind
+    assert mounts.network_file_system(tmp_path.joinpath(folder), tmp_path / "not there") is None
+
+
+def test_a_network_file_system_is_warned_about_once(root, tmp_path, monkeypatch, caplog):
+    (tmp_path / "mountinfo").write_text(f"22 1 0:5 / {tmp_path} rw - nfs server:/ rw\n")
+    monkeypatch.setattr(mounts.network_file_system, "__defaults__", (tmp_path / "mountinfo",))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with KVStore.open(root, BUDGET) as store:
+                put(store, 1)
+    assert [record.getMessage().count("network file system (nfs)") for record in caplog.records] == [1]

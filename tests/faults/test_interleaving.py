@@ -1,0 +1,14 @@
+"""Loading while values are evicted, deleted and replaced, in thousands of seeded interleavings."""
+
+import pytest
+
+
+@pytest.mark.timeout(1800)
+def test_interleavings_of_changing_and_loading(lab, tmp_path, count):
+    rounds = count(10_000, 250)
+    totals = lab.run("fault_interleaving:interleave", 1700, folder=tmp_path / "kv", rounds=rounds, seed=1)
+    print(totals)
+    assert totals["switches"] > 10 * rounds
+    assert totals["hits"] > rounds / 2
+    assert totals["misses"] > rounds / 10
+    assert totals["evicted"] > rounds / 10
