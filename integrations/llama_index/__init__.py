@@ -11,8 +11,8 @@ from ragblend.integrations.llama_index.synthesizer import RAGBlendSynthesizer
 __all__ = [
     "ContextWindowError",
     "EncodeNodes",
-    "RAGBlendEmbedding",
     "PrefetchingRetriever",
+    "RAGBlendEmbedding",
     "RAGBlendLLM",
     "RAGBlendSynthesizer",
     "RegisterNodes",

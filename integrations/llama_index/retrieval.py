@@ -43,7 +43,7 @@ class PrefetchingRetriever(BaseRetriever):
     """Any retriever; the stored KV of what it finds is being loaded while the prompt is still being made."""
 
     def __init__(self, retriever: BaseRetriever, llm: RAGBlendLLM, **options: Any) -> None:
-        options.setdefault("callback_manager", retriever.callback_manager)
+        options.setdefault("callback_manager", getattr(retriever, "callback_manager", None))
         super().__init__(**options)
         self._retriever, self._llm = retriever, llm
 

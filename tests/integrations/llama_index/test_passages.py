@@ -8,6 +8,7 @@ from llama_helpers import STORIES, HashEmbedding, listening, story_nodes, user
 from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, ImageNode, NodeWithScore, TextNode
 
@@ -122,6 +123,21 @@ def test_the_postprocessor_registers_what_it_is_given(deaf, asynchronous):
     assert len(deaf.backend.registry) == 3
     deaf.chat(user(f"{passage_of(NODES[1]).text}\n{QUESTION}"))
     assert deaf.last_stats["kv"]["chunks"] == ["node-1"]
+
+
+def test_what_other_postprocessors_made_of_a_node_is_registered_last(llm):
+    """A sentence's window replaces its text after the retrieval was announced: `RegisterNodes` behind it knows both."""
+    nodes = [
+        TextNode(id_=f"s{n}", text=f"Sentence {n} about the harbour.", metadata={"window": story})
+        for n, story in enumerate(STORIES)
+    ]
+    for node in nodes:
+        node.excluded_llm_metadata_keys = node.excluded_embed_metadata_keys = ["window"]
+    windows = MetadataReplacementPostProcessor(target_metadata_key="window")
+    index = VectorStoreIndex(nodes, embed_model=HashEmbedding())
+    for postprocessors, found in (([windows], 0), ([windows, RegisterNodes(llm=llm)], 2)):
+        index.as_query_engine(llm=llm, node_postprocessors=postprocessors).query(QUESTION)
+        assert len(llm.last_stats["kv"]["chunks"]) == found
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

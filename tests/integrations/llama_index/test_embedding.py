@@ -1,0 +1,50 @@
+"""The bundled embedder as LlamaIndex's embed_model."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from llama_helpers import STORIES, story_nodes
+from llama_index.core import VectorStoreIndex
+
+from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.llama_index import RAGBlendEmbedding
+
+
+@pytest.fixture(scope="module")
+def embedding():
+    return RAGBlendEmbedding()
+
+
+def test_vectors_are_the_embedders_own_of_length_one(embedding):
+    short, long = "The harbour.", " ".join(STORIES)
+    batch = embedding.get_text_embedding_batch([short, long])
+    own = MiniLMEmbedder().embed_question(short)
+    assert np.allclose(batch[0], own, atol=1e-5)
+    assert np.allclose(embedding.get_query_embedding(short), own, atol=1e-5)
+    assert [len(vector) for vector in batch] == [384, 384]
+    assert np.allclose(np.linalg.norm(batch, axis=1), 1)
+
+
+def test_tasks_get_the_same(embedding):
+    async def all_of_them():
+        texts = await embedding.aget_text_embedding_batch(STORIES)
+        return [
+            await embedding.aget_query_embedding(STORIES[0]),
+            await embedding.aget_text_embedding(STORIES[0]),
+            texts[0],
+        ]
+
+    rows = asyncio.run(all_of_them())
+    assert np.allclose(rows, [embedding.get_text_embedding(STORIES[0])] * 3, atol=1e-5)
+
+
+def test_the_nearest_node_is_the_one_that_answers(embedding):
+    retriever = VectorStoreIndex(story_nodes(), embed_model=embedding).as_retriever(similarity_top_k=1)
+    assert retriever.retrieve("Who gave the controller handle to the museum?")[0].node.node_id == "node-1"
+
+
+def test_making_one_loads_nothing():
+    made = RAGBlendEmbedding()
+    assert made._embedder._model is None
+    assert made.to_dict()["model_name"] == "all-MiniLM-L6-v2"
