@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 OTHERS = {
     "llama_index",
     "langchain",
@@ -19,22 +17,16 @@ OTHERS = {
 def loaded_after(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True
     )
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import ragblend.integrations.langchain",
+def test_importing_and_constructing_load_only_langchain_core():
+    loaded = loaded_after(
         "from ragblend.integrations.langchain import *\n"
-        "ChatRAGBlend(home='nowhere', max_tokens=4); RAGBlendLLM(model='nothing')",
-    ],
-    ids=["importing", "constructing"],
-)
-def test_only_langchain_core_is_loaded(statement):
-    loaded = loaded_after(statement)
+        "ChatRAGBlend(home='nowhere', max_tokens=4); RAGBlendLLM(model='nothing')"
+    )
     assert "langchain_core" in loaded
     assert loaded & OTHERS == set()
 
