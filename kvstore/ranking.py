@@ -56,7 +56,7 @@ class History:
         if stored is not None:
             entry = self._stored[digest] = used(stored, self.uses, half_life)
             return entry
-        entry = used(self._gone.pop(digest, None) or Entry(digest, 0), self.uses, half_life)
+        entry = used(self._gone.pop(digest, Entry(digest, 0)), self.uses, half_life)
         if self.policy.fades:
             self._remember(entry)
         return entry
@@ -67,7 +67,7 @@ class History:
         That is its first use, if nobody has asked for it yet: else all that one ingests would go before anything that
         was asked for once, however long ago, and a full store would keep one new passage.
         """
-        entry = self._stored.get(digest) or self._gone.pop(digest, None) or Entry(digest, 0)
+        entry = self._stored.get(digest) or self._gone.pop(digest, Entry(digest, 0))
         entry = computed(entry._replace(nbytes=nbytes, tokens=tokens), cost)
         if not entry.frequency:
             self.uses += 1.0

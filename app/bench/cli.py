@@ -159,7 +159,7 @@ def store(
     documents: Documents = 1_000,
     retrievals: Retrievals = 6_000,
     seeds: Seeds = 3,
-    half_life: HalfLife = 2_048,
+    half_life: HalfLife = 1_024,
     profile: Profile = None,
     bytes_per_token: TokenBytes = 23_040,
     load_mb_per_s: LoadSpeed = 1_000,

@@ -53,7 +53,8 @@ def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
         budgets = [row["budget"] for row in points]
         bands = [row["hit_rate_ci"] or (row["hit_rate"], row["hit_rate"]) for row in points]
         axes.plot(budgets, [row["hit_rate"] for row in points], line, color=colour, label=policy, marker=".")
-        axes.fill_between(budgets, *zip(*bands, strict=True), color=colour, alpha=0.15, linewidth=0)
+        lower, upper = zip(*bands, strict=True)
+        axes.fill_between(budgets, lower, upper, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["budget"] for row in points], [str(row["budget"]) for row in points])
     axes.grid(alpha=0.3)

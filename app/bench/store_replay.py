@@ -80,13 +80,15 @@ class TreeCache(PolicyCache):
                 self._lose_child(parent)
 
     def evict(self, spare: str) -> None:
-        """One at a time, because an evicted leaf can make its parent one."""
+        """One at a time, because an evicted leaf can make its parent one; what has just come counts as a parent."""
+        self._children[spare] = self._children.get(spare, 0) + 1
         while self.ranking.nbytes > self.budget_bytes:
-            victims = self.ranking.take(1, self._children.keys() | {spare})
+            victims = self.ranking.take(1, self._children)
             if not victims:
-                return
+                break
             self.history.gone(victims[0].digest)
             self._lose_child(victims[0].digest.rpartition("/")[0])
+        self._lose_child(spare)
 
     def _lose_child(self, parent: str) -> None:
         self._children[parent] -= 1

@@ -75,6 +75,7 @@ def test_only_policies_that_fade_count_a_value_that_is_not_there():
             history.used("a")
         history.computed("a", 10, 1, 1.0)
         history.gone("a")
+        assert len(list(history.entries())) == POLICIES[name].fades
         history.used("a")
         assert history.computed("a", 10, 1, 1.0).frequency == pytest.approx(frequency), name
 
@@ -138,6 +139,9 @@ def test_a_restored_order_evicts_as_the_old_one_would_have(name):
         if not here:
             second.restore(entry, here)
     expected = sorted((entry.priority, entry.used_at, entry.digest) for entry, here in saved if here)
+    assert (
+        again.clock == expected[0][0]
+    )  # else newcomers would go before all that is here, however long unused
     assert [entry.digest for entry in again.take(10**9)] == [digest for _, _, digest in expected]
     assert second.uses == max(entry.used_at for entry, _ in saved)
     kept = [{entry.digest: here for entry, here in h.entries()} for h in (history, second)]
