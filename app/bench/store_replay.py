@@ -119,8 +119,6 @@ def replay(trace: Trace, cache: PolicyCache, machine: Machine, prefix: bool = Fa
     for number, request in enumerate(trace.requests):
         names = _names(request, prefix)
         found = [cache.find(name) for name in names]
-        if prefix:
-            found = _leading(found)
         lengths = [trace.tokens[document] for document in request]
         cached = sum(compress(lengths, found))
         wanted = sum(lengths)
@@ -141,8 +139,3 @@ def _names(request: list[int], prefix: bool) -> list[str]:
     if not prefix:
         return [str(document) for document in request]
     return ["/".join(map(str, request[: place + 1])) for place in range(len(request))]
-
-
-def _leading(found: list[bool]) -> list[bool]:
-    """The same up to the first miss: behind it nothing can be used."""
-    return [all(found[: place + 1]) for place in range(len(found))]
