@@ -11,6 +11,8 @@ from pathlib import Path
 from ragblend.kvstore.errors import StoreError, StoreFullError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+# What opening or reading a damaged value may say; too many open files, say, are not the value's fault.
+DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
 

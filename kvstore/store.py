@@ -6,7 +6,6 @@ format.
 """
 
 import contextlib
-import errno
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Self
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import write_failed
+from ragblend.kvstore.files import DAMAGE, write_failed
 from ragblend.kvstore.index import SQL_ERRORS, Index, index_failed
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.lock import WriterLock
@@ -42,12 +41,6 @@ from ragblend.kvstore.upkeep import (
 
 log = logging.getLogger(__name__)
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
-_DAMAGE = {
-    errno.EIO,
-    errno.ELOOP,
-    errno.EISDIR,
-    errno.ENOTDIR,
-}  # too many open files, say, is not the value's fault
 
 
 class KVStore:
@@ -166,7 +159,7 @@ class KVStore:
                     return None
                 missing = path
             except (CorruptBlobError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in _DAMAGE:
+                if isinstance(error, OSError) and error.errno not in DAMAGE:
                     log.warning("KV of chunk %s cannot be opened: %s", key.digest[:12], error)
                 else:
                     self._quarantine(key, path, str(error))

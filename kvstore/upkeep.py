@@ -15,7 +15,7 @@ from ragblend.kvstore.blob import BlobDamage
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.disk import digest_in
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
-from ragblend.kvstore.files import sync_folder
+from ragblend.kvstore.files import DAMAGE, sync_folder
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.layout import (
     QUARANTINE_FOLDER,
@@ -160,7 +160,11 @@ def _is_sound(root: Path, file: ValueFile) -> bool:
         return False
     try:
         open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
-    except (CorruptBlobError, OSError):
+    except (CorruptBlobError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise  # what is not entered is swept away, and this value may well be sound
         return False
     return True
 

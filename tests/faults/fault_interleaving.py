@@ -30,7 +30,7 @@ POINTS = (
     "close",
     "posix_fallocate",
 )
-CAPACITY = 3
+CAPACITY, NUMBERS = 3, 4
 _HANGS_S = 60.0
 
 
@@ -143,41 +143,53 @@ def scheduled(schedule: Schedule) -> Iterator[None]:
 
 
 class Round:
-    """One interleaving: what was ever there under each number while it ran, None for absent."""
+    """One interleaving, and what may be there under each number at this moment, None for absent."""
 
     def __init__(self, store: KVStore, held: dict[int, int], number: int) -> None:
         self.store, self.held, self.number = store, held, number
         self.random = random.Random(number)
-        self.there: dict[int, set[int | None]] = {one: {held.get(one)} for one in range(6)}
+        self.now: dict[int, set[int | None]] = {one: {held.get(one)} for one in range(NUMBERS)}
+        self.reads: list[tuple[int, set[int | None]]] = []  # under way: what was there at some moment of them
+
+    def _may_be(self, number: int, *states: int | None) -> None:
+        self.now[number] = set(states)
+        for reading, seen in self.reads:
+            if reading == number:
+                seen.update(states)
 
     def write(self) -> None:
-        """Two changes; what each may leave is noted before it begins, evictions too."""
-        for step in range(2):
-            number, version = self.random.randrange(6), self.number * 2 + step + 1
-            if self.random.random() < 0.3:
-                self.there[number].add(None)
+        """Three changes; what each may leave is noted before it begins, evictions too."""
+        for step in range(3):
+            number, version = self.random.randrange(NUMBERS), self.number * 3 + step + 1
+            if self.random.random() < 0.2:
+                self._may_be(number, self.held.pop(number, None), None)
                 self.store.delete(key_of(number))
-                self.held.pop(number, None)
-                continue
-            after = {one: old for one, old in self.held.items() if one != number} | {number: version}
-            self.there[number].add(version)
-            if len(after) > CAPACITY:  # which one depends on what the readers have used
-                for one in self.held:
-                    self.there[one].add(None)
-            put(self.store, number, version)
-            present = {key.digest for key in list(self.store.keys())}
-            self.held.clear()
-            self.held.update({one: old for one, old in after.items() if key_of(one).digest in present})
+            else:
+                self._put(number, version)
+            for one in range(NUMBERS):
+                self._may_be(one, self.held.get(one))
+
+    def _put(self, number: int, version: int) -> None:
+        after = {one: old for one, old in self.held.items() if one != number} | {number: version}
+        for one in after:
+            # Which one is evicted depends on what the readers have used.
+            gone = [None] if len(after) > CAPACITY and one != number else []
+            self._may_be(one, self.held.get(one), after[one], *gone)
+        put(self.store, number, version)
+        present = {key.digest for key in list(self.store.keys())}
+        self.held.clear()
+        self.held.update({one: old for one, old in after.items() if key_of(one).digest in present})
 
     def read(self) -> None:
-        for number in self.random.sample(range(6), 2):
+        for number in self.random.sample(range(NUMBERS), 2):
+            seen = set(self.now[number])
+            self.reads.append((number, seen))
             found = self.store.get(key_of(number), token_ids(number))
-            permitted = self.there[number]
             if found is None:
-                demand(None in permitted, "acknowledged value", number, "is lost; permitted:", permitted)
+                demand(None in seen, "acknowledged value", number, "is lost; permitted:", seen)
             else:
-                served = any(one is not None and same(found, value(number, one)) for one in permitted)
-                demand(served, "a wrong value was served for", number, "permitted:", permitted)
+                served = any(one is not None and same(found, value(number, one)) for one in seen)
+                demand(served, "a wrong value was served for", number, "permitted:", seen)
 
 
 def interleave(folder: str, rounds: int, seed: int, mutation: str | None = None) -> dict[str, int]:

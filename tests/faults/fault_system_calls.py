@@ -188,7 +188,8 @@ def _is_as_promised(case: Case, code: int, said: dict[str, Any]) -> bool:
         return True
     own, refused = held.get(operation.number), said["refused"]
     # SQLite calls a full disk an input/output error, unless it was write() that said so.
-    if code == errno.ENOSPC and refused and not refused.startswith(("StoreFullError", "StoreError: using")):
+    full = code == errno.ENOSPC and operation.kind == "put" and refused
+    if full and not refused.startswith(("StoreFullError", "StoreError: using")):
         return False
     if refused is None:
         return own == case.model.after(operation).get(operation.number)

@@ -1,6 +1,7 @@
 """What the fault suite found, one small test each."""
 
 import contextlib
+import errno
 import os
 import sqlite3
 import time
@@ -176,3 +177,21 @@ def test_a_damaged_index_that_another_process_set_aside(three):
             with pytest.raises(StoreError, match="set its damaged index aside"):
                 put(first, 8)
             assert [version_read(second, number, {0}) for number in (0, 1, 2, 7)] == [0] * 4
+
+
+def test_a_value_that_cannot_be_opened_now_is_not_swept_away(three, monkeypatch):
+    """While values are entered into a new index, too many open files made them leftovers, which are removed."""
+    (three / "cache.db").write_bytes(b"ruin" * 2000)
+    real = os.open
+
+    def refuse(path, *more):
+        if str(path).endswith(".kv"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(StoreError, match="Too many open files"):
+            KVStore.open(three, BUDGET)
+    with KVStore.open(three, BUDGET) as store:
+        assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]

@@ -1,6 +1,7 @@
 """A store with one of its comparisons taken out: the suite's own oracle must notice, or it proves nothing.
 
-The fsyncs are in test_power.py. The scenarios here are small, and each is run whole, to pass, and broken, to fail.
+The fsyncs are in test_power.py, the second look in test_interleaving.py. The scenarios here are small, and each is run
+whole, to pass, and broken, to fail.
 """
 
 import os
@@ -66,4 +67,4 @@ def test_without_the_comparison_the_oracle_speaks(tmp_path, name):
 
 
 def test_every_mutation_is_tried():
-    assert {*CASES, "no file fsync", "no folder fsync"} == set(MUTATIONS)
+    assert {*CASES, "no file fsync", "no folder fsync", "no second look"} == set(MUTATIONS)
