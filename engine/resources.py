@@ -22,6 +22,7 @@ from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
+from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore
 
@@ -105,7 +106,8 @@ class Resources:
             if "store" not in self._held:
                 return
             opened: KVStore = self._held["store"]
-            for tier in (opened, *opened.tiers):
+            tiers: list[KVStore | MemoryTier] = [opened, *opened.tiers]
+            for tier in tiers:
                 if (budget := self._budgets[tier.name]) is not None:
                     tier.budget_bytes = budget
 

@@ -149,7 +149,9 @@ def ask(
 def load_chain(mode: str, models: Models) -> BaseCombineDocumentsChain:
     """The chain with LangChain's own prompts; only its parser of scores is replaced."""
     if mode == "map_rerank":
-        parser = Scored(**MAP_RERANK_PROMPT.output_parser.model_dump(exclude={"type"}))
+        stock = MAP_RERANK_PROMPT.output_parser
+        assert stock is not None, "LangChain's rerank prompt comes with its parser"
+        parser = Scored(**stock.model_dump(exclude={"type"}))
         prompt = MAP_RERANK_PROMPT.model_copy(update={"output_parser": parser})
         return load_qa_chain(models.scoring, mode, prompt=prompt, return_intermediate_steps=True)
     if mode == "refine":
