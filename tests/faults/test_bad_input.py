@@ -137,8 +137,8 @@ def test_a_store_that_was_removed_while_open(root):
 
 
 MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/root rw
-30 22 0:5 / /home rw - nfs4 server:/home rw,vers=4.2
-31 30 8:1 / /home/local rw shared:1 - ext4 /dev/sda1 rw
+30 22 0:5 / /users rw - nfs4 server:/users rw,vers=4.2
+31 30 8:1 / /users/local rw shared:1 - ext4 /dev/sda1 rw
 32 22 0:50 / /mnt/my\040share rw - cifs //server/share rw
 33 22 0:51 / /mnt/ssh rw - fuse.sshfs me@there:/ rw
 34 22 8:2 / /mnt/usb rw - fuseblk /dev/sdb1 rw
@@ -148,12 +148,12 @@ MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/root rw
 @pytest.mark.parametrize(
     ("folder", "kind"),
     [
-        ("/home/me/.local/share", "nfs4"),
-        ("/home/local/me", None),
+        ("/users/me/.local/share", "nfs4"),
+        ("/users/local/me", None),
         ("/mnt/my share/kv", "cifs"),
         ("/mnt/ssh", "fuse.sshfs"),
         ("/mnt/usb/kv", None),
-        ("/homework", None),
+        ("/userswork", None),
     ],
 )
 def test_network_file_systems_are_known(tmp_path, folder, kind):

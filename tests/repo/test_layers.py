@@ -71,7 +71,7 @@ def checked_copy(clean_environment, repo, tmp_path):
 def test_the_layers_hold(checked_copy) -> None:
     done = checked_copy()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 kept, 0 broken" in done.stdout
+    assert "3 kept, 0 broken" in done.stdout
 
 
 @pytest.mark.parametrize(
