@@ -55,7 +55,7 @@ def endless(stored, monkeypatch):
     hook.remove()
 
 
-def becomes_idle(llm, timeout_s=10.0):
+def becomes_idle(llm, timeout_s=30.0):
     """Whether the device is given back."""
     end = time.monotonic() + timeout_s
     while llm.backend.engine._queue._waiting and time.monotonic() < end:
@@ -84,6 +84,7 @@ def test_the_loop_goes_on_while_the_device_works(stored, method):
 
     async def both():
         ticker = asyncio.create_task(tick())
+        begun = time.monotonic()
         answer = await getattr(stored, method)(
             asked("orchard") if "chat" in method else "Who?", max_new_tokens=150
         )
@@ -91,10 +92,13 @@ def test_the_loop_goes_on_while_the_device_works(stored, method):
             async for _ in answer:
                 pass
         ticker.cancel()
+        return time.monotonic() - begun
 
-    asyncio.run(both())
+    took = asyncio.run(both())
     assert len(ticks) > 10
-    assert max(b - a for a, b in pairwise(ticks)) < 0.5
+    assert (
+        max(b - a for a, b in pairwise(ticks)) < took / 2
+    )  # a blocked loop ticks once before and once after
 
 
 @pytest.mark.parametrize("method", ["achat", "acomplete"])
