@@ -9,7 +9,7 @@ import pytest
 def modules_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280
     )
     return set(done.stdout.split())
 

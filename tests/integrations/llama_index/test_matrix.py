@@ -20,6 +20,9 @@ from ragblend.engine.prompt import Message
 from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
 from ragblend.integrations.llama_index.nodes import passage_of
 
+pytestmark = pytest.mark.timeout(
+    900
+)  # the model is converted in the first test, where it has not been before
 QUESTION = "Who kept two ledgers?"
 HISTORY = [ChatMessage(role="user", content="Hello."), ChatMessage(role="assistant", content="Hello!")]
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "simple_summarize"]
