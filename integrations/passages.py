@@ -21,7 +21,7 @@ from ragblend.integrations.finding import MINIMUM, TextIndex, fingerprints
 from ragblend.integrations.hashing import Keys
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
-from ragblend.kvstore.index import error_code, index_failed, integrity
+from ragblend.kvstore.sqlite import error_code, index_failed, integrity
 
 log = logging.getLogger(__name__)
 FILE_NAME = "passages.sqlite"

@@ -21,8 +21,8 @@ from typing import Self
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
-from ragblend.kvstore.index import error_code, index_failed, integrity
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
+from ragblend.kvstore.sqlite import error_code, index_failed, integrity
 
 log = logging.getLogger(__name__)
 _TIMEOUT_S = 30.0

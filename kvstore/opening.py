@@ -14,10 +14,11 @@ from diskcache.core import DEFAULT_SETTINGS, METADATA
 from ragblend.kvstore.disk import INDEX_NAME, open_cache
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.files import make_private_folder
-from ragblend.kvstore.index import BUSY, SQL_ERRORS, Index, error_code, index_failed, integrity, lenient_text
+from ragblend.kvstore.index import Index
 from ragblend.kvstore.layout import LOCK_NAME, check_format, prepare, set_index_aside, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.mounts import warn_of_network
+from ragblend.kvstore.sqlite import BUSY, SQL_ERRORS, error_code, index_failed, integrity, lenient_text
 from ragblend.kvstore.upkeep import adopt, sweep
 
 log = logging.getLogger(__name__)

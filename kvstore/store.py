@@ -20,13 +20,14 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import DAMAGE, write_failed
-from ragblend.kvstore.index import SQL_ERRORS, Index, index_failed
+from ragblend.kvstore.index import Index
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import HeldChunk, MemoryTier
 from ragblend.kvstore.opening import open_index
 from ragblend.kvstore.policy import choose_victims, least_recently_used
 from ragblend.kvstore.reader import ChunkReader, open_verified
+from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
 from ragblend.kvstore.stats import Counters, StoreStats
 from ragblend.kvstore.upkeep import (
     GcReport,
