@@ -51,7 +51,7 @@ def check_packages() -> None:
         names = " and ".join(missing)
         raise UsageError(
             f"--methods: the modes map_reduce, map_rerank and refine are LangChain's and need {names}, which is not "
-            "installed: pip install 'ragblend[langchain]' langchain-classic"
+            "installed: pip install 'ragblend[langchain]'"
         )
 
 
