@@ -114,7 +114,9 @@ class Timings:
 class Report:
     """What one request did. recomputed_fraction is the ratio that was spent, selection included.
 
-    decision: what the loading controller chose and expected; None where nothing was fused.
+    decision: what the loading controller chose and expected; None where nothing was fused. probe_rows: rows that were
+    run to choose; computed_fraction: all rows that were computed, probes included, averaged over layers, as a share of
+    the prompt (full prefill is 1).
     """
 
     method: str
@@ -126,3 +128,5 @@ class Report:
     misses: int = 0
     warning: str | None = None
     decision: Decision | None = None
+    probe_rows: int = 0
+    computed_fraction: float = 1.0

@@ -1,43 +1,78 @@
 """The one layer loop: compute the chosen rows against the fused KV (CacheBlend §4.2, §5).
 
-Every method runs through `fused_prefill`; `full` is the policy that keeps every row.
+Every method runs through `fused_prefill`; `full` is the policy that keeps every row. A policy may have some rows run
+first, through the KV as it was stored, to see what they look at (a probe, design section 5); the loop is the same.
 """
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ragblend.engine.attention import Watch
 from ragblend.engine.cache import FusedCache, Mode, Peeked
-from ragblend.engine.decoder import Decoder, RowState
+from ragblend.engine.correction import Correction
+from ragblend.engine.decoder import Decoder, RowState, See
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import Evidence, Policy, joined
-from ragblend.kvstore.errors import Cancelled
+from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.selection.base import Policy
+from ragblend.engine.selection.evidence import Attention, Evidence, Probed, joined
+from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 # More rows than this pass through a layer in several goes. That changes nothing they compute (a row sees only what is
 # before it, and goes are in order), and keeps activations small beside the KV.
 BATCH_ROWS = 1024
+# Of the rows behind the last chunk at most so many, the last ones, are watched: their weights are (N, W, T) numbers.
+WATCHED_ROWS = 128
 
 
 @dataclass
 class Spent:
-    """What the loop did: layer-rows of stored tokens that were computed, and the time that choosing took."""
+    """What the loop did: layer-rows that were computed, and the time that choosing took.
 
+    layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens, in probes, that were
+    computed again after them. recomputed: stored tokens computed through the last layer. probe_rows: of all probes.
+    """
+
+    layer_rows: float = 0.0
     stored_layer_rows: float = 0.0
-    last_layer_recomputed: int = 0
+    again_layer_rows: float = 0.0
+    recomputed: int = 0
+    probe_rows: int = 0
     select_ms: float = 0.0
 
 
 @dataclass
 class Work:
-    """Rows on their way through the layers: rows (R,), hidden (1, R, hidden), and the state of each go."""
+    """Rows on their way through the layers: rows (R,), hidden (1, R, hidden), and the state of each go.
+
+    stored: how many of the rows are of stored tokens.
+    """
 
     rows: Tensor
     hidden: Tensor
     goes: list[RowState]
+    stored: int
+
+
+@dataclass
+class Run:
+    """One request on its way: what every step of the loop needs."""
+
+    decoder: Decoder
+    plan: Plan
+    policy: Policy
+    cache: FusedCache
+    cancel: threading.Event | None
+    spent: Spent = field(default_factory=Spent)
+    computed: Tensor | None = None  # (T,) bool: stored rows that probes have computed for good
+
+    def check_cancelled(self) -> None:
+        if self.cancel is not None and self.cancel.is_set():
+            raise Cancelled("the prefill was cancelled")
 
 
 @torch.inference_mode()
@@ -51,56 +86,170 @@ def fused_prefill(
 ) -> tuple[Tensor, Spent]:
     """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
 
-    The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader.
+    The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader,
+    UnsupportedModelError where a policy must see attention that the model does not show.
     """
-    spent = Spent()
-    rows = policy.rows(plan)
-    work = _work(decoder, plan, rows, decoder.embed(plan.token_ids[rows]))
+    run = Run(decoder, plan, policy, cache, cancel)
     cache.loader = loader
     try:
+        probed, settled = _probes(run)
+        rows = policy.rows(plan, probed)
+        work = _begin(run, rows[rows >= plan.settled_tokens] if settled else rows)
         for layer in range(plan.layers):
-            if cancel is not None and cancel.is_set():
-                raise Cancelled("the prefill was cancelled")
-            if policy.peeks(plan, layer):
-                spent.stored_layer_rows += plan.attention_share * _stored(plan, work)
-                evidence = _run(decoder, layer, work, cache, plan, Mode.PEEK, collect=True)
-                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer, spent))
-            narrows = policy.narrows(plan, layer)
-            evidence = _run(decoder, layer, work, cache, plan, Mode.SCATTER, collect=narrows)
-            spent.last_layer_recomputed = _stored(plan, work)
-            spent.stored_layer_rows += spent.last_layer_recomputed
-            if narrows:
-                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer + 1, spent))
-        return decoder.head(work.hidden[:, -1:])[0], spent
+            run.check_cancelled()
+            work = _layer(run, layer, work)
+        run.spent.recomputed += work.stored
+        return decoder.head(work.hidden[:, -1:])[0], run.spent
     finally:
-        cache.mode, cache.loader, cache.evidence, cache.rows = Mode.APPEND, None, None, None
+        cache.mode, cache.loader, cache.evidence, cache.rows, cache.correction = (
+            Mode.APPEND,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _work(decoder: Decoder, plan: Plan, rows: Tensor, hidden: Tensor) -> Work:
+def _layer(run: Run, layer: int, work: Work) -> Work:
+    """Take the rows through one layer, and leave behind those that the policy does not keep."""
+    policy, plan, spent = run.policy, run.plan, run.spent
+    if policy.peeks(plan, layer):
+        spent.stored_layer_rows += plan.attention_share * work.stored
+        spent.layer_rows += plan.attention_share * work.rows.numel()
+        evidence = _run(run, layer, work, Mode.PEEK, collect=True)
+        work = _narrowed(run, work, _choose(run, evidence, layer))
+    narrows = policy.narrows(plan, layer)
+    evidence = _run(run, layer, work, Mode.SCATTER, collect=narrows)
+    spent.stored_layer_rows += work.stored
+    spent.layer_rows += work.rows.numel()
+    return _narrowed(run, work, _choose(run, evidence, layer + 1)) if narrows else work
+
+
+def _probes(run: Run) -> tuple[Probed | None, bool]:
+    """Run what the policy wants to see first; and whether the rows that nothing can change are done by that."""
+    policy, plan, probed, settled = run.policy, run.plan, None, False
+    while (rows := policy.probe_rows(plan, probed)) is not None:
+        begun = time.perf_counter()
+        if not run.decoder.watches:
+            raise UnsupportedModelError(
+                f"the method {policy.name!r} must see what rows look at, which this model's layers do not show; "
+                "use `cacheblend`"
+            )
+        first = int((rows < plan.settled_tokens).sum())
+        probed, whole = _probe(run, rows[rows >= plan.settled_tokens] if settled else rows, probed, settled)
+        settled = settled or (whole and first == int(plan.always[: plan.settled_tokens].sum()))
+        run.spent.select_ms += (time.perf_counter() - begun) * 1e3
+    return probed, settled
+
+
+def _probe(run: Run, rows: Tensor, before: Probed | None, settled: bool) -> tuple[Probed, bool]:
+    """One probe: rows through the layers up to the last one that is watched, or all if stored rows are among them.
+
+    Also returns whether these were all layers. settled: the rows that nothing can change are done.
+    """
+    policy, plan, spent = run.policy, run.plan, run.spent
+    there = torch.zeros_like(plan.always)
+    there[rows] = True
+    absent = plan.always & ~there
+    if settled:
+        absent[: plan.settled_tokens] = False
+    gone = absent.nonzero().squeeze(1)
+    watched = min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
+    work = _begin(run, rows, watched, absent if gone.numel() else None)
+    last = max(layer for layer in range(plan.layers) if policy.watches(plan, layer))
+    layers = plan.layers if work.stored else last + 1
+    scores: dict[int, Tensor] = {}
+    for layer in range(layers):
+        run.check_cancelled()
+        if gone.numel():
+            run.cache.blank(layer, gone)
+        leave = layer == layers - 1 and layers < plan.layers
+        see = partial(_see, run, scores, leave) if policy.watches(plan, layer) else None
+        _run(run, layer, work, Mode.SCATTER, see=see)
+        spent.layer_rows += work.rows.numel()
+        spent.stored_layer_rows += work.stored
+    whole = layers == plan.layers
+    again = rows.numel() - work.stored - (int((rows < plan.settled_tokens).sum()) if whole else 0)
+    spent.again_layer_rows += again * layers
+    spent.probe_rows += rows.numel()
+    spent.recomputed += work.stored
+    computed = there & (plan.kinds > Kind.MISSING)
+    cost = (again + work.stored) * layers / plan.layers
+    if before is not None:
+        computed, cost = computed | before.computed, cost + before.cost_rows
+    run.computed = computed
+    return Probed(scores, computed, before.passes + 1 if before is not None else 1, cost), whole
+
+
+def _see(
+    run: Run,
+    scores: dict[int, Tensor],
+    leave: bool,
+    layer: int,
+    watch: Watch,
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    weights: Tensor,
+) -> None:
+    """Have the policy sum up one layer's attention. leave: nothing of the layer is wanted but that."""
+    attention = Attention(layer, watch.first_key, queries, keys, scaling, watch.mask, weights)
+    found = run.policy.look(run.plan, attention)
+    scores[layer] = torch.nn.functional.pad(found, (watch.first_key, 0))
+    if leave:
+        raise Peeked
+
+
+def _begin(run: Run, rows: Tensor, watched: int = 0, absent: Tensor | None = None) -> Work:
+    hidden = run.decoder.embed(run.plan.token_ids[rows])
+    return _work(run, rows, hidden, watched, absent)
+
+
+def _work(run: Run, rows: Tensor, hidden: Tensor, watched: int = 0, absent: Tensor | None = None) -> Work:
+    decoder, plan = run.decoder, run.plan
+    corrects = watched == 0 and run.policy.corrects(plan)
     # All rows in one go take attention's own causal path, which is faster than any mask. And where attention looks at
-    # the whole buffers under a mask, what later goes will write must not be there as garbage: 0 times NaN is NaN.
-    whole = rows.numel() == plan.tokens or not decoder.blocked
-    size = plan.tokens if whole else BATCH_ROWS
-    return Work(rows, hidden, [decoder.rows(part, plan.tokens, hidden) for part in rows.split(size)])
+    # the whole buffers under a mask, what later goes will write must not be there as garbage: 0 times NaN is NaN. A
+    # correction must know of all changes before the first row attends to it.
+    whole = rows.numel() == plan.tokens or not decoder.blocked or corrects
+    sizes = [rows.numel()] if whole else _go_sizes(rows.numel(), watched)
+    ends = [0] * (len(sizes) - 1) + [watched]
+    goes = [
+        decoder.rows(part, plan.tokens, hidden, end, absent)
+        for part, end in zip(rows.split(sizes), ends, strict=True)
+    ]
+    run.cache.correction = (
+        Correction(decoder, plan, run.policy, run.cache, rows, run.computed) if corrects else None
+    )
+    return Work(rows, hidden, goes, int((plan.kinds[rows] > Kind.MISSING).sum()))
+
+
+def _go_sizes(rows: int, watched: int) -> list[int]:
+    """Sizes of the goes; the watched rows are all in the last one."""
+    sizes = [BATCH_ROWS] * (rows // BATCH_ROWS) + ([rows % BATCH_ROWS] if rows % BATCH_ROWS else [])
+    if len(sizes) > 1 and sizes[-1] < watched:
+        last = sizes.pop()
+        sizes[-1] += last
+    return sizes or [0]
 
 
 def _run(
-    decoder: Decoder, layer: int, work: Work, cache: FusedCache, plan: Plan, mode: Mode, collect: bool
+    run: Run, layer: int, work: Work, mode: Mode, collect: bool = False, see: See | None = None
 ) -> Evidence | None:
-    """Take the rows through one layer; PEEK stops before its attention and leaves them where they were."""
-    moved, seen = [], []
+    """Take the rows through one layer. Where that is left early (PEEK, or by `see`) they stay where they were."""
+    moved, seen, cache = [], [], run.cache
     for state, hidden in zip(work.goes, work.hidden.split(_sizes(work), dim=1), strict=True):
         cache.mode, cache.collect = mode, collect
-        cache.rows = state.rows if state.rows.numel() < plan.tokens else None
+        cache.rows = state.rows if state.rows.numel() < run.plan.tokens else None
         try:
-            moved.append(decoder.run_layer(layer, hidden, state, cache))
+            moved.append(run.decoder.run_layer(layer, hidden, state, cache, see if state.watched else None))
         except Peeked:
-            assert mode is Mode.PEEK
+            assert mode is Mode.PEEK or see is not None
         if collect:
             assert cache.evidence is not None, f"layer {layer} never called the cache"
             seen.append(cache.evidence)
             cache.evidence = None
-    if moved:
+    if len(moved) == len(work.goes):
         work.hidden = moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
     return joined(seen) if seen else None
 
@@ -109,21 +258,17 @@ def _sizes(work: Work) -> list[int]:
     return [state.rows.numel() for state in work.goes]
 
 
-def _choose(policy: Policy, plan: Plan, evidence: Evidence | None, next_layer: int, spent: Spent) -> Tensor:
+def _choose(run: Run, evidence: Evidence | None, next_layer: int) -> Tensor:
     assert evidence is not None
     begun = time.perf_counter()
-    keep = policy.narrow(plan, evidence, next_layer)
-    spent.select_ms += (time.perf_counter() - begun) * 1e3
+    keep = run.policy.narrow(run.plan, evidence, next_layer)
+    run.spent.select_ms += (time.perf_counter() - begun) * 1e3
     return keep
 
 
-def _narrowed(decoder: Decoder, plan: Plan, work: Work, keep: Tensor) -> Work:
+def _narrowed(run: Run, work: Work, keep: Tensor) -> Work:
     """The same work with only the rows `keep`, ascending positions among the current ones."""
     if keep.numel() == work.rows.numel():
         return work
     hidden = work.hidden.index_select(1, torch.searchsorted(work.rows, keep))
-    return _work(decoder, plan, keep, hidden)
-
-
-def _stored(plan: Plan, work: Work) -> int:
-    return work.rows.numel() - plan.always_tokens  # the rows that every policy computes are in every row set
+    return _work(run, keep, hidden)

@@ -20,6 +20,7 @@ from ragblend.engine.device import Lane
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.plan import Plan, make_plan
 from ragblend.engine.selection.base import Policy
+from ragblend.engine.selection.evidence import Probed
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.store import KVStore
@@ -40,7 +41,7 @@ class _Last(Policy):
     count: int = 0
     name: str = field(default="profile", kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         return torch.arange(plan.tokens - self.count, plan.tokens, device=plan.token_ids.device)
 
 

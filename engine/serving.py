@@ -84,6 +84,8 @@ class Server:
             hits,
             misses,
             decision=decision,
+            probe_rows=spent.probe_rows,
+            computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
         )
         return Prefilled(request.prompt, logits, cache, report)
 
@@ -195,7 +197,7 @@ def _native_report(request: Request, timings: Timings, warning: str) -> Report:
 
 
 def _counts(plan: Plan, spent: Spent) -> TokenCounts:
-    recomputed = spent.last_layer_recomputed
+    recomputed = spent.recomputed
     return TokenCounts(
         prompt=plan.tokens,
         reused=plan.stored_tokens - recomputed,
@@ -206,7 +208,9 @@ def _counts(plan: Plan, spent: Spent) -> TokenCounts:
 
 
 def _fraction(plan: Plan, spent: Spent) -> float:
-    return spent.stored_layer_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
+    """What was computed of stored tokens, or twice of fresh ones, for choosing."""
+    spent_rows = spent.stored_layer_rows + spent.again_layer_rows
+    return spent_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
 
 
 def _timings(loader: LayerLoader, spent: Spent, prefill_ms: float) -> Timings:

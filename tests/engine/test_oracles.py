@@ -21,7 +21,7 @@ def stored(bench):
 class EveryThird(Policy):
     """Scattered rows that depend on nothing but the plan."""
 
-    def rows(self, plan):
+    def rows(self, plan, probed=None):
         chosen = plan.always.clone()
         chosen[::3] = True
         return chosen.nonzero().squeeze(1)
@@ -158,7 +158,7 @@ def test_at_ratio_0_it_is_reuse(stored, method):
 class Fixed(Policy):
     """Computes the given rows in every layer."""
 
-    def rows(self, plan):
+    def rows(self, plan, probed=None):
         return self.chosen
 
 
