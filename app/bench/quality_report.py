@@ -42,10 +42,10 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     The picture is of divergences; where nothing but modes was measured there is none.
     """
     from ragblend.engine.engine import Engine
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+    from ragblend.engine.selection import METHODS, ORACLES, WITHOUT_RATIO
 
     check_extra()
-    variants = parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO, MODES)
+    variants = parse_variants(request.methods, request.ratios, METHODS | ORACLES, WITHOUT_RATIO, MODES)
     if any(variant.mode is not None for variant in variants):
         modes.check_packages()
     questions = choose(_questions(request.data), request.limit, request.seed, request.passages)

@@ -9,6 +9,7 @@ from ragblend.engine.selection.evidence import Attention, Change, Evidence, Prob
 from ragblend.engine.selection.naming import base_name, find
 from ragblend.engine.selection.probe import Probe
 from ragblend.engine.selection.prophet import Prophet
+from ragblend.engine.selection.transplant import Transplant
 
 METHODS: dict[str, Policy] = {
     policy.name: policy
@@ -31,10 +32,13 @@ METHODS: dict[str, Policy] = {
         Probe(shift="chunk", name="probe-shift"),
     )
 }
+# What only a bench can run, beside the others.
+ORACLES: dict[str, Policy] = {"transplant": Transplant()}
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
 
 __all__ = [
     "METHODS",
+    "ORACLES",
     "WITHOUT_RATIO",
     "Attention",
     "Change",
@@ -42,6 +46,7 @@ __all__ = [
     "Policy",
     "Probed",
     "Shift",
+    "Transplant",
     "base_name",
     "policy_named",
 ]
@@ -49,4 +54,4 @@ __all__ = [
 
 def policy_named(method: str | Policy) -> Policy:
     """The policy of that name, `name:parameter=value,...` with parameters; or the policy itself. Raises UsageError."""
-    return method if isinstance(method, Policy) else find(method, METHODS)
+    return method if isinstance(method, Policy) else find(method, METHODS | ORACLES)

@@ -4,8 +4,8 @@ If it is far better than computing the same rows again, the trouble is stale nei
 Only a bench has the true KV, so a policy by that name cannot serve.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,44 +15,57 @@ from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
 from ragblend.kvstore.errors import UsageError
 
+if TYPE_CHECKING:
+    from ragblend.engine.cache import FusedCache
+
 
 @dataclass(frozen=True)
 class Transplant(Policy):
-    """One prompt's. truth: the cache that full prefill of the same prompt filled; by: the policy that chooses."""
+    """True KV at the rows that the policy named `by` chooses (one that does not narrow).
 
+    truth: the cache that full prefill of the same prompt filled, and chooser: that policy, come from `given`.
+    """
+
+    by: str = "probe"
     truth: Any = None
-    by: Any = None
+    chooser: Policy | None = None
     name: str = field(default="transplant", kw_only=True)
     _chosen: list[Tensor] = field(default_factory=list, init=False, compare=False, repr=False)
 
+    def given(self, truth: "FusedCache", chooser: Policy) -> "Transplant":
+        """The policy for one prompt."""
+        return replace(self, truth=truth, chooser=chooser)
+
     def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
-        if self.truth is None or self.by is None:
-            raise UsageError(
-                "transplant copies from a full prefill, which only `ragblend bench quality` has at hand"
-            )
-        rows: Tensor | None = self.by.probe_rows(plan, probed)
-        return rows
+        return self._by.probe_rows(plan, probed)
 
     def watches(self, plan: Plan, layer: int) -> bool:
-        return bool(self.by.watches(plan, layer))
+        return self._by.watches(plan, layer)
 
     def look(self, plan: Plan, attention: Attention) -> Tensor:
-        found: Tensor = self.by.look(plan, attention)
-        return found
+        return self._by.look(plan, attention)
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        chosen = self.by.rows(plan, probed) if self.by is not None else super().rows(plan)
+        chosen = self._by.rows(plan, probed)
         self._chosen[:] = [chosen[plan.candidates[chosen]]]
         return super().rows(plan)
 
     def corrects(self, plan: Plan) -> bool:
-        return self.by is not None
+        return True
 
     def correct(self, plan: Plan, change: Change) -> Shift | None:
         rows = self._chosen[0]
         keys, values = self.truth.span(change.layer, 0, plan.tokens)
-        lacking_keys = keys[:, rows].float() - change.stored_keys[:, rows].float()
+        lacking_keys = change.still(keys[:, rows], rows) - change.still(change.stored_keys[:, rows], rows)
         lacking_values = values[:, rows].float() - change.stored_values[:, rows].float()
         groups = torch.full((plan.tokens,), -1, device=rows.device)
         groups[rows] = torch.arange(rows.numel(), device=rows.device)
-        return Shift(change.still(lacking_keys, rows), lacking_values, groups)
+        return Shift(lacking_keys, lacking_values, groups)
+
+    @property
+    def _by(self) -> Policy:
+        if self.chooser is None:
+            raise UsageError(
+                f"method {self.name!r} copies from a full prefill, which only `ragblend bench quality` has at hand"
+            )
+        return self.chooser
