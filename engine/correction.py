@@ -1,7 +1,5 @@
 """Corrections: what a policy adds to stored KV that is not computed again, from what changed where it was."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.rope import turn_
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Change, Shift
+from ragblend.engine.selection.evidence import Change
 
 
 class Correction:
@@ -32,37 +30,35 @@ class Correction:
         self._decoder, self._plan, self._policy, self._cache = decoder, plan, policy, cache
         self._at = (plan.kinds[rows] == Kind.REUSABLE).nonzero().squeeze(1)
         self._rows = rows[self._at]
-        self._keeps = ~plan.candidates if done is None else ~plan.candidates | done
-        reusable = plan.candidates.nonzero().squeeze(1)
-        self._range = (int(reusable[0]), int(reusable[-1]) + 1) if reusable.numel() else (0, 0)
+        open_rows = plan.candidates if done is None else plan.candidates & ~done
+        where = open_rows.nonzero().squeeze(1)
+        self._start, self._stop = (int(where[0]), int(where[-1]) + 1) if where.numel() else (0, 0)
+        self._gets = open_rows[self._start : self._stop, None]  # (n, 1)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
         """Correct one layer's stored KV in the cache; new_* (H, R, D) are about to be written over it."""
+        if self._start == self._stop or self._rows.numel() == 0:
+            return
+        start, stop = self._start, self._stop
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         moved = new_keys.index_select(1, self._at).float() - keys.index_select(1, self._rows).float()
         changed = new_values.index_select(1, self._at).float() - values.index_select(1, self._rows).float()
-        still = partial(self._turned, layer, sign=-1)
-        change = Change(layer, self._rows, still(moved, self._rows), changed, keys, values, still)
+        self._turn(layer, moved, self._rows, -1)
+        stored_keys, stored_values = keys[:, start:stop].float(), values[:, start:stop].float()
+        self._turn(layer, stored_keys, slice(start, stop), -1)
+        change = Change(layer, self._rows, moved, changed, start, stop, stored_keys, stored_values)
         shift = self._policy.correct(self._plan, change)
         if shift is not None:
-            self._add(layer, shift, keys, values)
+            self._turn(layer, shift.keys, slice(start, stop), 1)
+            # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
+            keys[:, start:stop] += shift.keys.masked_fill_(~self._gets, 0)
+            values[:, start:stop] += shift.values.masked_fill_(~self._gets, 0)
 
-    def _add(self, layer: int, shift: Shift, keys: Tensor, values: Tensor) -> None:
-        start, stop = self._range
-        groups = shift.groups.masked_fill(self._keeps, -1)[start:stop]  # -1: the last to pick from, the zeros
-        # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
-        moved = _with_zeros(shift.keys)[:, groups]
+    def _turn(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int) -> None:
+        """Turn keys (H, n, D), float32, from position 0 to theirs (sign 1) or back (-1), in place."""
         cos, sin = self._table(layer)
-        turn_(moved, cos[start:stop], sin[start:stop], self._decoder.rope(layer))
-        keys[:, start:stop] += moved
-        values[:, start:stop] += _with_zeros(shift.values)[:, groups]
-
-    def _turned(self, layer: int, keys: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
-        cos, sin = self._table(layer)
-        turned = keys.float().clone()
-        turn_(turned, cos[positions], sign * sin[positions], self._decoder.rope(layer))
-        return turned
+        turn_(keys, cos[positions], sign * sin[positions], self._decoder.rope(layer))
 
     def _table(self, layer: int) -> tuple[Tensor, Tensor]:
         """cos and sin, (T, R/2) float32, of every position in layers of that type."""
@@ -73,7 +69,3 @@ class Correction:
             angles = positions[:, None] * inv_freq
             self._tables[kind] = angles.cos(), angles.sin()
         return self._tables[kind]
-
-
-def _with_zeros(table: Tensor) -> Tensor:
-    return torch.cat([table, torch.zeros_like(table[:, :1])], dim=1)

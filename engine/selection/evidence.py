@@ -1,6 +1,6 @@
 """What policies are shown, and what they answer with: KV beside what was stored, attention, changes, shifts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,28 +66,29 @@ class Probed:
 
 @dataclass(frozen=True)
 class Change:
-    """What computing did to stored rows, in one layer.
+    """What computing did to stored rows, in one layer, and what is stored there for all.
 
-    rows (C,) positions; keys, values (H, C, D) float32: new minus stored, keys turned back to position 0, so that they
-    compare wherever they stand. stored_keys, stored_values (H, T, D): the layer as it is, not to be written to;
-    still(keys, positions): keys (H, C, D) turned back to position 0.
+    rows (C,) positions; keys, values (H, C, D) float32: new minus stored; start, stop: the run of rows that may be
+    corrected; stored_keys, stored_values (H, stop - start, D) float32: what is stored for these (rows among them that
+    are not stored hold anything finite or not). All keys are turned back to position 0, so that they compare wherever
+    they stand.
     """
 
     layer: int
     rows: Tensor
     keys: Tensor
     values: Tensor
+    start: int
+    stop: int
     stored_keys: Tensor
     stored_values: Tensor
-    still: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Shift:
-    """What to add to stored KV. keys (at position 0), values (H, G, D) float32; groups (T,): which of the G each row
-    gets, -1 for none. Rows that are computed get nothing.
+    """What to add to the stored KV of rows start to stop of the change: keys (at position 0) and values, float32,
+    (H, stop - start, D). Rows that are computed, that nothing can change, or that have no stored KV, get nothing of it.
     """
 
     keys: Tensor
     values: Tensor
-    groups: Tensor

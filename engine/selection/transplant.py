@@ -54,13 +54,7 @@ class Transplant(Policy):
         return True
 
     def correct(self, plan: Plan, change: Change) -> Shift | None:
-        rows = self._chosen[0]
-        keys, values = self.truth.span(change.layer, 0, plan.tokens)
-        lacking_keys = change.still(keys[:, rows], rows) - change.still(change.stored_keys[:, rows], rows)
-        lacking_values = values[:, rows].float() - change.stored_values[:, rows].float()
-        groups = torch.full((plan.tokens,), -1, device=rows.device)
-        groups[rows] = torch.arange(rows.numel(), device=rows.device)
-        return Shift(lacking_keys, lacking_values, groups)
+        raise NotImplementedError
 
     @property
     def _by(self) -> Policy:
