@@ -1,5 +1,7 @@
 """Corrections: what a policy adds to stored KV that is not computed again, from what changed where it was."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,27 +40,38 @@ class Correction:
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
         """Correct one layer's stored KV in the cache; new_* (H, R, D) are about to be written over it."""
-        if self._start == self._stop or self._rows.numel() == 0:
+        if self._start == self._stop:
             return
         start, stop = self._start, self._stop
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         moved = new_keys.index_select(1, self._at).float() - keys.index_select(1, self._rows).float()
         changed = new_values.index_select(1, self._at).float() - values.index_select(1, self._rows).float()
-        self._turn(layer, moved, self._rows, -1)
-        stored_keys, stored_values = keys[:, start:stop].float(), values[:, start:stop].float()
-        self._turn(layer, stored_keys, slice(start, stop), -1)
-        change = Change(layer, self._rows, moved, changed, start, stop, stored_keys, stored_values)
+        still = partial(self._turned, layer, sign=-1)
+        run = slice(start, stop)
+        change = Change(
+            layer,
+            self._rows,
+            still(moved, self._rows),
+            changed,
+            start,
+            stop,
+            still(keys[:, run], run),
+            values[:, run].float(),
+            still,
+        )
         shift = self._policy.correct(self._plan, change)
         if shift is not None:
-            self._turn(layer, shift.keys, slice(start, stop), 1)
+            moved = self._turned(layer, shift.keys, run)
             # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
-            keys[:, start:stop] += shift.keys.masked_fill_(~self._gets, 0)
-            values[:, start:stop] += shift.values.masked_fill_(~self._gets, 0)
+            keys[:, run] += moved.masked_fill_(~self._gets, 0)
+            values[:, run] += shift.values.masked_fill(~self._gets, 0)
 
-    def _turn(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int) -> None:
-        """Turn keys (H, n, D), float32, from position 0 to theirs (sign 1) or back (-1), in place."""
+    def _turned(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int = 1) -> Tensor:
+        """Keys (H, n, D) turned from position 0 to theirs (sign 1) or back (-1): float32, a tensor of its own."""
         cos, sin = self._table(layer)
-        turn_(keys, cos[positions], sign * sin[positions], self._decoder.rope(layer))
+        turned = keys.float() if keys.dtype != torch.float32 else keys.clone()
+        turn_(turned, cos[positions], sign * sin[positions], self._decoder.rope(layer))
+        return turned
 
     def _table(self, layer: int) -> tuple[Tensor, Tensor]:
         """cos and sin, (T, R/2) float32, of every position in layers of that type."""

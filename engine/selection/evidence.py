@@ -1,6 +1,6 @@
 """What policies are shown, and what they answer with: KV beside what was stored, attention, changes, shifts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,8 +70,8 @@ class Change:
 
     rows (C,) positions; keys, values (H, C, D) float32: new minus stored; start, stop: the run of rows that may be
     corrected; stored_keys, stored_values (H, stop - start, D) float32: what is stored for these (rows among them that
-    are not stored hold anything finite or not). All keys are turned back to position 0, so that they compare wherever
-    they stand.
+    are not stored hold anything, finite or not). All keys are turned back to position 0, so that they compare wherever
+    they stand; still(keys (H, n, D), positions (n,)) does that to others, of the same layer.
     """
 
     layer: int
@@ -82,6 +82,7 @@ class Change:
     stop: int
     stored_keys: Tensor
     stored_values: Tensor
+    still: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)

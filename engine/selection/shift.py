@@ -18,8 +18,10 @@ SHRINK_ROWS = 16
 RIDGE = 4.0
 
 
-def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift:
-    """The shift of that form, for a change of at least one row."""
+def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | None:
+    """The shift of that form; None where no row was computed."""
+    if change.rows.numel() == 0:
+        return None
     chunks = chunk_of(plan)
     if form == "linear":
         features = _features(plan, change)
@@ -27,7 +29,10 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift:
     else:
         shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
         of_rows = chunks[change.start : change.stop].clamp_min(0)
-        keys, values = (_means(of, chunks[change.rows], len(plan.spans), shrink)[:, of_rows] for of in (change.keys, change.values))
+        keys, values = (
+            _means(of, chunks[change.rows], len(plan.spans), shrink)[:, of_rows]
+            for of in (change.keys, change.values)
+        )
     return Shift(strength * keys, strength * values)
 
 
@@ -58,7 +63,10 @@ def _features(plan: Plan, change: Change) -> Tensor:
     place = place[change.start : change.stop].to(stored.device)
     where = torch.arange(change.start, change.stop, device=stored.device) / plan.tokens
     places = torch.stack([1 / (1 + place), place.log1p() / 6, where], dim=-1)
-    return torch.cat([stored, (3 * stored[:, change.rows - change.start].std() * places).expand(stored.shape[0], -1, -1)], dim=-1)
+    return torch.cat(
+        [stored, (3 * stored[:, change.rows - change.start].std() * places).expand(stored.shape[0], -1, -1)],
+        dim=-1,
+    )
 
 
 def _linear(change: Change, chunks: Tensor, changes: Tensor, features: Tensor) -> Tensor:

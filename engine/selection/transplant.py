@@ -54,7 +54,13 @@ class Transplant(Policy):
         return True
 
     def correct(self, plan: Plan, change: Change) -> Shift | None:
-        raise NotImplementedError
+        rows = self._chosen[0]
+        at = rows - change.start
+        true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)
+        keys, values = torch.zeros_like(change.stored_keys), torch.zeros_like(change.stored_values)
+        keys[:, at] = change.still(true_keys[:, rows], rows) - change.stored_keys[:, at]
+        values[:, at] = true_values[:, rows].float() - change.stored_values[:, at]
+        return Shift(keys, values)
 
     @property
     def _by(self) -> Policy:

@@ -117,8 +117,7 @@ class Probing(Policy):
         return True
 
     def correct(self, plan, change):
-        ones = torch.ones(change.keys.shape[0], 1, change.keys.shape[2])
-        return Shift(0 * ones, ones, torch.zeros(plan.tokens, dtype=torch.long))
+        return Shift(torch.zeros_like(change.stored_keys), torch.ones_like(change.stored_values))
 
 
 def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
