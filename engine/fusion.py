@@ -49,13 +49,25 @@ class Spent:
 class Work:
     """Rows on their way through the layers: rows (R,), hidden (1, R, hidden), and the state of each go.
 
-    stored: how many of the rows are of stored tokens.
+    stored: how many of the rows are of stored tokens; watched: how many, the last ones, can be watched; absent (T,) bool: what
+    they must not look at.
     """
 
     rows: Tensor
     hidden: Tensor
     goes: list[RowState]
     stored: int
+    watched: int
+    absent: Tensor | None
+
+
+@dataclass
+class Waiting:
+    """Rows (R,) that are done up to a layer, and hidden (1, R, hidden), which goes into it."""
+
+    layer: int
+    rows: Tensor
+    hidden: Tensor
 
 
 @dataclass
@@ -69,6 +81,10 @@ class Run:
     cancel: threading.Event | None
     spent: Spent = field(default_factory=Spent)
     computed: Tensor | None = None  # (T,) bool: stored rows that probes have computed for good
+    settled: bool = (
+        False  # whether a probe has computed the rows that the prompt begins with and nothing can change
+    )
+    waiting: "Waiting | None" = None  # these rows, where that probe ended before the last layer
 
     def check_cancelled(self) -> None:
         if self.cancel is not None and self.cancel.is_set():
@@ -92,12 +108,11 @@ def fused_prefill(
     run = Run(decoder, plan, policy, cache, cancel)
     cache.loader = loader
     try:
-        probed, settled = _probes(run)
-        rows = policy.rows(plan, probed)
-        work = _begin(run, rows[rows >= plan.settled_tokens] if settled else rows)
+        probed = _probes(run)
+        work = _begin(run, policy.rows(plan, probed))
         for layer in range(plan.layers):
             run.check_cancelled()
-            work = _layer(run, layer, work)
+            work = _layer(run, layer, _joined(run, layer, work))
         run.spent.recomputed += work.stored
         return decoder.head(work.hidden[:, -1:])[0], run.spent
     finally:
@@ -125,33 +140,29 @@ def _layer(run: Run, layer: int, work: Work) -> Work:
     return _narrowed(run, work, _choose(run, evidence, layer + 1)) if narrows else work
 
 
-def _probes(run: Run) -> tuple[Probed | None, bool]:
-    """Run what the policy wants to see first; and whether the rows that nothing can change are done by that."""
-    policy, plan, probed, settled = run.policy, run.plan, None, False
-    while (rows := policy.probe_rows(plan, probed)) is not None:
+def _probes(run: Run) -> Probed | None:
+    """Run what the policy wants to see before it chooses."""
+    policy, probed = run.policy, None
+    while (rows := policy.probe_rows(run.plan, probed)) is not None:
         begun = time.perf_counter()
         if not run.decoder.watches:
             raise UnsupportedModelError(
                 f"the method {policy.name!r} must see what rows look at, which this model's layers do not show; "
                 "use `cacheblend`"
             )
-        first = int((rows < plan.settled_tokens).sum())
-        probed, whole = _probe(run, rows[rows >= plan.settled_tokens] if settled else rows, probed, settled)
-        settled = settled or (whole and first == int(plan.always[: plan.settled_tokens].sum()))
+        probed = _probe(run, rows, probed)
         run.spent.select_ms += (time.perf_counter() - begun) * 1e3
-    return probed, settled
+    return probed
 
 
-def _probe(run: Run, rows: Tensor, before: Probed | None, settled: bool) -> tuple[Probed, bool]:
-    """One probe: rows through the layers up to the last one that is watched, or all if stored rows are among them.
-
-    Also returns whether these were all layers. settled: the rows that nothing can change are done.
-    """
+def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
+    """One probe: rows through the layers up to the last one that is watched, or all if stored rows are among them."""
     policy, plan, spent = run.policy, run.plan, run.spent
     there = torch.zeros_like(plan.always)
     there[rows] = True
+    first = int(there[: plan.settled_tokens].sum())
     absent = plan.always & ~there
-    if settled:
+    if run.settled:
         absent[: plan.settled_tokens] = False
     gone = absent.nonzero().squeeze(1)
     watched = min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
@@ -161,24 +172,46 @@ def _probe(run: Run, rows: Tensor, before: Probed | None, settled: bool) -> tupl
     scores: dict[int, Tensor] = {}
     for layer in range(layers):
         run.check_cancelled()
+        work = _joined(run, layer, work)
         if gone.numel():
             run.cache.blank(layer, gone)
-        leave = layer == layers - 1 and layers < plan.layers
+        leave = layer == layers - 1 < plan.layers - 1
         see = partial(_see, run, scores, leave) if policy.watches(plan, layer) else None
         _run(run, layer, work, Mode.SCATTER, see=see)
         spent.layer_rows += work.rows.numel()
         spent.stored_layer_rows += work.stored
-    whole = layers == plan.layers
-    again = rows.numel() - work.stored - (int((rows < plan.settled_tokens).sum()) if whole else 0)
+    settles = run.settled or first == int(plan.always[: plan.settled_tokens].sum())
+    again = rows.numel() - work.stored - (first if settles else 0)
     spent.again_layer_rows += again * layers
     spent.probe_rows += rows.numel()
     spent.recomputed += work.stored
+    if settles:
+        run.settled, run.waiting = True, _left(run, work, layers)
     computed = there & (plan.kinds > Kind.MISSING)
     cost = (again + work.stored) * layers / plan.layers
     if before is not None:
         computed, cost = computed | before.computed, cost + before.cost_rows
     run.computed = computed
-    return Probed(scores, computed, before.passes + 1 if before is not None else 1, cost), whole
+    return Probed(scores, computed, before.passes + 1 if before is not None else 1, cost)
+
+
+def _left(run: Run, work: Work, layers: int) -> Waiting | None:
+    """The rows that nothing can change, after so many layers; None where these were all."""
+    if layers == run.plan.layers:
+        return None
+    count = int((work.rows < run.plan.settled_tokens).sum())
+    return Waiting(layers - 1, work.rows[:count], work.hidden[:, :count])  # the last one was left early
+
+
+def _joined(run: Run, layer: int, work: Work) -> Work:
+    """The work, with the rows that wait for this layer, which stand before all others."""
+    waiting = run.waiting
+    if waiting is None or waiting.layer != layer or not waiting.rows.numel():
+        return work
+    run.waiting = None
+    rows = torch.cat([waiting.rows, work.rows])
+    hidden = torch.cat([waiting.hidden, work.hidden], dim=1)
+    return _work(run, rows, hidden, work.watched, work.absent)
 
 
 def _see(
@@ -201,6 +234,8 @@ def _see(
 
 
 def _begin(run: Run, rows: Tensor, watched: int = 0, absent: Tensor | None = None) -> Work:
+    if run.settled:
+        rows = rows[rows >= run.plan.settled_tokens]
     hidden = run.decoder.embed(run.plan.token_ids[rows])
     return _work(run, rows, hidden, watched, absent)
 
@@ -221,7 +256,7 @@ def _work(run: Run, rows: Tensor, hidden: Tensor, watched: int = 0, absent: Tens
     run.cache.correction = (
         Correction(decoder, plan, run.policy, run.cache, rows, run.computed) if corrects else None
     )
-    return Work(rows, hidden, goes, int((plan.kinds[rows] > Kind.MISSING).sum()))
+    return Work(rows, hidden, goes, int((plan.kinds[rows] > Kind.MISSING).sum()), watched, absent)
 
 
 def _go_sizes(rows: int, watched: int) -> list[int]:

@@ -19,8 +19,6 @@ class Asking(Policy):
     prompt begins with), times the share of the layers that the probe runs through; the budget pays for them.
     """
 
-    witness: float = 0.0
-
     def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
         return None if probed is not None or not chooses(plan) else fresh_rows(plan)
 
@@ -37,13 +35,7 @@ class Asking(Policy):
         """The fresh rows, and `count` of the stored rows that no probe has computed yet."""
         everything = torch.arange(plan.tokens, device=plan.token_ids.device)
         left = plan.candidate_tokens - int(probed.computed.sum())
-        scores = self.score(plan, probed)
-        if self.witness:
-            where = (plan.candidates & ~probed.computed).nonzero()[:, 0]
-            k = round(self.witness * count)
-            if 0 < k < len(where):
-                scores[where[torch.linspace(0, len(where) - 1, k).round().long()]] = torch.inf
-        scores = scores.masked_fill(probed.computed, -torch.inf)
+        scores = self.score(plan, probed).masked_fill(probed.computed, -torch.inf)
         return pick_top(plan, everything, scores, min(count, left))
 
     def score(self, plan: Plan, probed: Probed) -> Tensor:

@@ -16,6 +16,8 @@ FORMS = ("none", "common", "chunk", "mix", "linear")
 SHRINK_ROWS = 16
 # The ridge of the linear form, in units of features / rows x the features' mean square.
 RIDGE = 4.0
+# How large a row's places stand beside its keys and values: what is large is shrunk less.
+PLACE_SCALE = 3.0
 
 
 def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | None:
@@ -23,17 +25,15 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
     if change.rows.numel() == 0:
         return None
     chunks = chunk_of(plan)
+    changes = torch.cat([change.keys, change.values], dim=-1)  # (H, C, D + D)
     if form == "linear":
-        features = _features(plan, change)
-        keys, values = (_linear(change, chunks, of, features) for of in (change.keys, change.values))
+        shift = _linear(plan, change, changes, chunks)
     else:
         shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
-        of_rows = chunks[change.start : change.stop].clamp_min(0)
-        keys, values = (
-            _means(of, chunks[change.rows], len(plan.spans), shrink)[:, of_rows]
-            for of in (change.keys, change.values)
-        )
-    return Shift(strength * keys, strength * values)
+        means = _means(changes, chunks[change.rows], len(plan.spans), shrink)
+        shift = means[:, chunks[change.start : change.stop].clamp_min(0)]
+    keys, values = (strength * shift).split([change.keys.shape[-1], change.values.shape[-1]], dim=-1)
+    return Shift(keys, values)
 
 
 def chunk_of(plan: Plan) -> Tensor:
@@ -54,32 +54,36 @@ def _means(changes: Tensor, picked: Tensor, chunks: int, shrink: float) -> Tenso
     return (sums + shrink * common) / (counts + shrink).clamp_min(1)[None, :, None]
 
 
+def _linear(plan: Plan, change: Change, changes: Tensor, chunks: Tensor) -> Tensor:
+    """(H, n, D + D): the chunk's mean and, by ridge regression on the computed rows, what a row's features add to it."""
+    picked, features = chunks[change.rows], _features(plan, change)
+    means = _means(changes, picked, len(plan.spans), SHRINK_ROWS)
+    known = features[:, change.rows - change.start]  # (H, C, F)
+    centre = known.mean(1, keepdim=True)
+    weights = _ridge(known - centre, changes - means[:, picked])
+    means = means - centre @ weights  # (H, chunks, D + D)
+    return means[:, chunks[change.start : change.stop].clamp_min(0)].baddbmm_(features, weights)
+
+
 def _features(plan: Plan, change: Change) -> Tensor:
-    """(H, n, F): what a row's change may depend on linearly: its stored key and value, its place in chunk and prompt."""
+    """(H, n, F): what a row's change may depend on: its stored key and value, its place in the chunk and in the prompt."""
     stored = torch.cat([change.stored_keys, change.stored_values], dim=-1)
     place = torch.zeros(plan.tokens)
     for span in plan.spans:
         place[span.start : span.stop] = torch.arange(span.length)
     place = place[change.start : change.stop].to(stored.device)
     where = torch.arange(change.start, change.stop, device=stored.device) / plan.tokens
-    places = torch.stack([1 / (1 + place), place.log1p() / 6, where], dim=-1)
-    return torch.cat(
-        [stored, (3 * stored[:, change.rows - change.start].std() * places).expand(stored.shape[0], -1, -1)],
-        dim=-1,
-    )
+    places = torch.stack(
+        [1 / (1 + place), place.log1p() / 6, where], dim=-1
+    )  # (n, 3), each from 0 to about 1
+    places = places * PLACE_SCALE * stored[:, change.rows - change.start].std()
+    return torch.cat([stored, places.expand(stored.shape[0], -1, -1)], dim=-1)
 
 
-def _linear(change: Change, chunks: Tensor, changes: Tensor, features: Tensor) -> Tensor:
-    """(H, n, D): the chunk's mean and, by ridge regression on the computed rows, what a row's features add to it."""
-    picked = chunks[change.rows]
-    means = _means(changes, picked, int(chunks.max()) + 1, SHRINK_ROWS)
-    known = features[:, change.rows - change.start]  # (H, C, F)
-    centre = known.mean(1, keepdim=True)
-    known = known - centre
+def _ridge(known: Tensor, wanted: Tensor) -> Tensor:
+    """Weights (H, F, D) of the ridge regression of wanted (H, C, D) on known (H, C, F), both about their means."""
+    rows, size = known.shape[1:]
     gram = known.transpose(1, 2) @ known
-    size = gram.shape[-1]
-    ridge = RIDGE * size / change.rows.numel() * gram.diagonal(dim1=1, dim2=2).mean(1) + 1e-6
-    gram.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    weights = torch.linalg.solve(gram, known.transpose(1, 2) @ (changes - means[:, picked]))  # (H, F, D)
-    of_rows = chunks[change.start : change.stop].clamp_min(0)
-    return means[:, of_rows] + (features - centre) @ weights
+    diagonal = gram.diagonal(dim1=1, dim2=2)  # a view
+    diagonal += (RIDGE * size / rows * diagonal.mean(1) + 1e-6)[:, None]
+    return torch.cholesky_solve(known.transpose(1, 2) @ wanted, torch.linalg.cholesky(gram))

@@ -189,26 +189,40 @@ def test_a_probe_stops_where_it_has_seen_enough(llama, monkeypatch):
     assert layers == [0, 1, 0, 1, 2, 3]
 
 
-def test_what_nothing_can_change_is_computed_once(llama, monkeypatch):
-    """The words before the first chunk that is not exact are right after the probe."""
-    llama.engine.encode(TEXTS)
-    decoder, rows = llama.engine._resources.decoder, []
+@pytest.mark.parametrize(
+    ("name", "first", "later"),
+    [
+        ("probe", [True] * 4, [False] * 4),
+        (
+            "probe:since=0,until=0.5",
+            [True] * 2,
+            [False, True, True, True],
+        ),  # the last layer was left half way
+        ("a3", [True] * 2, [False, True, True, True]),
+        ("probe:since=0,until=0.5,passes=2", [True] * 2, [False, True, True, True] + [False] * 4),
+    ],
+)
+def test_what_nothing_can_change_is_computed_once(bench, monkeypatch, name, first, later):
+    """The words before the first chunk that is not exact go on after the probe where it left them."""
+    bench.engine.encode(TEXTS)
+    decoder, begins = bench.engine._resources.decoder, []
+    prompt = bench.engine.tokenize(make_prompt(TEXTS))
+    bench.engine.prefill(prompt)  # the gate has been run
+    start = chunk_places(prompt)[0][0]
     run_layer = decoder.run_layer
 
     def recorded(layer, hidden, state, *args):
-        rows.append(state.rows.tolist())
+        begins.append(set(range(start)) <= set(state.rows.tolist()))
+        assert begins[-1] or int(state.rows[0]) >= start
         return run_layer(layer, hidden, state, *args)
 
     monkeypatch.setattr(decoder, "run_layer", recorded)
-    prompt = llama.engine.tokenize(make_prompt(TEXTS))
-    probed = llama.engine.prefill(prompt, method="probe", ratio=0.6)
-    first = chunk_places(prompt)[0][0]
-    assert set(range(first)) <= set(rows[0])
-    assert all(min(each) >= first for each in rows[4:])
-    assert len(rows) == 8
-    truth = llama.kv(prompt.token_ids)
-    for layer, (keys, _) in enumerate(truth):
-        assert largest_error(probed.cache.span(layer, 0, first)[0], keys[:, :first]) < 1e-4
+    probed = bench.engine.prefill(prompt, method=name, ratio=0.6)
+    assert begins == first + later
+    for layer, (keys, values) in enumerate(bench.kv(prompt.token_ids)):
+        found_keys, found_values = probed.cache.span(layer, 0, start)
+        assert largest_error(found_keys, keys[:, :start]) < 1e-4, f"keys of layer {layer}"
+        assert largest_error(found_values, values[:, :start]) < 1e-4, f"values of layer {layer}"
 
 
 @pytest.mark.parametrize("name", ASKING)
