@@ -34,8 +34,8 @@ class RowBlock:
 class Watch:
     """The last `rows` of those being computed, whose attention `see` is to be shown.
 
-    They see keys from first_key on, under the additive mask (rows, K). see(queries (N, rows, D), keys (H, K, D), scaling,
-    weights (N, rows, K)) returns None; what it raises leaves the layer.
+    They see keys from first_key on, under the additive mask (rows, K). see(queries (N, rows, D), keys (H, K, D),
+    scaling, weights (N, rows, K)) returns None; what it raises leaves the layer.
     """
 
     rows: int
@@ -175,7 +175,7 @@ def _watched_attention(
 
 
 def _weights(queries: Tensor, keys: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    """queries (N, W, D), keys (H, K, D), mask (W, K) additive -> (N, W, K) shares of each row, in the queries' dtype."""
+    """queries (N, W, D), keys (H, K, D), mask (W, K) additive -> (N, W, K) shares of each row, in queries' dtype."""
     heads, rows, size = queries.shape
     grouped = (queries * scaling).reshape(keys.shape[0], -1, size)  # (H, G * W, D): no key is expanded
     scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1)

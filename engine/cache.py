@@ -67,8 +67,8 @@ class Mode(Enum):
 class FusedCache(DynamicCache):
     """Fused buffers for all layers; what `DynamicCache` is to `generate`, without a copy at hand-over.
 
-    While a `loader` is set, a layer's stored KV is awaited in `update`, before the new rows are scattered over it. While
-    a `correction` is set, it is applied to what was stored just before that.
+    While a `loader` is set, a layer's stored KV is awaited in `update`, before the new rows are scattered over it.
+    While a `correction` is set, it is applied to what was stored just before that.
     """
 
     def __init__(self, geometry: Geometry, tokens: int, room_tokens: int, device: torch.device) -> None:

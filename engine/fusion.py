@@ -49,8 +49,8 @@ class Spent:
 class Work:
     """Rows on their way through the layers: rows (R,), hidden (1, R, hidden), and the state of each go.
 
-    stored: how many of the rows are of stored tokens; watched: how many, the last ones, can be watched; absent (T,) bool: what
-    they must not look at.
+    stored: how many of the rows are of stored tokens; watched: how many, the last ones, can be watched; absent (T,)
+    bool: what they must not look at.
     """
 
     rows: Tensor

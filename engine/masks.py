@@ -18,8 +18,8 @@ def position_mask(
 ) -> Tensor:
     """The mask for computing `rows` against the whole sequence.
 
-    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool: keys
-    that are not there. Returns bool (1, 1, R, total_tokens), True where the row may look.
+    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
+    keys that are not there. Returns bool (1, 1, R, total_tokens), True where the row may look.
     """
     keys = torch.arange(total_tokens, device=rows.device)
     mask = keys[None, :] <= rows[:, None]  # (R, T)

@@ -43,8 +43,8 @@ class Policy:
     def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
         """(R,) ascending positions to run through the assembled cache before anything is chosen; None: choose now.
 
-        probed: None at first, then what the probes before have shown. Fresh rows that are left out are not there for the
-        others. Stored rows among them are computed for good.
+        probed: None at first, then what the probes before have shown. Fresh rows that are left out are not there for
+        the others. Stored rows among them are computed for good.
         """
         return None
 

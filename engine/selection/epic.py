@@ -19,8 +19,8 @@ from ragblend.kvstore.errors import UsageError
 class Epic(Policy):
     """The first and last tokens of each chunk.
 
-    first, last: so many of each chunk, at most what the ratio pays for (those nearest to a chunk's ends go first); both 0:
-    as many as the ratio pays for, the share last_share of them at the ends.
+    first, last: so many of each chunk, at most what the ratio pays for (those nearest to a chunk's ends go first);
+    both 0: as many as the ratio pays for, the share last_share of them at the ends.
     """
 
     first: int = 0

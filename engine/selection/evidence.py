@@ -36,8 +36,8 @@ class Attention:
     """What the rows behind the last chunk look at in one layer, during a probe.
 
     queries (N, W, D), rotated; keys (H, K, D), those from position first_key on, N a multiple of H; scaling: what
-    products are multiplied by; mask (W, K) additive; weights (N, W, K): each row's shares, which sum to 1 (less where the
-    model has sinks), 0 where the row may not look.
+    products are multiplied by; mask (W, K) additive; weights (N, W, K): each row's shares, which sum to 1 (less where
+    the model has sinks), 0 where the row may not look.
     """
 
     layer: int
@@ -53,9 +53,9 @@ class Attention:
 class Probed:
     """What the probes of a request have shown so far.
 
-    scores: by layer, (T,) float32, what the last probe's `look` said (0 for keys out of its sight); computed (T,) bool:
-    stored rows that probes have computed for good; passes: how many probes there were; cost_rows: rows that they computed
-    and that will be computed again, averaged over layers.
+    scores: by layer, (T,) float32, what the last probe's `look` said (0 for keys out of its sight); computed (T,)
+    bool: stored rows that probes have computed for good; passes: how many probes there were; cost_rows: rows that they
+    computed, for good or to be computed again, averaged over layers.
     """
 
     scores: Mapping[int, Tensor]

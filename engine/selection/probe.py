@@ -1,12 +1,12 @@
 """Our own: recompute what the question looks at in the later layers, and shift the rest as those rows were shifted.
 
-The rows behind the last chunk run once through the reused KV. A token's score is the length (L2) of the vector of what each
-of these rows gives it, by head, averaged over heads and over the later layers: there the question reads what it needs,
-while early layers look at sinks, neighbours and separators. L2 favours a token that one row needs much over one that
-all need a little. Measured against sum, early, middle and all layers: docs/methods.md.
+The rows behind the last chunk run once through the reused KV. A token's score is the length (L2) of the vector of what
+each of these rows gives it, by head, averaged over heads and over the chosen layers: the earliest look at sinks,
+neighbours and separators. L2 favours a token that one row needs much over one that all need a little. What was measured
+of sums, of early, middle and late layers, and of several passes: docs/methods.md.
 
-Cost: as `Asking`, all layers. passes: after a first part of the budget is computed, the question looks again through what
-is better by then; each pass costs another probe.
+Cost: as `Asking`. passes: after a first part of the budget is computed, the question looks again through what is better
+by then; each pass costs another probe.
 """
 
 from dataclasses import dataclass, field
@@ -28,16 +28,16 @@ NORMS = ("l2", "sum", "max")
 class Probe(Asking):
     """What the question looks at from layer `since` x L to `until` x L.
 
-    norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows that
-    stay as they were stored, one of `shift.FORMS`; strength: how much of that.
+    norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows
+    that are not computed, one of `shift.FORMS`; strength: how much of that.
     """
 
-    since: float = 0.5
+    since: float = 0.25
     until: float = 1.0
     norm: str = "l2"
     passes: int = 1
     shift: str = "none"
-    strength: float = 0.5
+    strength: float = 0.8
     name: str = field(default="probe", kw_only=True)
 
     def __post_init__(self) -> None:

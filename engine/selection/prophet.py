@@ -2,7 +2,8 @@
 
 Source: ProphetKV (arXiv 2602.02579, ICML'26), whose first stage lets the question attend to the reused KV in all layers
 and fuses the attention of the layers into one set of tokens. Here: each layer's attention, summed over the rows behind
-the last chunk, averaged over heads and layers; the paper's own weights for layers are not used. Cost: as `Asking`, all layers.
+the last chunk, averaged over heads and layers; the paper's own weights for layers are not used. Cost: as `Asking`, all
+layers.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,11 @@
-"""Shifts: rows that are not computed again get a part of what changed, on the mean, where rows were.
+"""Shifts: rows that are not computed again get a part of what changed where rows were.
 
-What a chunk's KV lacks is in part the same for all its tokens: the sinks and the text before it pull every row's values and
-keys (turned back to position 0) the same way. So the mean change of the computed rows is worth adding to the others. Ours;
-measured in docs/methods.md. Cost: one pass over the layer's KV, no row of a layer.
+What a chunk's KV lacks is in part the same for all its tokens: the text before it pulls every row's values and keys
+(turned back to position 0) the same way, and draws them away from what they had from the chunk alone. So the mean
+change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
+value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`). Nothing is
+learnt beforehand: every prompt, layer and head has its own regression. Ours; measured in docs/methods.md. Cost: one
+pass over the layer's KV and, of `linear`, a system of F = 2 D + 3 unknowns a head and a product (T, F) by (F, 2 D).
 """
 
 import torch
@@ -55,7 +58,7 @@ def _means(changes: Tensor, picked: Tensor, chunks: int, shrink: float) -> Tenso
 
 
 def _linear(plan: Plan, change: Change, changes: Tensor, chunks: Tensor) -> Tensor:
-    """(H, n, D + D): the chunk's mean and, by ridge regression on the computed rows, what a row's features add to it."""
+    """(H, n, D + D): the chunk's mean and, by regression on the computed rows, what a row's features add to it."""
     picked, features = chunks[change.rows], _features(plan, change)
     means = _means(changes, picked, len(plan.spans), SHRINK_ROWS)
     known = features[:, change.rows - change.start]  # (H, C, F)
@@ -66,7 +69,7 @@ def _linear(plan: Plan, change: Change, changes: Tensor, chunks: Tensor) -> Tens
 
 
 def _features(plan: Plan, change: Change) -> Tensor:
-    """(H, n, F): what a row's change may depend on: its stored key and value, its place in the chunk and in the prompt."""
+    """(H, n, F): what a row's change may depend on: its stored key and value, its place in chunk and prompt."""
     stored = torch.cat([change.stored_keys, change.stored_values], dim=-1)
     place = torch.zeros(plan.tokens)
     for span in plan.spans:

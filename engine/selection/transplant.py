@@ -1,7 +1,7 @@
 """The transplant oracle: true KV copied in at the rows that another policy chooses.
 
-If it is far better than computing the same rows again, the trouble is stale neighbours, not the choice (design, section 8).
-Only a bench has the true KV, so a policy by that name cannot serve.
+If it is far better than computing the same rows again, the trouble is stale neighbours, not the choice (design,
+section 8). Only a bench has the true KV, so a policy by that name cannot serve.
 """
 
 from dataclasses import dataclass, field, replace

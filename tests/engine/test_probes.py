@@ -323,7 +323,7 @@ def test_a_model_that_shows_no_attention_says_so(llama, monkeypatch):
 
 
 def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
-    """The weights of a long question would be as large as a layer's KV; goes are cut so that one has all watched rows."""
+    """The weights of a long question would outgrow a layer's KV; goes are cut so that one has all watched rows."""
     import ragblend.engine.fusion as fusion
 
     llama.engine.encode(TEXTS)
@@ -335,7 +335,7 @@ def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
     )
     prompt = make_prompt(TEXTS, suffix="\n\nQuestion: " + make_text(50, words=12))
     llama.engine.prefill(prompt, method="probe", ratio=0.6)
-    assert shown == [8, 8]
+    assert shown == [8, 8, 8]  # layers 1 to 3
     for rows in (5, 16, 17, 23, 24, 25, 40):
         sizes = fusion._go_sizes(rows, min(8, rows))
         assert sum(sizes) == rows and sizes[-1] >= min(8, rows)
@@ -347,7 +347,7 @@ def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
         ("prob", "did you mean 'probe'"),
         ("prob", "cacheblend-gradual"),
         ("probe:pases=2", "did you mean 'passes'"),
-        ("probe:pases=2", "strength=0.5"),
+        ("probe:pases=2", "strength=0.8"),
         ("probe:passes", "passes"),
         ("probe:passes=two", "whole number"),
         ("probe:passes=0", "passes at least 1"),

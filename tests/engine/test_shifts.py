@@ -1,6 +1,6 @@
 """What is added to rows that stay stored, against sums by hand over transformers' own KV."""
 
-import cmath
+import math
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ragblend.engine.selection import METHODS, Policy, Shift, policy_named
 from ragblend.engine.selection.probe import Probe
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
-FORMS = ("chunk", "common", "mix")
+FORMS = ("chunk", "common", "mix")  # and "linear", which has a test of its own
 
 
 @pytest.fixture
@@ -21,12 +21,10 @@ def stored(bench):
 
 def turned(vector, position, inv_freq):
     """A key (D,) of half-split pairs turned by so many tokens, pair by pair as complex numbers."""
-    half, out = inv_freq.numel(), vector.clone()
-    for pair in range(half):
-        number = complex(float(vector[pair]), float(vector[pair + half]))
-        number *= cmath.exp(1j * position * float(inv_freq[pair]))
-        out[pair], out[pair + half] = number.real, number.imag
-    return out
+    half, vector = inv_freq.numel(), vector.double()
+    angles = position * inv_freq.double()
+    numbers = torch.complex(vector[:half], vector[half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([numbers.real, numbers.imag])
 
 
 def expected_shift(form, chunk, changes, strength):
@@ -85,7 +83,68 @@ def test_rows_that_stay_are_shifted_by_the_mean_change(stored, monkeypatch, form
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkeypatch):
+    """Layer 1 again, where full prefill says what the change is; by least squares in double precision."""
+    chosen, rows = [], Probe.rows
+    monkeypatch.setattr(Probe, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    tokens = len(prompt.token_ids)
+    reused = stored.engine.prefill(prompt, method="reuse").cache
+    found = stored.engine.prefill(prompt, method="probe:shift=linear,strength=0.5", ratio=0.6).cache
+    truth, stale = stored.kv(prompt.token_ids)[1], reused.span(1, 0, tokens)
+    decoder = stored.engine._resources.decoder
+    inv_freq = decoder.ropes[decoder.layer_types[1]]
+    places = chunk_places(prompt)
+    chunk = {row: number for number, (start, stop) in enumerate(places) for row in range(start, stop)}
+    picked = [row for row in chosen[-1].tolist() if row in chunk]
+    left = [row for row in chunk if row not in picked][::7]
+
+    def turned_row(vector, row, sign):
+        out, size = vector.double(), 2 * inv_freq.numel()
+        out[:size] = turned(out[:size], sign * row, inv_freq)
+        return out
+
+    kv = {
+        row: torch.stack(
+            [torch.cat([turned_row(stale[0][h, row], row, -1), stale[1][h, row].double()]) for h in (0, 1)]
+        )
+        for row in chunk
+    }
+    spread = torch.stack([kv[row] for row in picked], 1).std()
+    for head in (0, 1):
+
+        def features(row, head=head):
+            place = row - places[chunk[row]][0]
+            where = torch.tensor([1 / (1 + place), math.log1p(place) / 6, row / tokens], dtype=torch.float64)
+            return torch.cat([kv[row][head], 3 * spread * where])
+
+        def change(row, head=head):
+            keys, values = (truth[i][head, row] - stale[i][head, row] for i in (0, 1))
+            return torch.cat([turned_row(keys, row, -1), values.double()])
+
+        def mean(number):
+            own = [change(row) for row in picked if chunk[row] == number]
+            common = sum(change(row) for row in picked) / len(picked)
+            return (sum(own) + 16 * common) / (len(own) + 16) if own else common
+
+        centre = sum(features(row) for row in picked) / len(picked)
+        system = torch.stack([features(row) - centre for row in picked])
+        wanted = torch.stack([change(row) - mean(chunk[row]) for row in picked])
+        ridge = 4 * system.shape[1] / len(picked) * float((system**2).sum(0).mean()) + 1e-6
+        damped = torch.cat([system, math.sqrt(ridge) * torch.eye(system.shape[1], dtype=torch.float64)])
+        weights = torch.linalg.lstsq(
+            damped, torch.cat([wanted, torch.zeros(len(damped) - len(wanted), wanted.shape[1])])
+        ).solution
+        for row in left:
+            shift = 0.5 * (mean(chunk[row]) + (features(row) - centre) @ weights)
+            size = stale[0].shape[-1]
+            keys, values = (found.span(1, row, row + 1)[i][head, 0] for i in (0, 1))
+            assert largest_error(keys, stale[0][head, row] + turned_row(shift[:size], row, 1)) < 1e-3
+            assert largest_error(values, stale[1][head, row] + shift[size:]) < 1e-3
+            assert largest_error(values, stale[1][head, row]) > 1e-3
+
+
+@pytest.mark.parametrize("form", [*FORMS, "linear"])
 def test_an_exact_chunk_is_never_shifted(stored, form):
     prompt = chat(stored, TEXTS)
     reused = stored.engine.prefill(prompt, method="reuse").cache
