@@ -86,7 +86,7 @@ def _check_name(name: str, known: Collection[str], modes: Collection[str]) -> No
     if name in modes:
         return
     # `refine+full` would be the mode alone, under another name.
-    if base in known and (not mode or (mode in modes and base != "full")):
+    if base in known and (method == name or (mode in modes and base != "full")):
         if base != method:
             from ragblend.engine.selection import policy_named
 
