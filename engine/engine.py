@@ -228,12 +228,16 @@ class Engine:
         method: str | Policy = DEFAULT_METHOD,
         ratio: float | str = DEFAULT_RATIO,
         cancel: threading.Event | None = None,
+        on_text: Callable[[str], None] | None = None,
         **options: Any,
     ) -> Result:
-        """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does."""
+        """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
+
+        on_text is called with each piece of text as it comes; what it raises ends the answer.
+        """
         request, chosen = self._generation(prompt, method, ratio, options)
         with self._queue.turn(cancel):
-            return self._answer(request, chosen, None, cancel)
+            return self._answer(request, chosen, on_text, cancel)
 
     def stream(
         self,
