@@ -1,7 +1,10 @@
 """What goes into the engine and what it reports: frozen values, checked when they are made."""
 
 import difflib
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from ragblend.engine.controller import Decision
@@ -55,6 +58,8 @@ class DecodeOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"):
+            _check_number(name, getattr(self, name), type(self).__dataclass_fields__[name].default)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature < 0:
@@ -66,6 +71,8 @@ class DecodeOptions:
         if self.repetition_penalty <= 0:
             raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
+            raise UsageError(f"stop must be a text or several, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(text for text in stop if text))
 
     @classmethod
@@ -78,6 +85,15 @@ class DecodeOptions:
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
                 raise UsageError(f"the option {name!r} is unknown; {hint}")
         return cls(**options)
+
+
+def _check_number(name: str, value: Any, default: float | None) -> None:
+    """Raise UsageError for what is no number where the default is one; whole, unless that is a float."""
+    kind = Real if isinstance(default, float) else Integral
+    if value is None and default is None:
+        return
+    if not isinstance(value, kind) or not math.isfinite(value):
+        raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Call:
     """One request's method, ratio, decoding options, and the passages that its caller named."""
 
     method: str | None = None
-    ratio: float | None = None
+    ratio: float | str | None = None
     decoding: dict[str, Any] = field(default_factory=dict)
     named: tuple[Passage, ...] = ()
 

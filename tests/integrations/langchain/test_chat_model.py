@@ -152,6 +152,7 @@ def test_ids_by_content_blocks_calls_artifacts_and_text(make_tiny, documents):
     assert chunks(model.invoke(text)) == []
     assert chunks(model.invoke(text, passages=[bell, lamp])) == ["lamp", "bell"]
     assert chunks(model.bind(passages=[bell]).invoke(text)) == ["bell"]
+    assert chunks(model.invoke(text, passages=bell)) == ["bell"]  # one by itself
     tool = ToolMessage(
         text, tool_call_id="1", artifact=[bell, {"page_content": lamp.page_content, "id": "l"}]
     )
@@ -198,6 +199,34 @@ def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
     encode_documents([edited], model, show_progress=False)
     assert model.invoke(f"{edited.page_content} {QUESTION}").response_metadata["kv"]["hits"] == 1
     assert model.invoke(f"{documents[1].page_content} {QUESTION}").response_metadata["kv"]["chunks"] == []
+
+
+def test_documents_that_another_model_read_are_read_again(make_tiny, documents, tmp_path_factory):
+    """One home, two models: the texts are known to both, each one's KV to itself."""
+    import tiny_models
+
+    encode_documents(documents, make_tiny(), show_progress=False)
+    other = make_tiny(model=str(tiny_models.save_model("qwen2", tmp_path_factory.mktemp("other") / "qwen2")))
+    text = "\n\n".join(document.page_content for document in documents)
+    answer = other.invoke(f"{text} {QUESTION}")
+    kv = answer.response_metadata["kv"]
+    assert (kv["chunks"], kv["hits"], kv["misses"]) == (["tides", "bell", "lamp"], 0, 3)
+    assert answer.text == other.invoke(f"{text} {QUESTION}", method="full").text
+    assert other.backend().engine.finish_background(timeout_s=60)
+    assert other.invoke(f"{text} {QUESTION}").response_metadata["kv"]["hits"] == 3
+
+
+def test_documents_of_another_splitter_are_others(make_tiny, documents):
+    """Halves of what was read are no part of it: they are read by themselves, and then found."""
+    model = make_tiny()
+    encode_documents(documents[:1], model, show_progress=False)
+    words = documents[0].page_content
+    halves = [Document(words[:120], id="first"), Document(words[120:], id="second")]
+    asked = f"{halves[0].page_content}\n---\n{halves[1].page_content}\n{QUESTION}"
+    kv = model.invoke(asked).response_metadata["kv"]
+    assert (kv["chunks"], kv["hits"]) == ([], 0)
+    kv = model.invoke(asked, passages=halves).response_metadata["kv"]
+    assert (kv["chunks"], kv["hits"], kv["misses"]) == (["first", "second"], 0, 2)
 
 
 def test_control_tokens_in_messages_are_text(tiny):
@@ -247,6 +276,23 @@ def test_usual_names_and_overrides(tiny_options):
     assert model.bind(max_tokens=2).invoke("hello").usage_metadata["output_tokens"] == 2
     with pytest.raises(ValueError, match="mean the same"):
         model.invoke("hello", max_tokens=5, max_new_tokens=6)
+
+
+def test_a_key_for_a_service_is_dropped_and_shown_nowhere(tiny_options):
+    """An application that swaps its model may go on passing one."""
+    model = ChatRAGBlend(**tiny_options, api_key="sk-1", openai_api_key="sk-2", max_retries=3)
+    assert model.model_kwargs == {}
+    for shown in (repr(model), dumps(model), repr(model._identifying_params), repr(model._get_ls_params())):
+        assert "sk-" not in shown
+    with pytest.raises(ValidationError) as raised:
+        ChatRAGBlend(model="a", model_name="b", api_key="sk-3", temperature=-1)
+    assert "sk-" not in str(raised.value)
+
+
+def test_the_ratio_may_be_left_to_the_device(tiny_options, documents):
+    model = ChatRAGBlend(**tiny_options, ratio="auto", max_tokens=2)
+    encode_documents(documents, model, show_progress=False)
+    assert model.invoke(blocks(documents)).response_metadata["ratio"] >= 0.15
 
 
 def test_finish_reason_and_stop(tiny):
@@ -317,6 +363,40 @@ def test_wrong_values(tiny, tiny_options, wrong):
         ChatRAGBlend(**tiny_options | wrong)
     with pytest.raises(ValueError, match=f"{next(iter(wrong)).removeprefix('max_')}"):
         tiny.invoke("hello", **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"max_tokens": 3.5},
+        {"top_k": "x"},
+        {"seed": "x"},
+        {"stop": 3},
+        {"ratio": "much"},
+        {"timeout": "long"},
+        {"timeout": -1},
+        {"passages": [7]},
+        {"method": "cachblend"},
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_kind_in_a_call(tiny, wrong):
+    """They came out as TypeErrors of torch, or, a timeout that is no number, as a trace in a thread and no limit."""
+
+    async def read():
+        return [chunk async for chunk in tiny.astream("hello", **wrong)]
+
+    for way in (
+        lambda: tiny.invoke("hello", **wrong),
+        lambda: list(tiny.stream("hello", **wrong)),
+        lambda: asyncio.run(tiny.ainvoke("hello", **wrong)),
+        lambda: asyncio.run(read()),
+    ):
+        with pytest.raises(ModelInvalidRequestError) as raised:
+            way()
+        assert isinstance(raised.value, UsageError | ValueError)
 
 
 def test_no_messages(tiny):

@@ -8,6 +8,7 @@ import pytest
 from llama_helpers import METHODS, STORIES, call, text_of, user
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
 
 from ragblend import Chunk, Literal
 from ragblend.engine.prompt import Message
@@ -188,7 +189,12 @@ def test_tokens_are_the_models_own(llm):
 
 def test_a_passage_may_be_named_in_a_call(llm):
     text = f"Read this: {STORIES[0]} {QUESTION}"
-    for named in ({"passages": [STORIES[0]]}, {"passages": [Passage(STORIES[0], "one")]}):
+    for named in (
+        {"passages": [STORIES[0]]},
+        {"passages": STORIES[0]},
+        {"nodes": TextNode(text=STORIES[0])},
+        {"passages": [Passage(STORIES[0], "one")]},
+    ):
         kv = llm.chat(user(text), **named).raw["kv"]
         assert len(kv["chunks"]) == 1
     assert kv["chunks"] == ["one"]
