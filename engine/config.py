@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ragblend.engine.controller import Decision
+from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import UsageError
 
 GIBIBYTE = 1 << 30
@@ -130,7 +131,8 @@ class Timings:
 class Report:
     """What one request did. recomputed_fraction is the ratio that was spent, selection included.
 
-    decision: what the loading controller chose and expected; None where nothing was fused.
+    decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
+    fused.
     """
 
     method: str
@@ -142,3 +144,4 @@ class Report:
     misses: int = 0
     warning: str | None = None
     decision: Decision | None = None
+    trace: Trace | None = None

@@ -6,6 +6,7 @@ copies and moves, and an event tells the compute stream when a layer is there, s
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,17 @@ class Lane:
     def synchronize(self) -> None:
         """Wait until the device has done all it was given (for clocks)."""
 
+    def begin_clock(self) -> None:
+        """Have `stamp` and the host's clock start from one moment."""
+
+    def stamp(self) -> Any:
+        """A mark behind what the current stream was given so far."""
+        return time.perf_counter()
+
+    def time_of(self, stamp: Any) -> float:
+        """When the stream came to that mark, in seconds of `time.perf_counter`; only after `synchronize`."""
+        return float(stamp)
+
 
 class CudaLane(Lane):
     """CUDA: pinned staging, a copy stream, one event a delivery."""
@@ -136,6 +148,18 @@ class CudaLane(Lane):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def begin_clock(self) -> None:
+        self._zero = self.stamp()
+        self._zero_s = time.perf_counter()
+
+    def stamp(self) -> Any:
+        stamp = torch.cuda.Event(enable_timing=True)
+        stamp.record(torch.cuda.current_stream(self.device))
+        return stamp
+
+    def time_of(self, stamp: Any) -> float:
+        return self._zero_s + float(self._zero.elapsed_time(stamp)) / 1e3
 
 
 class MpsLane(Lane):

@@ -4,7 +4,6 @@ Every method runs through `fused_prefill`; `full` is the policy that keeps every
 """
 
 import threading
-import time
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from ragblend.engine.decoder import Decoder, RowState
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection.base import Evidence, Policy, joined
+from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import Cancelled
 
 # More rows than this pass through a layer in several goes. That changes nothing they compute (a row sees only what is
@@ -24,11 +24,10 @@ BATCH_ROWS = 1024
 
 @dataclass
 class Spent:
-    """What the loop did: layer-rows of stored tokens that were computed, and the time that choosing took."""
+    """What the loop did: layer-rows of stored tokens that were computed."""
 
     stored_layer_rows: float = 0.0
     last_layer_recomputed: int = 0
-    select_ms: float = 0.0
 
 
 @dataclass
@@ -47,6 +46,7 @@ def fused_prefill(
     policy: Policy,
     cache: FusedCache,
     loader: LayerLoader,
+    recorder: Recorder,
     cancel: threading.Event | None = None,
 ) -> tuple[Tensor, Spent]:
     """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
@@ -54,8 +54,10 @@ def fused_prefill(
     The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader.
     """
     spent = Spent()
-    rows = policy.rows(plan)
-    work = _work(decoder, plan, rows, decoder.embed(plan.token_ids[rows]))
+    with recorder.device_part("select", "device"):
+        rows = policy.rows(plan)
+    with recorder.device_part("prepare", "device"):
+        work = _work(decoder, plan, rows, decoder.embed(plan.token_ids[rows]))
     cache.loader = loader
     try:
         for layer in range(plan.layers):
@@ -63,15 +65,20 @@ def fused_prefill(
                 raise Cancelled("the prefill was cancelled")
             if policy.peeks(plan, layer):
                 spent.stored_layer_rows += plan.attention_share * _stored(plan, work)
-                evidence = _run(decoder, layer, work, cache, plan, Mode.PEEK, collect=True)
-                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer, spent))
+                with recorder.device_part("compute", "device", layer):
+                    evidence = _run(decoder, layer, work, cache, plan, Mode.PEEK, collect=True)
+                with recorder.device_part("select", "device", layer):
+                    work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer))
             narrows = policy.narrows(plan, layer)
-            evidence = _run(decoder, layer, work, cache, plan, Mode.SCATTER, collect=narrows)
+            with recorder.device_part("compute", "device", layer):
+                evidence = _run(decoder, layer, work, cache, plan, Mode.SCATTER, collect=narrows)
             spent.last_layer_recomputed = _stored(plan, work)
             spent.stored_layer_rows += spent.last_layer_recomputed
             if narrows:
-                work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer + 1, spent))
-        return decoder.head(work.hidden[:, -1:])[0], spent
+                with recorder.device_part("select", "device", layer):
+                    work = _narrowed(decoder, plan, work, _choose(policy, plan, evidence, layer + 1))
+        with recorder.device_part("head", "device"):
+            return decoder.head(work.hidden[:, -1:])[0], spent
     finally:
         cache.mode, cache.loader, cache.evidence, cache.rows = Mode.APPEND, None, None, None
 
@@ -109,12 +116,9 @@ def _sizes(work: Work) -> list[int]:
     return [state.rows.numel() for state in work.goes]
 
 
-def _choose(policy: Policy, plan: Plan, evidence: Evidence | None, next_layer: int, spent: Spent) -> Tensor:
+def _choose(policy: Policy, plan: Plan, evidence: Evidence | None, next_layer: int) -> Tensor:
     assert evidence is not None
-    begun = time.perf_counter()
-    keep = policy.narrow(plan, evidence, next_layer)
-    spent.select_ms += (time.perf_counter() - begun) * 1e3
-    return keep
+    return policy.narrow(plan, evidence, next_layer)
 
 
 def _narrowed(decoder: Decoder, plan: Plan, work: Work, keep: Tensor) -> Work:

@@ -20,6 +20,7 @@ from ragblend.engine.device import Lane
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.plan import Plan, make_plan
 from ragblend.engine.selection.base import Policy
+from ragblend.engine.trace import Recorder
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.store import KVStore
@@ -107,7 +108,7 @@ def _prefill_ms(decoder: Decoder, lane: Lane, behind: int, count: int) -> float:
             tensor.zero_()
     lane.synchronize()
     begun = time.perf_counter()
-    fused_prefill(decoder, plan, _Last(count), cache, _Nothing())  # type: ignore[arg-type]
+    fused_prefill(decoder, plan, _Last(count), cache, _Nothing(), Recorder(lane))  # type: ignore[arg-type]
     lane.synchronize()
     return (time.perf_counter() - begun) * 1e3
 
