@@ -88,7 +88,7 @@ class DecodeOptions:
         return cls(**options)
 
 
-def _check_number(name: str, value: Any, default: float | None) -> None:
+def _check_number(name: str, value: Any, default: Any) -> None:
     """Raise UsageError for what is no number where the default is one; whole, unless that is a float."""
     kind = Real if isinstance(default, float) else Integral
     if value is None and default is None:
