@@ -50,6 +50,8 @@ class Machine:
                     self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
         if prefilled.report.hits and resources.store.tiers:
             self.chores.add(partial(self._promote, request))
+        if prefilled.report.hits:
+            self.chores.add(resources.store.write_uses)
         return prefilled
 
     def encode(

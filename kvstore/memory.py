@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
-from ragblend.kvstore.policy import POLICIES, Policy
+from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Policy
 from ragblend.kvstore.ranking import History, Ranking
 from ragblend.kvstore.stats import Counters, StoreStats
-
-DEFAULT_POLICY = POLICIES["pgdsf"]
 
 
 class Source(Protocol):
@@ -94,7 +92,7 @@ class MemoryTier:
         budget_bytes: int,
         device: torch.device | None = None,
         pinned: bool = False,
-        policy: Policy = DEFAULT_POLICY,
+        policy: Policy = POLICIES[DEFAULT_POLICY],
     ) -> None:
         assert budget_bytes >= 0, budget_bytes
         self.name, self.budget_bytes = name, budget_bytes
@@ -103,7 +101,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._held: dict[str, HeldChunk] = {}
         self._history, self._ranking = History(policy), Ranking(policy)
-        self._counters = Counters()
+        self.counters = Counters()
 
     # --- reading
 
@@ -113,14 +111,17 @@ class MemoryTier:
     def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> HeldChunk | None:
         """The value, its token ids compared; None is a miss."""
         with self._lock:
-            found = self._held.get(key.digest)
-            if found is not None and found.token_ids != tuple(token_ids):
-                found = None
+            found = self.peek(key, token_ids)
             entry = self._history.used(key.digest)
             if found is not None:
                 self._ranking.rank(entry)
-        self._counters.add(**({"misses": 1} if found is None else {"hits": 1}))
+        self.counters.add(**({"misses": 1} if found is None else {"hits": 1}))
         return found
+
+    def peek(self, key: ChunkKey, token_ids: Sequence[int]) -> HeldChunk | None:
+        """The same, but it counts as no use: for moving values about."""
+        found = self._held.get(key.digest)
+        return found if found is not None and found.token_ids == tuple(token_ids) else None
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, in memory that the caller owns; None is a miss."""
@@ -140,20 +141,23 @@ class MemoryTier:
         """Keep a copy of the value, evicting what is worth less; False if it is larger than the whole tier."""
         return self.admit(key, HeldChunk.of(chunk))
 
-    def admit(self, key: ChunkKey, source: Source) -> bool:
-        """Keep what `source` reads. Raises what its reading raises; nothing has changed then."""
+    def admit(self, key: ChunkKey, source: Source, cost: float = 1.0) -> bool:
+        """Keep what `source` reads, which takes `cost` a token to compute; False if it is larger than the whole tier.
+
+        Raises what reading raises; nothing has changed then.
+        """
         nbytes = len(source.token_ids) * source.geometry.token_bytes
         if nbytes > self.budget_bytes:
             return False
         chunk = self._copied(source)
         with self._lock:
             self._held[key.digest] = chunk
-            self._ranking.rank(self._history.computed(key.digest, nbytes, len(chunk.token_ids), cost=1.0))
+            self._ranking.rank(self._history.computed(key.digest, nbytes, len(chunk.token_ids), cost))
             victims = self._ranking.take(self._ranking.nbytes - self.budget_bytes, spare={key.digest})
             for victim in victims:
                 del self._held[victim.digest]
                 self._history.gone(victim.digest)
-        self._counters.add(evictions=len(victims))
+        self.counters.add(evictions=len(victims))
         return True
 
     def delete(self, key: ChunkKey) -> int:
@@ -172,7 +176,7 @@ class MemoryTier:
     def stats(self) -> StoreStats:
         with self._lock:
             entries, nbytes = len(self._held), self._ranking.nbytes
-        return self._counters.stats(entries, nbytes, self.budget_bytes)
+        return self.counters.stats(entries, nbytes, self.budget_bytes)
 
     def _copied(self, source: Source) -> HeldChunk:
         """In one piece of memory: an allocator of pinned memory rounds every piece up."""
