@@ -10,8 +10,7 @@ from typing import Any
 from ragblend.engine.controller import Decision
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import UsageError
-
-GIBIBYTE = 1 << 30
+from ragblend.kvstore.policy import policy_named
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,18 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
-    device (None: what `device.default_budgets` says); loader_threads: reads in flight.
+    device (None: a share of what is free, see `kvstore.opening` and `device.default_budgets`); store_policy: what every
+    tier evicts by (None: as the store has it); loader_threads: reads in flight.
     """
 
     model: str = "default"
     device: str | None = None
     dtype: str | None = None
     collection: str = "default"
-    store_budget_bytes: int = 20 * GIBIBYTE
+    store_budget_bytes: int | None = None
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
+    store_policy: str | None = None
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -38,10 +39,12 @@ class EngineConfig:
             raise UsageError("no model was named; pass `default`, a hub id, a folder or a .gguf file")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise UsageError(f"dtype {self.dtype!r} is unknown; pass float32, bfloat16 or float16")
-        if self.store_budget_bytes <= 0:
+        if self.store_budget_bytes is not None and self.store_budget_bytes <= 0:
             raise UsageError(f"the store's budget must be above 0 bytes, not {self.store_budget_bytes}")
         if min(self.memory_budget_bytes or 0, self.device_budget_bytes or 0) < 0:
             raise UsageError("the budgets of memory and device must not be below 0 bytes")
+        if self.store_policy is not None:
+            policy_named(self.store_policy)
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
 

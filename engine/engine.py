@@ -57,6 +57,7 @@ class Engine:
         store_budget_bytes: int | None = None,
         memory_budget_bytes: int | None = None,
         device_budget_bytes: int | None = None,
+        store_policy: str | None = None,
     ) -> "Engine":
         """The engine for that model, home and collection; the same object for the same arguments.
 
@@ -65,11 +66,8 @@ class Engine:
         weights, its queue and its store, whatever their collections. Raises UsageError; a model's own errors come on
         first use.
         """
-        extra: dict[str, Any] = (
-            {} if store_budget_bytes is None else {"store_budget_bytes": store_budget_bytes}
-        )
-        extra |= {"memory_budget_bytes": memory_budget_bytes, "device_budget_bytes": device_budget_bytes}
-        config = EngineConfig(str(model), device, dtype, collection, **extra)
+        budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
+        config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy)
         folder = resolve_home(home)
         with _opening:
             where = pick_device(device)
@@ -77,7 +75,6 @@ class Engine:
             if shared not in _machines:
                 _machines[shared] = Machine(config, folder)
             else:
-                budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
                 _machines[shared].resources.set_budgets(*budgets)
             if (*shared, collection) not in _engines:
                 _engines[*shared, collection] = cls(config, folder, _machines[shared])

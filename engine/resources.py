@@ -24,9 +24,11 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.policy import DEFAULT_POLICY
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
+_USUAL_TOKENS = 512
 
 
 class Resources:
@@ -87,11 +89,23 @@ class Resources:
     @property
     def store(self) -> KVStore:
         def opened() -> KVStore:
-            tiers = memory_tiers(self.device, self._budgets["memory"], self._budgets["device"])
-            return KVStore.open(self.home / "kv", self._budgets["disk"] or 0, tiers)
+            policy, budgets = self.config.store_policy, self._budgets
+            tiers = memory_tiers(self.device, budgets["memory"], budgets["device"], policy or DEFAULT_POLICY)
+            return KVStore.open(self.home / "kv", budgets["disk"], tiers, policy, self._cost)
 
         found: KVStore = self._once("store", opened)
         return found
+
+    def _cost(self, cached_tokens: int, new_tokens: int) -> float:
+        """Of computing a token, as a multiple of one of 512 behind nothing; 1 before anything was measured.
+
+        A multiple, so that what is stored before and after the measuring, and by several models, can be compared.
+        """
+        profile: DeviceProfile | None = self._once("costs", lambda: self.profile)
+        usual = profile.prefill.ms_per_token(0, _USUAL_TOKENS) if profile is not None else 0.0
+        if profile is None or not usual:
+            return 1.0
+        return profile.prefill.ms_per_token(cached_tokens, new_tokens) / usual
 
     def set_budgets(self, store: int | None, memory: int | None, device: int | None) -> None:
         """From now on a tier keeps at most that many bytes (None: as before); what is too much goes at its next put.

@@ -16,7 +16,7 @@ from ragblend.kvstore.files import write_failed
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.opening import default_budget_bytes, open_index
-from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
+from ragblend.kvstore.policy import policy_named
 from ragblend.kvstore.reading import ReadingStore
 from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
 from ragblend.kvstore.state import Cost
@@ -41,18 +41,18 @@ class KVStore(ReadingStore):
         root: Path,
         budget_bytes: int | None,
         tiers: Sequence[MemoryTier] = (),
-        policy: str = DEFAULT_POLICY,
+        policy: str | None = None,
         cost: Cost = same_cost,
     ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
         budget_bytes bounds the values' bytes on the disk, at every put (None: a quarter of what is free there and
         taken by them); tiers: memory above it, the fastest first, for what is used (see `promote`); policy: a row of
-        POLICIES, from now on everybody's who has the store open; cost(cached, new): of computing one of `new` tokens
-        behind `cached` ones, in any one unit. Raises StoreFormatError for a folder of another format,
-        StoreLockedError, StoreError, UsageError for an unknown policy.
+        POLICIES, from now on everybody's who has the store open (None: as it was, at first DEFAULT_POLICY);
+        cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit. Raises
+        StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
         """
-        uses = Uses(policy_named(policy))
+        uses = Uses(None if policy is None else policy_named(policy))
         opened = open_index(Path(root), uses)
         if budget_bytes is None:
             budget_bytes = default_budget_bytes(Path(root), opened.index.totals()[1])
@@ -178,6 +178,11 @@ class KVStore(ReadingStore):
                 tier.delete(key)
         return report
 
+    @property
+    def policy(self) -> str:
+        """What the disk evicts by: a row of POLICIES."""
+        return self._uses.policy.name
+
     def stats(self) -> StoreStats:
         """Entries and bytes of the store, and what this process asked of it, on whichever tier it was found."""
         disk = self._disk_stats()
@@ -191,7 +196,10 @@ class KVStore(ReadingStore):
         return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
 
     def totals_by_tier(self) -> dict[str, Counts]:
-        """What all processes ever did on each tier, this one included; a killed one's since its last put are lost."""
+        """What all processes ever did on each tier, this one included; a killed one's since its last put are lost.
+
+        Tiers that only other processes have are there as well.
+        """
         with self._live_index().connection() as sql:
             totals = read_totals(sql)
         return with_unwritten(totals, self._counters_by_tier())

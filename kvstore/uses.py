@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ragblend.kvstore.policy import (
+    DEFAULT_POLICY,
     HALF_LIFE_USES,
     LARGEST,
     POLICIES,
@@ -70,11 +71,13 @@ class State(NamedTuple):
 class Uses:
     """How values were used, for one process. Methods that take a connection are called inside a transaction of it.
 
-    policy: what to rank by; `settle` makes it everybody's, and whoever opens the store later makes his so.
+    wanted: what to rank by, None for whatever the rows are ranked by; `settle` makes it everybody's, until somebody
+    opens the store who wants another. `policy` is the one that was so when the rows were last looked at.
     """
 
-    def __init__(self, policy: Policy, remembered: int = REMEMBERED) -> None:
-        self.policy, self.remembered = policy, remembered
+    def __init__(self, wanted: Policy | None = None, remembered: int = REMEMBERED) -> None:
+        self._wanted, self.remembered = wanted, remembered
+        self.policy = wanted or POLICIES[DEFAULT_POLICY]
         self._lock = threading.Lock()
         # used_at of what waits counts this process's retrievals; the rows know all but those since _written.
         self._count, self._written = 0.0, 0.0
@@ -103,6 +106,7 @@ class Uses:
         nothing may come back. If the transaction fails, everything still waits.
         """
         state = self._state(sql)
+        self.policy = state.policy
         waiting, count = self._waiting_now()
         shift, known = state.uses - self._written, []
         state = state._replace(uses=count + shift)
@@ -182,9 +186,10 @@ class Uses:
     def settle(self, sql: sqlite3.Connection) -> None:
         """Bring the rows in line with the store's after a kill, damage or an older version; rank by our policy."""
         sql.execute(_ORPHANS)
-        state, kept = self._state(sql), sql.execute("SELECT policy FROM Ranking").fetchone()
-        if kept is None or kept[0] != self.policy.name:
-            state = self._ranked_anew(sql, state)
+        state, wanted = self._state(sql), self._wanted
+        if wanted is not None and wanted.name != state.policy.name:
+            state = self._ranked_anew(sql, state._replace(policy=wanted, clock=0.0))
+        self._wanted, self.policy = None, state.policy
         for fields in sql.execute(f"{_ENTRY} WHERE NOT ({_SOUND})", (LARGEST,) * 4).fetchall():
             _enter(sql, state, _entry(fields), bool(fields[-1]))
         for (digest,) in sql.execute(_UNKNOWN).fetchall():
@@ -196,10 +201,9 @@ class Uses:
 
     def _ranked_anew(self, sql: sqlite3.Connection, state: State) -> State:
         """By another policy than the rows were, in the order of use; what is gone keeps its place."""
-        state = state._replace(policy=self.policy, clock=0.0)
         for fields in sql.execute(f"{_ENTRY} WHERE stored = 1 ORDER BY used_at, digest").fetchall():
             _enter(sql, state, _entry(fields), stored=True)
-        if not self.policy.fades:
+        if not state.policy.fades:
             sql.execute("DELETE FROM Uses WHERE stored = 0")
         return state
 
