@@ -274,7 +274,7 @@ def test_usual_names_and_overrides(tiny_options):
     for longer in ({"max_tokens": 5}, {"max_new_tokens": 5}):
         assert model.invoke("hello", **longer).usage_metadata["output_tokens"] == 5
     assert model.bind(max_tokens=2).invoke("hello").usage_metadata["output_tokens"] == 2
-    with pytest.raises(ValueError, match="mean the same"):
+    with pytest.raises(ModelInvalidRequestError, match="mean the same"):
         model.invoke("hello", max_tokens=5, max_new_tokens=6)
 
 
