@@ -17,6 +17,9 @@ PREFIX = "RAGBLEND_"
 NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
 
 
+KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user may choose. `None` means that the engine decides (device, dtype) or has a default (system).
@@ -25,7 +28,8 @@ class Settings:
     text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
     store_budget_bytes bounds the KV on the disk (None: a quarter of what is free there), memory_budget_bytes and
     device_budget_bytes the copies of what is used, in host memory and on an accelerator (None: a quarter and a tenth of
-    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by.
+    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by. kv_codec `int8` halves
+    the bytes of what is stored from then on, at a small loss.
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     """
 
@@ -42,6 +46,7 @@ class Settings:
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
     store_policy: str = DEFAULT_POLICY
+    kv_codec: str = "raw"
     max_new_tokens: int = 256
     temperature: float = 0.0
     system: str | None = None
@@ -68,6 +73,7 @@ class Settings:
         _require(
             self.store_policy in POLICIES, "store_policy", self.store_policy, f"one of {', '.join(POLICIES)}"
         )
+        _require(self.kv_codec in KV_CODECS, "kv_codec", self.kv_codec, f"one of {', '.join(KV_CODECS)}")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
 

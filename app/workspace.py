@@ -64,6 +64,7 @@ class Workspace:
             memory_budget_bytes=settings.memory_budget_bytes,
             device_budget_bytes=settings.device_budget_bytes,
             store_policy=settings.store_policy,
+            kv_codec=settings.kv_codec,
         )
 
     @cached_property

@@ -21,7 +21,8 @@ class EngineConfig:
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
     device (None: a share of what is free, see `kvstore.opening` and `device.default_budgets`); store_policy: what every
-    tier evicts by (None: as the store has it); loader_threads: reads in flight.
+    tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
+    (None: raw); loader_threads: reads in flight.
     """
 
     model: str = "default"
@@ -32,6 +33,7 @@ class EngineConfig:
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
     store_policy: str | None = None
+    kv_codec: str | None = None
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -45,6 +47,10 @@ class EngineConfig:
             raise UsageError("the budgets of memory and device must not be below 0 bytes")
         if self.store_policy is not None:
             policy_named(self.store_policy)
+        if self.kv_codec is not None:
+            from ragblend.kvstore.codec import codec_named  # it needs torch, which nothing else in here does
+
+            codec_named(self.kv_codec)
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
 

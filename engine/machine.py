@@ -72,7 +72,7 @@ class Machine:
                 with self.queue.turn():
                     encoder = encoder or ChunkEncoder(resources.decoder, prefix)
                     chunk = encoder.encode(passage)
-                resources.store.put(key, chunk)
+                resources.store.put(key, chunk, resources.codec)
                 tokens, encoded = tokens + len(passage), encoded + 1
             keys.append(key)
             if progress is not None:

@@ -22,6 +22,7 @@ from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
+from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.policy import DEFAULT_POLICY
@@ -38,6 +39,8 @@ class Resources:
         self.config, self.home = config, home
         self._loading = threading.RLock()
         self._held: dict[str, Any] = {}
+        self._codec = RAW
+        self.set_codec(config.kv_codec)
         self._budgets: dict[str, int | None] = {
             "disk": config.store_budget_bytes,
             "memory": config.memory_budget_bytes,
@@ -106,6 +109,16 @@ class Resources:
         if profile is None or not usual:
             return 1.0
         return profile.prefill.ms_per_token(cached_tokens, new_tokens) / usual
+
+    @property
+    def codec(self) -> Codec:
+        """How KV is packed that is stored from now on."""
+        return self._codec
+
+    def set_codec(self, name: str | None) -> None:
+        """Pack KV so from now on (None: as before); what is stored stays as it is, and is read all the same."""
+        if name is not None:
+            self._codec = codec_named(name)
 
     def set_budgets(self, store: int | None, memory: int | None, device: int | None) -> None:
         """From now on a tier keeps at most that many bytes (None: as before); what is too much goes at its next put.

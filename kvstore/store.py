@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
+from ragblend.kvstore.codec import RAW, Codec
 from ragblend.kvstore.errors import StoreError, StoreFullError
 from ragblend.kvstore.files import write_failed
 from ragblend.kvstore.layout import files_of, value_files
@@ -62,13 +63,13 @@ class KVStore(ReadingStore):
 
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
+    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> None:
         """Store (or replace) a value; it is on disk and in the index when this returns.
 
-        Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed
+        codec: how its layers are packed; any is read. Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed
         then), StoreLockedError, StoreError.
         """
-        blob = Blob.of(key, chunk)
+        blob = Blob.of(key, chunk, codec)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
                 f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "

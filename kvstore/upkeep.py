@@ -16,6 +16,7 @@ from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.disk import digest_in
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, sync_folder
+from ragblend.kvstore.held import Source
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.layout import (
     QUARANTINE_FOLDER,
@@ -24,7 +25,6 @@ from ragblend.kvstore.layout import (
     move_to_quarantine,
     value_files,
 )
-from ragblend.kvstore.memory import Source
 from ragblend.kvstore.reader import open_verified
 
 
