@@ -264,9 +264,7 @@ def test_a_schema_that_is_no_text_any_more(registry, caplog):
     registry.add([Passage(HARBOUR, "h")])
     sql = sqlite3.connect(registry.path, isolation_level=None)
     sql.execute("PRAGMA writable_schema = ON")
-    sql.execute(
-        "UPDATE sqlite_master SET sql = CAST(X'4352454154452054FFFE' AS TEXT) WHERE type = 'table'"
-    )
+    sql.execute("UPDATE sqlite_master SET sql = CAST(X'4352454154452054FFFE' AS TEXT) WHERE type = 'table'")
     sql.execute("PRAGMA schema_version = 4711")
     sql.close()
     assert registry.find(HARBOUR) == []
