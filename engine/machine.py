@@ -87,7 +87,13 @@ class Machine:
                 raise UsageError(f"{resources.model_name} is not fused, so there is nothing to profile")
             server = resources.server
             server.profile = measure(
-                resources.decoder, server.lane, resources.store, resources.context_window, progress
+                resources.decoder,
+                server.lane,
+                server.pool,
+                resources.store,
+                resources.context_window,
+                resources.config.prices,
+                progress,
             )
             server.profile.save(resources.profile_path)
             return server.profile

@@ -20,9 +20,9 @@ from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, lo
 from ragblend.engine.serving import Server
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
-from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.policy import DEFAULT_POLICY
@@ -181,7 +181,8 @@ class Resources:
     def profile(self) -> DeviceProfile | None:
         """What was measured of it; None before that, or if the file is of no use."""
         try:
-            return DeviceProfile.read(self.profile_path)
+            found = DeviceProfile.read(self.profile_path)
+            return found.priced(self.config.prices) if found else None
         except UsageError as error:
             log.warning("%s", error)
             return None

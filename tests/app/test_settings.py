@@ -69,6 +69,7 @@ def test_wrong_settings_name_source_key_and_remedy(tmp_path, text, environment, 
         {"device_budget_bytes": -1},
         {"store_policy": "lrv"},
         {"kv_codec": "int3"},
+        {"memory_usd_per_gb_month": -0.5},
         {"model": ""},
     ],
 )
