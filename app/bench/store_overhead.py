@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def report_overhead(chunks: int, folder: Path | None = None) -> Row:
 
 def measure(home: Path, chunks: int) -> Row:
     """All of it, in this process."""
-    from ragblend.app.bench.store_large import SCOPE, key_of, token_ids_of
+    from ragblend.app.bench.store_large import key_of, token_ids_of
     from ragblend.kvstore.nodes import NodeIndex
     from ragblend.kvstore.store import KVStore
 
@@ -70,12 +71,14 @@ def measure(home: Path, chunks: int) -> Row:
     lookups, node_lookups, admissions = [], [], []
     for numbers in wanted:
         asked = [(key_of(number), token_ids_of(number)) for number in numbers]
-        lookups.append(_ms(lambda asked=asked: [_look_up(store, key, ids) for key, ids in asked]))
-        node_lookups.append(_ms(lambda numbers=numbers: [nodes.get(SCOPE, f"node-{n}") for n in numbers]))
+        lookups.append(_ms(partial(_look_up, store, asked)))
+        node_lookups.append(_ms(partial(_look_nodes_up, nodes, numbers)))
     with _nothing_written():
         for request in range(REQUESTS):
-            new = [_new_chunk(chunks + CHUNKS_A_REQUEST * request + n) for n in range(CHUNKS_A_REQUEST)]
-            admissions.append(_ms(lambda new=new: [store.put(key, chunk) for key, chunk in new]))
+            first = chunks + CHUNKS_A_REQUEST * request
+            admissions.append(
+                _ms(partial(_admit, store, list(map(_new_chunk, range(first, first + CHUNKS_A_REQUEST)))))
+            )
     index_bytes, entries, evicted = meter.peak_bytes(), store.stats().entries, store.stats().evictions
     store.close()
     nodes.close()
@@ -100,9 +103,21 @@ def _bytes_of(root: Path) -> int:
         return store.stats().bytes
 
 
-def _look_up(store: Any, key: Any, token_ids: tuple[int, ...]) -> None:
-    with store.open_chunk(key, token_ids):
-        pass
+def _look_up(store: Any, asked: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+    for key, token_ids in asked:
+        store.open_chunk(key, token_ids).close()
+
+
+def _look_nodes_up(nodes: Any, numbers: Sequence[int]) -> None:
+    from ragblend.app.bench.store_large import SCOPE
+
+    for number in numbers:
+        assert nodes.get(SCOPE, f"node-{number}") is not None
+
+
+def _admit(store: Any, new: Sequence[tuple[Any, Any]]) -> None:
+    for key, chunk in new:
+        store.put(key, chunk)
 
 
 def _new_chunk(number: int) -> tuple[Any, Any]:
@@ -120,21 +135,23 @@ def _nothing_written() -> Iterator[None]:
     """No KV is written and no file removed meanwhile."""
     from ragblend.kvstore import disk
 
-    write, remove = disk.write_durably, disk.BlobDisk.remove
-    disk.write_durably = lambda path, pieces, nbytes: None
-    disk.BlobDisk.remove = lambda self, path: None  # type: ignore[method-assign]
+    write, remove = vars(disk)["write_durably"], disk.BlobDisk.remove
+    setattr(disk, "write_durably", lambda path, pieces, nbytes: None)  # noqa: B010
+    setattr(disk.BlobDisk, "remove", lambda self, path: None)  # noqa: B010
     try:
         yield
     finally:
-        disk.write_durably, disk.BlobDisk.remove = write, remove  # type: ignore[method-assign]
+        setattr(disk, "write_durably", write)  # noqa: B010
+        setattr(disk.BlobDisk, "remove", remove)  # noqa: B010
 
 
 def _openings(open_one: Callable[[], Any]) -> list[float]:
     times = []
     for _ in range(OPENINGS):
-        opened: list[Any] = []
-        times.append(_ms(lambda opened=opened: opened.append(open_one())))
-        opened[0].close()
+        start = time.perf_counter()
+        opened = open_one()
+        times.append((time.perf_counter() - start) * 1e3)
+        opened.close()
     return times
 
 
