@@ -165,7 +165,7 @@ def store(
     documents: Documents = 1_000,
     retrievals: Retrievals = 6_000,
     seeds: Seeds = 3,
-    half_life: HalfLife = 1_024,
+    half_life: HalfLife = 4_096,
     profile: Profile = None,
     bytes_per_token: TokenBytes = 23_040,
     load_mb_per_s: LoadSpeed = 1_000,
