@@ -1,6 +1,7 @@
 """`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,10 @@ Temperature = Annotated[
     float | None, typer.Option(help="0 for the likeliest answer, higher for variety [0].")
 ]
 Collection = Annotated[str | None, typer.Option(help="Which collection to ask.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
+]
 REMEMBERED_TURNS = 3
 
 
@@ -51,10 +56,14 @@ def ask(
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     collection: Collection = None,
+    trace: Trace = None,
 ) -> None:
     """Answer a question from the ingested documents; the answer is printed as it comes."""
     from ragblend.app.rag import Rag
+    from ragblend.app.timeline import check_timeline
 
+    if trace is not None:
+        check_timeline(trace)
     changes = {
         "method": method,
         "ratio": ratio,
@@ -65,6 +74,8 @@ def ask(
     with cli.open(**changes, collection=collection) as workspace:
         answer = _stream(cli, Rag(workspace), question, ())
         cli.result(answer.to_json(), sources_text(answer))
+        if trace is not None:
+            _write_trace(cli, answer, trace)
         _keep_missing(cli, workspace.engine, answer)
 
 
@@ -135,6 +146,16 @@ def _stream(cli: Cli, rag: Any, question: str, history: Any) -> Answer:
         if line:
             cli.note(line)
     return answer
+
+
+def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
+    from ragblend.app.timeline import write_timeline
+
+    if answer.report.trace is None:
+        cli.note(f"No trace was written: {answer.report.warning}")
+        return
+    write_timeline(answer.report.trace, f"{answer.model}, {timing_line(answer)}", path)
+    cli.note(f"What was done when: {path}")
 
 
 def _keep_missing(cli: Cli, engine: Any, answer: Answer) -> None:

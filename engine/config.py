@@ -1,13 +1,16 @@
 """What goes into the engine and what it reports: frozen values, checked when they are made."""
 
 import difflib
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
-from ragblend.engine.controller import Decision
+from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
+from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import UsageError
-
-GIBIBYTE = 1 << 30
+from ragblend.kvstore.policy import policy_named
 
 
 @dataclass(frozen=True)
@@ -17,16 +20,22 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
-    device (None: what `device.default_budgets` says); loader_threads: reads in flight.
+    device (None: a share of what is free, see `kvstore.opening` and `device.default_budgets`); store_policy: what every
+    tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
+    (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
+    loader_threads: reads in flight.
     """
 
     model: str = "default"
     device: str | None = None
     dtype: str | None = None
     collection: str = "default"
-    store_budget_bytes: int = 20 * GIBIBYTE
+    store_budget_bytes: int | None = None
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
+    store_policy: str | None = None
+    kv_codec: str | None = None
+    usd_per_gb_month: tuple[tuple[str, float], ...] = ()
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -34,12 +43,28 @@ class EngineConfig:
             raise UsageError("no model was named; pass `default`, a hub id, a folder or a .gguf file")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise UsageError(f"dtype {self.dtype!r} is unknown; pass float32, bfloat16 or float16")
-        if self.store_budget_bytes <= 0:
+        if self.store_budget_bytes is not None and self.store_budget_bytes <= 0:
             raise UsageError(f"the store's budget must be above 0 bytes, not {self.store_budget_bytes}")
         if min(self.memory_budget_bytes or 0, self.device_budget_bytes or 0) < 0:
             raise UsageError("the budgets of memory and device must not be below 0 bytes")
+        if self.store_policy is not None:
+            policy_named(self.store_policy)
+        if self.kv_codec is not None:
+            from ragblend.kvstore.codec import codec_named  # it needs torch, which nothing else in here does
+
+            codec_named(self.kv_codec)
+        for name, price in self.usd_per_gb_month:
+            if name not in USD_PER_GB_MONTH or price < 0:
+                raise UsageError(
+                    f"a price of {price} for {name!r} makes no sense; tiers are {', '.join(USD_PER_GB_MONTH)}"
+                )
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """USD for a GB and month, by tier."""
+        return USD_PER_GB_MONTH | dict(self.usd_per_gb_month)
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,8 @@ class DecodeOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"):
+            _check_number(name, getattr(self, name), type(self).__dataclass_fields__[name].default)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature < 0:
@@ -66,6 +93,8 @@ class DecodeOptions:
         if self.repetition_penalty <= 0:
             raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
+            raise UsageError(f"stop must be a text or several, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(text for text in stop if text))
 
     @classmethod
@@ -78,6 +107,15 @@ class DecodeOptions:
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
                 raise UsageError(f"the option {name!r} is unknown; {hint}")
         return cls(**options)
+
+
+def _check_number(name: str, value: Any, default: Any) -> None:
+    """Raise UsageError for what is no number where the default is one; whole, unless that is a float."""
+    kind = Real if isinstance(default, float) else Integral
+    if value is None and default is None:
+        return
+    if not isinstance(value, kind) or not math.isfinite(value):
+        raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +135,9 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them."""
+    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them; probe_ms
+    the layers of rows that were run to choose, with the waits inside them.
+    """
 
     load_ms: float = 0.0
     stall_ms: float = 0.0
@@ -108,15 +148,16 @@ class Timings:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     tokens_per_s: float = 0.0
+    probe_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Report:
     """What one request did. recomputed_fraction is the ratio that was spent, selection included.
 
-    decision: what the loading controller chose and expected; None where nothing was fused. probe_rows: rows that were
-    run to choose; computed_fraction: all rows that were computed, probes included, averaged over layers, as a share of
-    the prompt (full prefill is 1).
+    decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
+    fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
+    averaged over layers, as a share of the prompt (full prefill is 1).
     """
 
     method: str
@@ -128,5 +169,6 @@ class Report:
     misses: int = 0
     warning: str | None = None
     decision: Decision | None = None
+    trace: Trace | None = None
     probe_rows: int = 0
     computed_fraction: float = 1.0

@@ -6,6 +6,7 @@ copies and moves, and an event tells the compute stream when a layer is there, s
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -63,16 +65,23 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
 
 
 def memory_tiers(
-    device: torch.device, memory_bytes: int | None, device_bytes: int | None
+    device: torch.device,
+    memory_bytes: int | None,
+    device_bytes: int | None,
+    policy: str = DEFAULT_POLICY,
 ) -> list[MemoryTier]:
     """The tiers above the disk, the fastest first; None is the default, 0 is none."""
+    row = policy_named(policy)
     defaults = default_budgets(device)
     memory, on_device = (
         default if wanted is None else wanted
         for wanted, default in zip((memory_bytes, device_bytes), defaults, strict=True)
     )
-    tiers = [MemoryTier("device", on_device, device)] if on_device and device.type != "cpu" else []
-    return tiers + ([MemoryTier("memory", memory, pinned=device.type == "cuda")] if memory else [])
+    tiers = (
+        [MemoryTier("device", on_device, device, policy=row)] if on_device and device.type != "cpu" else []
+    )
+    pinned = device.type == "cuda"
+    return tiers + ([MemoryTier("memory", memory, pinned=pinned, policy=row)] if memory else [])
 
 
 class Lane:
@@ -106,6 +115,17 @@ class Lane:
     def synchronize(self) -> None:
         """Wait until the device has done all it was given (for clocks)."""
 
+    def begin_clock(self) -> None:
+        """Have `stamp` and the host's clock start from one moment."""
+
+    def stamp(self) -> Any:
+        """A mark behind what the current stream was given so far."""
+        return time.perf_counter()
+
+    def time_of(self, stamp: Any) -> float:
+        """When the stream came to that mark, in seconds of `time.perf_counter`; only after `synchronize`."""
+        return float(stamp)
+
 
 class CudaLane(Lane):
     """CUDA: pinned staging, a copy stream, one event a delivery."""
@@ -136,6 +156,18 @@ class CudaLane(Lane):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def begin_clock(self) -> None:
+        self._zero = self.stamp()
+        self._zero_s = time.perf_counter()
+
+    def stamp(self) -> Any:
+        stamp = torch.cuda.Event(enable_timing=True)
+        stamp.record(torch.cuda.current_stream(self.device))
+        return stamp
+
+    def time_of(self, stamp: Any) -> float:
+        return self._zero_s + float(self._zero.elapsed_time(stamp)) / 1e3
 
 
 class MpsLane(Lane):

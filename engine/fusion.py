@@ -5,7 +5,6 @@ first, through the KV as it was stored, to see what they look at (a probe, desig
 """
 
 import threading
-import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +19,7 @@ from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.evidence import Attention, Evidence, Probed, joined
+from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 # More rows than this pass through a layer in several goes. That changes nothing they compute (a row sees only what is
@@ -31,7 +31,8 @@ WATCHED_ROWS = 128
 
 @dataclass
 class Spent:
-    """What the loop did: layer-rows that were computed, and the time that choosing took.
+    """What the loop did: layer-rows that were computed.
+
 
     layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens, in probes, that were
     computed again after them. recomputed: stored tokens computed through the last layer. probe_rows: of all probes.
@@ -42,7 +43,6 @@ class Spent:
     again_layer_rows: float = 0.0
     recomputed: int = 0
     probe_rows: int = 0
-    select_ms: float = 0.0
 
 
 @dataclass
@@ -78,6 +78,7 @@ class Run:
     plan: Plan
     policy: Policy
     cache: FusedCache
+    recorder: Recorder
     cancel: threading.Event | None
     spent: Spent = field(default_factory=Spent)
     computed: Tensor | None = None  # (T,) bool: stored rows that probes have computed for good
@@ -98,6 +99,7 @@ def fused_prefill(
     policy: Policy,
     cache: FusedCache,
     loader: LayerLoader,
+    recorder: Recorder,
     cancel: threading.Event | None = None,
 ) -> tuple[Tensor, Spent]:
     """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
@@ -105,16 +107,20 @@ def fused_prefill(
     The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader,
     UnsupportedModelError where a policy must see attention that the model does not show.
     """
-    run = Run(decoder, plan, policy, cache, cancel)
+    run = Run(decoder, plan, policy, cache, recorder, cancel)
     cache.loader = loader
     try:
         probed = _probes(run)
-        work = _begin(run, policy.rows(plan, probed))
+        with recorder.device_part("select", "device"):
+            rows = policy.rows(plan, probed)
+        with recorder.device_part("prepare", "device"):
+            work = _begin(run, rows)
         for layer in range(plan.layers):
             run.check_cancelled()
             work = _layer(run, layer, _joined(run, layer, work))
         run.spent.recomputed += work.stored
-        return decoder.head(work.hidden[:, -1:])[0], run.spent
+        with recorder.device_part("head", "device"):
+            return decoder.head(work.hidden[:, -1:])[0], run.spent
     finally:
         cache.mode, cache.loader, cache.evidence, cache.rows, cache.correction = (
             Mode.APPEND,
@@ -127,31 +133,35 @@ def fused_prefill(
 
 def _layer(run: Run, layer: int, work: Work) -> Work:
     """Take the rows through one layer, and leave behind those that the policy does not keep."""
-    policy, plan, spent = run.policy, run.plan, run.spent
+    policy, plan, spent, record = run.policy, run.plan, run.spent, run.recorder.device_part
     if policy.peeks(plan, layer):
         spent.stored_layer_rows += plan.attention_share * work.stored
         spent.layer_rows += plan.attention_share * work.rows.numel()
-        evidence = _run(run, layer, work, Mode.PEEK, collect=True)
-        work = _narrowed(run, work, _choose(run, evidence, layer))
+        with record("compute", "device", layer):
+            evidence = _run(run, layer, work, Mode.PEEK, collect=True)
+        with record("select", "device", layer):
+            work = _narrowed(run, work, _choose(run, evidence, layer))
     narrows = policy.narrows(plan, layer)
-    evidence = _run(run, layer, work, Mode.SCATTER, collect=narrows)
+    with record("compute", "device", layer):
+        evidence = _run(run, layer, work, Mode.SCATTER, collect=narrows)
     spent.stored_layer_rows += work.stored
     spent.layer_rows += work.rows.numel()
-    return _narrowed(run, work, _choose(run, evidence, layer + 1)) if narrows else work
+    if not narrows:
+        return work
+    with record("select", "device", layer):
+        return _narrowed(run, work, _choose(run, evidence, layer + 1))
 
 
 def _probes(run: Run) -> Probed | None:
     """Run what the policy wants to see before it chooses."""
     policy, probed = run.policy, None
     while (rows := policy.probe_rows(run.plan, probed)) is not None:
-        begun = time.perf_counter()
         if not run.decoder.watches:
             raise UnsupportedModelError(
                 f"the method {policy.name!r} must see what rows look at, which this model's layers do not show; "
                 "use `cacheblend`"
             )
         probed = _probe(run, rows, probed)
-        run.spent.select_ms += (time.perf_counter() - begun) * 1e3
     return probed
 
 
@@ -166,7 +176,8 @@ def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
         absent[: plan.settled_tokens] = False
     gone = absent.nonzero().squeeze(1)
     watched = min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
-    work = _begin(run, rows, watched, absent if gone.numel() else None)
+    with run.recorder.device_part("prepare", "device"):
+        work = _begin(run, rows, watched, absent if gone.numel() else None)
     last = max(layer for layer in range(plan.layers) if policy.watches(plan, layer))
     layers = plan.layers if work.stored else last + 1
     scores: dict[int, Tensor] = {}
@@ -177,18 +188,21 @@ def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
             run.cache.blank(layer, gone)
         leave = layer == layers - 1 < plan.layers - 1
         see = partial(_see, run, scores, leave) if policy.watches(plan, layer) else None
-        _run(run, layer, work, Mode.SCATTER, see=see)
+        with run.recorder.device_part("probe", "device", layer):
+            _run(run, layer, work, Mode.SCATTER, see=see)
         spent.layer_rows += work.rows.numel()
         spent.stored_layer_rows += work.stored
     settles = run.settled or first == int(plan.always[: plan.settled_tokens].sum())
     again = rows.numel() - work.stored - (first if settles else 0)
-    spent.again_layer_rows += again * layers
-    spent.probe_rows += rows.numel()
-    spent.recomputed += work.stored
+    again_layer_rows = again * layers
     if settles:
         run.settled, run.waiting = True, _left(run, work, layers)
+        again_layer_rows += run.waiting.rows.numel() if run.waiting is not None else 0  # in the layer that was left
+    spent.again_layer_rows += again_layer_rows
+    spent.probe_rows += rows.numel()
+    spent.recomputed += work.stored
     computed = there & (plan.kinds > Kind.MISSING)
-    cost = (again + work.stored) * layers / plan.layers
+    cost = (again_layer_rows + work.stored * layers) / plan.layers
     if before is not None:
         computed, cost = computed | before.computed, cost + before.cost_rows
     run.computed = computed
@@ -295,10 +309,7 @@ def _sizes(work: Work) -> list[int]:
 
 def _choose(run: Run, evidence: Evidence | None, next_layer: int) -> Tensor:
     assert evidence is not None
-    begun = time.perf_counter()
-    keep = run.policy.narrow(run.plan, evidence, next_layer)
-    run.spent.select_ms += (time.perf_counter() - begun) * 1e3
-    return keep
+    return run.policy.narrow(run.plan, evidence, next_layer)
 
 
 def _narrowed(run: Run, work: Work, keep: Tensor) -> Work:

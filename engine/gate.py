@@ -26,7 +26,8 @@ from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import METHODS
-from ragblend.kvstore.memory import HeldChunk
+from ragblend.engine.trace import Recorder
+from ragblend.kvstore.held import HeldChunk
 
 VERSION = 2  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
@@ -152,10 +153,10 @@ class _Exam:
         plan = make_plan(tokens, tuple(spans), decoder.geometry.layers, 0.3, decoder.attention_share)
         cache = FusedCache(decoder.geometry, len(ids), 0, decoder.device)
         with ThreadPoolExecutor(1) as pool:
-            loader = LayerLoader(
-                policy.spans(plan), cache, decoder, make_lane(decoder.device), pool, policy.moves_keys
-            )
-            logits, _ = fused_prefill(decoder, plan, policy, cache, loader)
+            lane = make_lane(decoder.device)
+            recorder = Recorder(lane)
+            loader = LayerLoader(policy.spans(plan), cache, decoder, lane, pool, recorder, policy.moves_keys)
+            logits, _ = fused_prefill(decoder, plan, policy, cache, loader, recorder)
         return logits, cache
 
 

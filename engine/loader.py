@@ -1,10 +1,11 @@
 """The layer loader: stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
@@ -12,7 +13,10 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
 from ragblend.engine.plan import Span
 from ragblend.engine.rope import move_keys_
+from ragblend.engine.trace import Recorder
+from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import CorruptBlobError
+from ragblend.kvstore.held import Source
 
 
 class LostChunk(Exception):
@@ -38,34 +42,33 @@ class LayerLoader:
         decoder: Decoder,
         lane: Lane,
         pool: ThreadPoolExecutor,
+        recorder: Recorder,
         moves_keys: bool = True,
     ) -> None:
         self._spans = list(spans)
         self._cache, self._decoder, self._lane = cache, decoder, lane
-        self._moves_keys = moves_keys
+        self._recorder, self._moves_keys = recorder, moves_keys
         self._reads: dict[int, list[Future[Any]]] = {}
         self._done: set[int] = set()
-        self.load_ms = self.stall_ms = self.move_ms = 0.0
         lane.begin()
         for layer in range(cache.geometry.layers):
-            self._reads[layer] = [pool.submit(self._read, span, layer) for span in self._spans]
+            self._reads[layer] = [
+                pool.submit(self._read, number, span, layer) for number, span in enumerate(self._spans)
+            ]
 
     def wait(self, layer: int) -> None:
         """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it is damaged."""
         if layer in self._done:
             return
         self._done.add(layer)
-        begun = time.perf_counter()
-        landed = [read.result() for read in self._reads[layer]]
-        self.stall_ms += (time.perf_counter() - begun) * 1e3
-        for load_ms, ticket in landed:
-            self.load_ms += load_ms
+        with self._recorder.part("stall", layer):
+            landed = [read.result() for read in self._reads[layer]]
+        for ticket in landed:
             self._lane.arrive(ticket)
         if not self._lane.staged:
-            begun = time.perf_counter()
-            for span in self._spans:
-                self._move(span, layer)
-            self.move_ms += (time.perf_counter() - begun) * 1e3
+            with self._recorder.part("move", layer):
+                for span in self._spans:
+                    self._move(span, layer)
 
     def finish(self) -> None:
         """Stop what has not begun and wait for what has: after this nobody writes to the buffers."""
@@ -77,37 +80,57 @@ class LayerLoader:
                 read.exception()
         self._lane.finish()
 
-    def _read(self, span: Span, layer: int) -> tuple[float, Any]:
-        """In a loader's thread: one chunk's layer, and the ticket of its delivery."""
-        assert span.reader is not None
-        begun = time.perf_counter()
-        keys, values = self._cache.span(layer, span.start, span.stop)
-        host_keys, host_values = self._landed(span, layer, keys, values)
-        load_ms = (time.perf_counter() - begun) * 1e3
+    def _read(self, number: int, span: Span, layer: int) -> Any:
+        """In a loader's thread: one chunk's layer; the ticket of its delivery."""
+        with self._recorder.part("load", layer, number):
+            keys, values = self._cache.span(layer, span.start, span.stop)
+            fill = self._fetched(span, layer, keys, values)
         if not self._lane.staged:
-            return load_ms, None
+            return None
 
         def copies() -> None:
-            keys.copy_(host_keys, non_blocking=True)
-            values.copy_(host_values, non_blocking=True)
-            self._move(span, layer)
+            with self._recorder.device_part("copy", "copy", layer, number):
+                fill()
+                self._move(span, layer)
 
-        return load_ms, self._lane.deliver(copies)
+        return self._lane.deliver(copies)
 
-    def _landed(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer in memory from which the lane delivers: where it lies already, or staging that was read into."""
-        assert span.reader is not None
-        held = span.reader.layer(layer) if self._lane.staged else None
-        if held is not None:
-            return held
-        host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+    def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+        """Have the layer in memory; what then fills keys and values with it, where the lane says."""
+        reader = span.reader
+        assert reader is not None
         try:
-            span.reader.read_layer(layer, host_keys, host_values)
+            if not self._lane.staged:
+                reader.read_layer(layer, keys, values)
+                return _nothing
+            if reader.in_memory:
+                return partial(reader.read_layer, layer, keys, values)
+            if reader.codec is RAW:
+                host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+                reader.read_layer(layer, host_keys, host_values)
+                return partial(_copy, keys, values, host_keys, host_values)
+            nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
+            packed = self._lane.staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            reader.read_packed(layer, packed)
+            return partial(_unpack, reader, packed, keys, values)
         except CorruptBlobError as damage:
             raise LostChunk(span) from damage
-        return host_keys, host_values
 
     def _move(self, span: Span, layer: int) -> None:
         if self._moves_keys:
             keys, _ = self._cache.span(layer, span.start, span.stop)
             move_keys_(keys, span.delta, self._decoder.rope(layer))
+
+
+def _nothing() -> None:
+    """The layer is where it belongs."""
+
+
+def _copy(keys: Tensor, values: Tensor, host_keys: Tensor, host_values: Tensor) -> None:
+    keys.copy_(host_keys, non_blocking=True)
+    values.copy_(host_values, non_blocking=True)
+
+
+def _unpack(reader: Source, packed: Tensor, keys: Tensor, values: Tensor) -> None:
+    # Half the bytes cross to the device, and are unpacked there.
+    reader.codec.unpack(packed.to(keys.device, non_blocking=True), reader.geometry, keys, values)

@@ -50,6 +50,8 @@ class Machine:
                     self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
         if prefilled.report.hits and resources.store.tiers:
             self.chores.add(partial(self._promote, request))
+        if prefilled.report.hits:
+            self.chores.add(resources.store.write_uses)
         return prefilled
 
     def encode(
@@ -70,7 +72,7 @@ class Machine:
                 with self.queue.turn():
                     encoder = encoder or ChunkEncoder(resources.decoder, prefix)
                     chunk = encoder.encode(passage)
-                resources.store.put(key, chunk)
+                resources.store.put(key, chunk, resources.codec)
                 tokens, encoded = tokens + len(passage), encoded + 1
             keys.append(key)
             if progress is not None:
@@ -85,7 +87,13 @@ class Machine:
                 raise UsageError(f"{resources.model_name} is not fused, so there is nothing to profile")
             server = resources.server
             server.profile = measure(
-                resources.decoder, server.lane, resources.store, resources.context_window, progress
+                resources.decoder,
+                server.lane,
+                server.pool,
+                resources.store,
+                resources.context_window,
+                resources.config.prices,
+                progress,
             )
             server.profile.save(resources.profile_path)
             return server.profile

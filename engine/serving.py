@@ -23,9 +23,10 @@ from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import Policy
+from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
-from ragblend.kvstore.memory import HeldChunk
+from ragblend.kvstore.held import Held, held_nbytes
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
@@ -63,27 +64,31 @@ class Server:
     def prefill(self, request: Request, cancel: threading.Event | None = None) -> Prefilled:
         """Read the prompt. A chunk found damaged on the way counts as missing, and the request begins again."""
         begun = time.perf_counter()
+        recorder = Recorder(self.lane, begun)
         with ExitStack() as readers:
-            spans, hits, misses = self._spans(request, readers)
-            plan, decision = self._decided(request, spans)
+            with recorder.part("lookup"):
+                spans, hits, misses = self._spans(request, readers)
+                plan, decision = self._decided(request, spans)
             while True:
                 try:
-                    logits, cache, loader, spent = self._fuse(plan, request, cancel)
+                    logits, cache, spent = self._fuse(plan, request, recorder, cancel)
                     break
                 except LostChunk as lost:
                     log.warning("%s; it is computed in place", lost)
                     plan, hits, misses = plan.without(lost.span), hits - 1, misses + 1
         self.lane.synchronize()
-        timings = _timings(loader, spent, (time.perf_counter() - begun) * 1e3)
+        prefill_ms = (time.perf_counter() - begun) * 1e3
+        trace = recorder.finish()
         report = Report(
             request.policy.name,
             plan.ratio if request.policy.fixed_ratio is None else None,
             _counts(plan, spent),
             _fraction(plan, spent),
-            timings,
+            _timings(trace, prefill_ms),
             hits,
             misses,
             decision=decision,
+            trace=trace,
             probe_rows=spent.probe_rows,
             computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
         )
@@ -109,7 +114,7 @@ class Server:
         for span in policy.spans(plan):
             assert span.reader is not None
             tier = span.reader.tier
-            loaded[tier] = loaded.get(tier, 0) + span.length * self.decoder.geometry.token_bytes
+            loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.reader)
         return Workload(
             plan.tokens,
             plan.always_tokens,
@@ -120,8 +125,8 @@ class Server:
         )
 
     def _fuse(
-        self, plan: Plan, request: Request, cancel: threading.Event | None
-    ) -> tuple[Tensor, FusedCache, LayerLoader, Spent]:
+        self, plan: Plan, request: Request, recorder: Recorder, cancel: threading.Event | None
+    ) -> tuple[Tensor, FusedCache, Spent]:
         policy, geometry = request.policy, self.decoder.geometry
         cache = FusedCache(geometry, plan.tokens, request.room_tokens, self.decoder.device)
         loader = LayerLoader(
@@ -130,13 +135,14 @@ class Server:
             self.decoder,
             self.lane,
             self.pool,
+            recorder,
             policy.moves_keys,
         )
         try:
-            logits, spent = fused_prefill(self.decoder, plan, policy, cache, loader, cancel)
+            logits, spent = fused_prefill(self.decoder, plan, policy, cache, loader, recorder, cancel)
         finally:
             loader.finish()
-        return logits, cache, loader, spent
+        return logits, cache, spent
 
     def _spans(self, request: Request, readers: ExitStack) -> tuple[tuple[Span, ...], int, int]:
         """Every chunk's place and its stored KV, opened; and how many chunks have some, and have none."""
@@ -156,7 +162,7 @@ class Server:
 
     def _open(
         self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
-    ) -> tuple[ChunkReader | HeldChunk | None, tuple[int, ...]]:
+    ) -> tuple[ChunkReader | Held | None, tuple[int, ...]]:
         """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
         key = self.key_of(prefix, token_ids, collection)
         if prefix != self.canonical_prefix and self.store.contains(key):
@@ -213,12 +219,13 @@ def _fraction(plan: Plan, spent: Spent) -> float:
     return spent_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
 
 
-def _timings(loader: LayerLoader, spent: Spent, prefill_ms: float) -> Timings:
+def _timings(trace: Trace, prefill_ms: float) -> Timings:
     return Timings(
-        load_ms=loader.load_ms,
-        stall_ms=loader.stall_ms,
-        move_ms=loader.move_ms,
-        select_ms=spent.select_ms,
+        load_ms=trace.total_ms("load"),
+        stall_ms=trace.total_ms("stall"),
+        move_ms=trace.total_ms("move"),
+        select_ms=trace.total_ms("select"),
+        probe_ms=trace.total_ms("probe"),
         prefill_ms=prefill_ms,
         ttft_ms=prefill_ms,
     )

@@ -5,11 +5,12 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ragblend.integrations.passages import Passage, PassageRegistry
 from ragblend.integrations.resolve import Piece, resolve
+from ragblend.integrations.threads import in_thread, items_of_thread
 from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Backend:
     async def agenerate(self, prompt: "Prompt", **options: Any) -> "Result":
         """Answer in a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
         cancel = threading.Event()
-        work = asyncio.ensure_future(asyncio.to_thread(self.generate, prompt, cancel=cancel, **options))
+        work = asyncio.ensure_future(in_thread(partial(self.generate, prompt, cancel=cancel, **options)))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -132,14 +133,17 @@ class Backend:
 
     async def astream(self, prompt: "Prompt", **options: Any) -> AsyncIterator["str | Result"]:
         """The pieces as they come, then the Result. Leaving it early stops the device within one layer."""
-        stream = await asyncio.to_thread(self.stream, prompt, **options)
-        pieces = iter(stream)
+        cancel = threading.Event()
+
+        def answer(on_text: Callable[[str], None]) -> "Result":
+            return self.generate(prompt, cancel=cancel, on_text=on_text, **options)
+
         try:
-            while (piece := await _next(pieces)) is not None:
-                yield piece
-            yield stream.result
+            async with contextlib.aclosing(items_of_thread(answer)) as items:
+                async for item in items:
+                    yield item
         finally:
-            stream.stop()
+            cancel.set()
 
 
 def usage(report: "Report") -> dict[str, int]:
@@ -173,9 +177,3 @@ def kv_statistics(result: "Result") -> dict[str, Any]:
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-async def _next(pieces: Any) -> str | None:
-    """The next piece, awaited in a thread; None at the end. A cancelled wait is abandoned, not waited for."""
-    piece: str | None = await asyncio.to_thread(next, pieces, None)
-    return piece

@@ -1,31 +1,36 @@
-"""Our own view of diskcache's table: plain SQL for what its interface lacks (sizes, order, exact removal).
+"""Our own view of diskcache's table: plain SQL for what its interface lacks, and the tables beside it."""
 
-The order of use is diskcache's `access_time` column, which its policy "none" never writes after the insert.
-Touches wait in memory and are written in one go at the next change: a hit costs no write and no fsync.
-"""
-
-import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from diskcache.core import MODE_BINARY
 
+from ragblend.kvstore import stats, use_rows
 from ragblend.kvstore.disk import INDEX_NAME, digest_in
 from ragblend.kvstore.files import identity, is_same_file
 from ragblend.kvstore.layout import ValueFile
-from ragblend.kvstore.policy import Entry
 from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed, integrity, lenient_text, transaction
 
-COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL, access_time"
+COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
-_INSERT = """INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename)
-    VALUES (?, 1, ?, ?, ?, ?, ?)"""
-_LATER = "SELECT rowid FROM Cache WHERE access_time > ? ORDER BY access_time DESC"
+_ROW_BYTES = (
+    "SELECT rowid, CAST(key AS BLOB), raw, size, mode, CAST(filename AS BLOB), value IS NOT NULL FROM Cache"
+)
+_DIGEST = slice(len("values/ab/"), len("values/ab/") + 64)  # in the name of a value file
+_INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
+    VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
+_UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, value = NULL,
+    expire_time = NULL, tag = NULL WHERE rowid = ?5"""
+# Kept by diskcache's triggers: counting 100,000 rows takes longer than all the rest of a put.
+_TOTALS = (
+    "SELECT SUM(value) FILTER (WHERE key = 'count'), SUM(value) FILTER (WHERE key = 'size') FROM Settings"
+)
+_COUNT = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache"
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,6 @@ class Row:
     mode: object
     filename: object
     has_value: int
-    access_time: object
 
     @property
     def digest(self) -> str | None:
@@ -48,13 +52,6 @@ class Row:
         ours = self.raw == 1 and self.mode == MODE_BINARY and not self.has_value
         return digest if ours and digest == self.key and isinstance(self.size, int) else None
 
-    @property
-    def entry(self) -> Entry:
-        """What the eviction policy sees; a foreign row or an impossible size weighs nothing."""
-        size = self.size if isinstance(self.size, int) and self.size > 0 else 0
-        used_at = self.access_time if isinstance(self.access_time, float) else 0.0
-        return Entry(str(self.key), size, used_at if math.isfinite(used_at) else 0.0)
-
 
 class Index:
     """A connection of our own to the store's SQLite file, safe to share between threads."""
@@ -62,101 +59,103 @@ class Index:
     def __init__(self, root: Path, timeout_s: float) -> None:
         self.path = root / INDEX_NAME
         self._lock = threading.Lock()
-        self._touched: dict[str, float] = {}
-        self._now = 0.0
         self._sql = sqlite3.connect(
             self.path, timeout=timeout_s, isolation_level=None, check_same_thread=False, cached_statements=16
         )
-        self._sql.text_factory = lenient_text
-        self._sql.execute("PRAGMA secure_delete = 1")
-        self._sql.execute("PRAGMA synchronous = 1")
-        self._identity = identity(self.path.stat())
+        try:
+            self._sql.text_factory = lenient_text
+            for setting in ("secure_delete = 1", "synchronous = 1"):
+                self._sql.execute(f"PRAGMA {setting}")
+            self._sql.executescript(use_rows.SCHEMA + stats.SCHEMA)
+            self._identity = identity(self.path.stat())
+        except BaseException:
+            self._sql.close()
+            raise
 
     @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        """For statements of one's own, one thread at a time. Whatever SQLite says becomes a StoreError."""
         try:
             with self._lock:
                 yield self._sql
         except SQL_ERRORS as error:
             raise index_failed(error, self.path) from error
 
+    @contextmanager
+    def transaction(self, committed: Callable[[], None] = lambda: None) -> Iterator[sqlite3.Connection]:
+        """All or nothing, for the tables beside diskcache's; `committed` is called if it was all. StoreError."""
+        with self.connection() as sql:
+            with transaction(sql):
+                yield sql
+            committed()
+
     def rows(self) -> list[Row]:
-        with self._connection() as sql:
+        with self.connection() as sql:
             return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY rowid")]
 
+    def rows_amiss(self, sizes: dict[bytes, int]) -> list[Row]:
+        """Rows that cannot be true, given the names and sizes of all files; those of the other rows leave `sizes`.
+
+        For 100,000 rows, so nothing is decoded and no `Row` is made of what is in order.
+        """
+        amiss = []
+        with self.connection() as sql:
+            for rowid, key, raw, size, mode, filename, has_value in sql.execute(_ROW_BYTES):
+                ours = raw == 1 and mode == MODE_BINARY and not has_value
+                if ours and sizes.get(filename) == size and filename[_DIGEST] == key:
+                    del sizes[filename]
+                else:
+                    amiss.append(rowid)
+            return [Row(*sql.execute(f"{_ROW} WHERE rowid = ?", (rowid,)).fetchone()) for rowid in amiss]
+
     def row(self, digest: str) -> Row | None:
-        with self._connection() as sql:
+        with self.connection() as sql:
             fields = sql.execute(_ROW + " WHERE key = ? AND raw = 1", (digest,)).fetchone()
         return Row(*fields) if fields else None
 
     def totals(self) -> tuple[int, int]:
         """How many values there are, and their bytes."""
-        with self._connection() as sql:
-            count, nbytes = sql.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache").fetchone()
-        return int(count), int(nbytes)
+        with self.connection() as sql:
+            return totals(sql)
+
+    def count_anew(self) -> None:
+        """Count the rows, for when the totals may be damaged."""
+        with self.transaction() as sql:
+            counted = sql.execute(_COUNT).fetchone()
+            if sql.execute(_TOTALS).fetchone() != counted:
+                pairs = zip(counted, ("count", "size"), strict=True)
+                sql.executemany("UPDATE Settings SET value = ? WHERE key = ?", pairs)
 
     def value_of(self, rowid: int) -> bytes:
         """What a foreign row holds inline, as bytes, for the quarantine; never decoded."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             found = sql.execute("SELECT CAST(value AS BLOB) FROM Cache WHERE rowid = ?", (rowid,)).fetchone()
         return bytes(found[0]) if found and found[0] is not None else b""
 
     def remove(self, rowid: int) -> bool:
         """Remove a row, found under the writer's lock; False if there is none."""
-        with self._connection() as sql:
-            return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1
+        with self.transaction() as sql:
+            return drop(sql, rowid)
 
     def insert(self, files: Iterable[ValueFile]) -> int:
         """Enter value files that no row names, in one transaction; how many whose key had no row."""
         now = time.time()
-        rows = [(file.digest, now, now, file.nbytes, MODE_BINARY, file.filename) for file in files]
-        with self._connection() as sql, transaction(sql):
+        rows = [(now, file.nbytes, MODE_BINARY, file.filename, file.digest) for file in files]
+        with self.connection() as sql, transaction(sql):
             return sql.executemany(_INSERT, rows).rowcount if rows else 0
-
-    def touch(self, digest: str) -> None:
-        """Note that a value was used now; written by the next `flush_touches`."""
-        with self._lock:
-            # Two uses within one tick of the clock keep their order.
-            self._now = max(time.time(), self._now + 1e-6)
-            self._touched[digest] = self._now
-
-    def stored(self, digest: str) -> None:
-        """Note a put: diskcache stamped it with the clock's time, which may have been set back meanwhile."""
-        if time.time() <= self._now:
-            self.touch(digest)
-
-    def forget_the_future(self) -> None:
-        """What was used later than now (the clock was set back) was used just now, in the same order.
-
-        Otherwise it would stay for ever, and everything new would be the first to go.
-        """
-        now = time.time()
-        with self._connection() as sql:
-            later = sql.execute(_LATER, (now,)).fetchall()
-            if later:
-                stamps = [(now - 1e-6 * before, *row) for before, row in enumerate(later)]
-                with transaction(sql):
-                    sql.executemany("UPDATE Cache SET access_time = ? WHERE rowid = ?", stamps)
-        self._now = max(self._now, now)
 
     def is_in_place(self) -> bool:
         """Whether this is still the store's index: another process may have set it aside."""
         return is_same_file(self.path, self._identity)
 
-    def flush_touches(self) -> None:
-        with self._connection() as sql:
-            if self._touched:
-                _write_touches(sql, self._touched.items())
-                self._touched = {}
-
     def integrity(self) -> list[str]:
         """What SQLite finds wrong with its own file."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             return integrity(sql, 20)
 
     def truncate_log(self) -> None:
         """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
@@ -164,9 +163,24 @@ class Index:
             self._sql.close()
 
 
-def _write_touches(sql: sqlite3.Connection, touched: Iterable[tuple[str, float]]) -> None:
-    newest_first = [(used_at, digest, used_at) for digest, used_at in touched]
-    with transaction(sql):
-        sql.executemany(
-            "UPDATE Cache SET access_time = ? WHERE key = ? AND raw = 1 AND access_time < ?", newest_first
-        )
+def totals(sql: sqlite3.Connection) -> tuple[int, int]:
+    """How many values there are, and their bytes."""
+    count, nbytes = sql.execute(_TOTALS).fetchone()
+    return int(count or 0), int(nbytes or 0)
+
+
+def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int) -> str | None:
+    """Let the row of `digest` name that file; which file it named before.
+
+    As diskcache's `set` does, but in a transaction that evicting and counting are part of too.
+    """
+    columns = (time.time(), nbytes, MODE_BINARY, filename)
+    before = sql.execute("SELECT rowid, filename FROM Cache WHERE key = ? AND raw = 1", (digest,)).fetchone()
+    sql.execute(_INSERT if before is None else _UPDATE, (*columns, digest if before is None else before[0]))
+    return before[1] if before else None
+
+
+def drop(sql: sqlite3.Connection, rowid: int) -> bool:
+    """Remove a row, and what is known of the value's use; False if there is none."""
+    sql.execute("DELETE FROM Uses WHERE cache_row = ?", (rowid,))
+    return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1

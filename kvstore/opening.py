@@ -1,6 +1,7 @@
 """Opening a store: format, folders, an index that can be trusted, leftovers of whoever was killed here."""
 
 import logging
+import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.mounts import warn_of_network
 from ragblend.kvstore.sqlite import BUSY, SQL_ERRORS, error_code, index_failed, integrity, lenient_text
 from ragblend.kvstore.upkeep import adopt, sweep
+from ragblend.kvstore.uses import Uses
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
@@ -42,7 +44,7 @@ class Opened:
     refused: int
 
 
-def open_index(root: Path) -> Opened:
+def open_index(root: Path, uses: Uses) -> Opened:
     """Everything open and swept; StoreFormatError, StoreLockedError or StoreError otherwise."""
     try:
         check_format(root)  # before anything is made or tightened in a folder that is not ours
@@ -53,12 +55,17 @@ def open_index(root: Path) -> Opened:
         raise _open_failed(error, root) from error
     try:
         with lock.hold():
-            return _open_locked(root, lock)
+            return _open_locked(root, lock, uses)
     except BaseException as error:
         lock.close()
         if isinstance(error, OSError):
             raise _open_failed(error, root) from error
         raise
+
+
+def default_budget_bytes(root: Path, stored_bytes: int) -> int:
+    """A quarter of what values may take there: the disk's free bytes and their own."""
+    return (shutil.disk_usage(root).free + stored_bytes) // 4
 
 
 def _open_failed(error: OSError, root: Path) -> StoreError:
@@ -68,7 +75,7 @@ def _open_failed(error: OSError, root: Path) -> StoreError:
     )
 
 
-def _open_locked(root: Path, lock: WriterLock) -> Opened:
+def _open_locked(root: Path, lock: WriterLock, uses: Uses) -> Opened:
     prepare(root)
     damaged = why_untrusted(root)
     if damaged:
@@ -76,14 +83,22 @@ def _open_locked(root: Path, lock: WriterLock) -> Opened:
         set_index_aside(root)
         prepare(root)
     try:
-        disk_cache, index = open_cache(root, TIMEOUT_S), Index(root, TIMEOUT_S)
+        disk_cache = open_cache(root, TIMEOUT_S)
+        try:
+            index = Index(root, TIMEOUT_S)
+        except BaseException:
+            disk_cache.close()
+            raise
     except SQL_ERRORS as error:
         raise index_failed(error, root / INDEX_NAME) from error
     try:
+        index.count_anew()
         if index.totals()[0] == 0:  # set aside now, or by an open that was killed before it had entered them
             adopt(root, index)
-        index.forget_the_future()
-        return Opened(lock, disk_cache, index, sweep(root, index) + bool(damaged))
+        refused = sweep(root, index)
+        with index.transaction() as sql:
+            uses.settle(sql)
+        return Opened(lock, disk_cache, index, refused + bool(damaged))
     except BaseException:
         disk_cache.close()
         index.close()
@@ -113,7 +128,7 @@ def _why_untrusted(sql: sqlite3.Connection, root: Path) -> str | None:
     found = _schema(sql)
     changed = found - _expected_schema()
     if changed:
-        return f"its schema is not diskcache's: {min(changed)}"
+        return f"its schema is not diskcache's and ours: {min(changed)}"
     names = {name for name, _ in found}
     if "Cache" not in names and any(file.digest for file in value_files(root)):
         return "it is empty, but there are values"
@@ -131,8 +146,9 @@ def _schema(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
 
 @cache
 def _expected_schema() -> frozenset[tuple[str, str]]:
-    """What diskcache makes of an empty folder: one flipped bit in a trigger's text is found out by comparison."""
+    """What diskcache and we make of an empty folder: one flipped bit in a trigger's text is found out by comparison."""
     with TemporaryDirectory(prefix="ragblend-") as folder:
         open_cache(Path(folder), TIMEOUT_S).close()
+        Index(Path(folder), TIMEOUT_S).close()
         with closing(sqlite3.connect(Path(folder, INDEX_NAME))) as sql:
             return _schema(sql)

@@ -13,13 +13,15 @@ et al., "Forward decay" (ICDE 2009) for the counts that fade.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ragblend.kvstore.errors import UsageError
+
 # A retrieval counts half after so many others. Shorter follows changing interests, longer tells rarely used values
 # apart better: docs/decisions.md has the measurements.
-HALF_LIFE_USES = 1024.0
+HALF_LIFE_USES = 4096.0
 LARGEST = 2.0**52  # one more is still another number
 LEAST_FREQUENCY = 1e-9  # of a value put without ever being asked for; a logarithm is taken of it
 
@@ -69,6 +71,18 @@ def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
     return Entry(digest, nbytes, at, tokens, frequency + 1.0, cost, computations, priority)
 
 
+def joined(entry: Entry, later: Entry, half_life: float | None = None) -> Entry:
+    """`entry` after the retrievals that were counted apart, in `later`: as `used` with each of them in turn."""
+    at = max(entry.used_at, later.used_at)
+    return entry._replace(used_at=at, frequency=_faded(entry, at, half_life) + _faded(later, at, half_life))
+
+
+def _faded(entry: Entry, at: float, half_life: float | None) -> float:
+    return (
+        entry.frequency if half_life is None else entry.frequency * 2.0 ** ((entry.used_at - at) / half_life)
+    )
+
+
 def computed(entry: Entry, cost: float) -> Entry:
     """The entry after a computation at `cost` ms a token, averaged in (RAGCache, formula 3, and Algorithm 1).
 
@@ -87,11 +101,15 @@ def ranked(entry: Entry, policy: Policy, clock: float, half_life: float = HALF_L
 
 def sound(entry: Entry) -> Entry:
     """An entry read from a row that may be damaged: itself, or, if its numbers are impossible, as if never used."""
-    _, nbytes, used_at, tokens, frequency, cost, computations, priority = entry
-    counts = (nbytes, used_at, tokens, frequency, cost, computations)
-    if all(0 <= count < LARGEST for count in counts) and abs(priority) < LARGEST:
+    *counts, priority = entry[1:]
+    if all(map(is_count, counts)) and isinstance(priority, int | float) and is_count(abs(priority)):
         return entry
-    return Entry(entry.digest, nbytes if 0 <= nbytes < LARGEST else 0)
+    return Entry(entry.digest, entry.nbytes if is_count(entry.nbytes) else 0)
+
+
+def is_count(value: object) -> bool:
+    """Whether it can be a number of ours that is never below 0; a damaged row may hold anything, text too."""
+    return isinstance(value, int | float) and 0 <= value < LARGEST
 
 
 def clock_after(clock: float, victims: Iterable[Entry]) -> float:
@@ -160,19 +178,11 @@ POLICIES: dict[str, Policy] = {
         Policy("fading-hits", _fading_hits, fades=True),
     )
 }
+DEFAULT_POLICY = "pgdsf"
 
 
-def least_recently_used(entries: Iterable[Entry]) -> list[Entry]:
-    """The order to evict in: longest unused first; ties by digest, so that two runs agree."""
-    return sorted(entries, key=lambda entry: (entry.used_at, entry.digest))
-
-
-def choose_victims(in_order: Sequence[Entry], excess_bytes: int) -> list[Entry]:
-    """The shortest run of `in_order` that frees at least `excess_bytes`; none when there is no excess."""
-    victims: list[Entry] = []
-    for entry in in_order:
-        if excess_bytes <= 0:
-            break
-        victims.append(entry)
-        excess_bytes -= entry.nbytes
-    return victims
+def policy_named(name: str) -> Policy:
+    """The row of that name. Raises UsageError."""
+    if name not in POLICIES:
+        raise UsageError(f"the eviction policy {name!r} is unknown; there are {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,12 +1,41 @@
-"""What a store holds, and what this process asked of it."""
+"""What a store holds, what this process asked of each tier, and what all processes ever did."""
 
+import sqlite3
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COUNTED = ("hits", "misses", "evictions", "quarantined")
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS Totals (
+    tier TEXT PRIMARY KEY, hits INTEGER NOT NULL, misses INTEGER NOT NULL, evictions INTEGER NOT NULL,
+    quarantined INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+_ADD = """INSERT INTO Totals VALUES (?, ?, ?, ?, ?) ON CONFLICT (tier) DO UPDATE SET hits = hits + excluded.hits,
+    misses = misses + excluded.misses, evictions = evictions + excluded.evictions,
+    quarantined = quarantined + excluded.quarantined"""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often something happened on a tier."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    quarantined: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in COUNTED))
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, name) - getattr(other, name) for name in COUNTED))
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """entries and bytes are the store's; hits to quarantined are one process's, since it opened it."""
+    """entries and bytes are the tier's; hits to quarantined are one process's, since it opened the store."""
 
     entries: int
     bytes: int
@@ -18,22 +47,52 @@ class StoreStats:
 
 
 class Counters:
-    """The counting half of StoreStats, for several threads.
+    """What this process did on one tier, counted by several threads; `write` adds it to everybody's totals.
 
-    Not on disk: a hit would then cost a write, and what a user asks is how *this* session went.
+    In memory until the next change of the store: a hit must not cost a write. Who is killed before that is not counted.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._now = StoreStats(0, 0, 0)
+        self._now = self._written = self._writing = Counts()
 
     def add(self, **more: int) -> None:
         """Add to the named counters."""
         with self._lock:
-            self._now = replace(
-                self._now, **{name: getattr(self._now, name) + count for name, count in more.items()}
-            )
+            self._now = self._now + Counts(**more)
 
     def stats(self, entries: int, nbytes: int, budget_bytes: int) -> StoreStats:
+        now = self._now
+        return StoreStats(entries, nbytes, budget_bytes, *(getattr(now, name) for name in COUNTED))
+
+    def unwritten(self) -> Counts:
+        """What everybody's totals lack."""
         with self._lock:
-            return replace(self._now, entries=entries, bytes=nbytes, budget_bytes=budget_bytes)
+            return self._now - self._written
+
+    def write(self, sql: sqlite3.Connection, tier: str) -> None:
+        """Add what is new to the totals of that tier; `written` is told when that was committed."""
+        with self._lock:
+            self._writing = self._now
+            new = self._now - self._written
+        if new != Counts():
+            sql.execute(_ADD, (tier, *(getattr(new, name) for name in COUNTED)))
+
+    def written(self) -> None:
+        with self._lock:
+            self._written = self._writing
+
+
+def read_totals(sql: sqlite3.Connection) -> dict[str, Counts]:
+    """What all processes did on each tier, by its name; a damaged row counts nothing."""
+    rows = sql.execute("SELECT tier, hits, misses, evictions, quarantined FROM Totals").fetchall()
+    return {
+        str(tier): Counts(*counts) if all(isinstance(count, int) for count in counts) else Counts()
+        for tier, *counts in rows
+    }
+
+
+def with_unwritten(totals: Mapping[str, Counts], counters: Mapping[str, Counters]) -> dict[str, Counts]:
+    """The totals, and what this process has not written yet."""
+    new = {tier: each.unwritten() for tier, each in counters.items()}
+    return {tier: totals.get(tier, Counts()) + new.get(tier, Counts()) for tier in {**new, **totals}}

@@ -1,281 +1,140 @@
-"""KVStore: where chunks' KV is kept on disk, found by key, checked at every use and evicted by last use.
+"""KVStore: where chunks' KV is kept on disk, found by key, checked at every use, and evicted by policy.
 
-Whatever is wrong with a stored value makes a miss: it is put in quarantine and counted, and the caller
-encodes the chunk again. Errors are raised only for what the caller must know: no room, no access, another
-format.
+Errors are raised only for what the caller must know: no room, no access, another format.
 """
 
-import contextlib
-import logging
-import os
+import sqlite3
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, write_failed
-from ragblend.kvstore.index import Index
+from ragblend.kvstore.codec import RAW, Codec
+from ragblend.kvstore.errors import StoreFullError
+from ragblend.kvstore.files import write_failed
+from ragblend.kvstore.index import drop, enter, totals
 from ragblend.kvstore.layout import files_of, value_files
-from ragblend.kvstore.lock import WriterLock
-from ragblend.kvstore.memory import HeldChunk, MemoryTier
-from ragblend.kvstore.opening import open_index
-from ragblend.kvstore.policy import choose_victims, least_recently_used
-from ragblend.kvstore.reader import ChunkReader, open_verified
-from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
-from ragblend.kvstore.stats import Counters, StoreStats
-from ragblend.kvstore.upkeep import (
-    GcReport,
-    Problem,
-    check_files,
-    collect,
-    layers_of,
-    refuse_row,
-    remove_files,
-    repair,
-)
-
-log = logging.getLogger(__name__)
-_QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
+from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.opening import default_budget_bytes, open_index
+from ragblend.kvstore.policy import policy_named
+from ragblend.kvstore.reading import ReadingStore
+from ragblend.kvstore.state import Cost
+from ragblend.kvstore.stats import Counts, StoreStats, read_totals, with_unwritten
+from ragblend.kvstore.upkeep import GcReport, Problem, check_files, collect, remove_files, repair
+from ragblend.kvstore.use_rows import Stored
+from ragblend.kvstore.uses import Uses
 
 
-class KVStore:
+def same_cost(cached_tokens: int, new_tokens: int) -> float:
+    """What a token costs to compute where nothing was measured: all alike."""
+    return 1.0
+
+
+class KVStore(ReadingStore):
     """Safe for threads, and for several processes: readers never wait for a writer, writers take turns."""
 
-    name = "disk"  # as a tier
-
-    def __init__(
-        self,
-        root: Path,
-        budget_bytes: int,
-        lock: WriterLock,
-        cache: Any,
-        index: Index,
-        tiers: Sequence[MemoryTier] = (),
-    ) -> None:
-        self.root, self.budget_bytes = root, budget_bytes
-        self.tiers = tuple(tiers)
-        self._lock, self._cache, self._index = lock, cache, index
-        self._counters = Counters()
-        self._over_budget = True  # whoever was killed here may not have come to evicting
-        self._closed = False
-
     @classmethod
-    def open(cls, root: Path, budget_bytes: int, tiers: Sequence[MemoryTier] = ()) -> "KVStore":
+    def open(
+        cls,
+        root: Path,
+        budget_bytes: int | None,
+        tiers: Sequence[MemoryTier] = (),
+        policy: str | None = None,
+        cost: Cost = same_cost,
+    ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
-        budget_bytes bounds the values' bytes on the disk, at every put; tiers: memory above it, the fastest first, for
-        what is used (see `promote`). Raises StoreFormatError for a folder of another
-        format, StoreLockedError, StoreError.
+        budget_bytes bounds the values' bytes on the disk, at every put (None: a quarter of what is free there and
+        taken by them); tiers: memory above it, the fastest first, for what is used (see `promote`); policy: a row of
+        POLICIES, from now on everybody's who has the store open (None: as it was, at first DEFAULT_POLICY);
+        cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit. Raises
+        StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
         """
-        opened = open_index(Path(root))
-        store = cls(Path(root), budget_bytes, opened.lock, opened.cache, opened.index, tiers)
+        uses = Uses(None if policy is None else policy_named(policy))
+        opened = open_index(Path(root), uses)
+        if budget_bytes is None:
+            budget_bytes = default_budget_bytes(Path(root), opened.index.totals()[1])
+        store = cls(Path(root), budget_bytes, opened, uses, tiers, cost)
         store._counters.add(quarantined=opened.refused)
         return store
 
-    # --- reading
-
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether the index has this key; the value is not looked at."""
-        index = self._live_index()
-        try:
-            row = index.row(key.digest)
-        except StoreError as error:
-            log.warning("%s", error)
-            return False
-        return row is not None and row.digest == key.digest
-
-    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | HeldChunk | None:
-        """A reader of the fastest tier that has it, key and token ids verified; None is a miss (absent, or damaged)."""
-        # What another process deleted is deleted: the index has the last word on whether there is such a value.
-        for tier in self.tiers if self.contains(key) else ():
-            if (held := tier.open_chunk(key, token_ids)) is not None:
-                self._counters.add(hits=1)
-                self._index.touch(key.digest)
-                return held
-        reader = self._open(key, tuple(token_ids))
-        if reader is None:
-            self._counters.add(misses=1)
-        else:
-            self._counters.add(hits=1)
-            self._index.touch(key.digest)
-        return reader
-
-    def will_need(self, key: ChunkKey) -> None:
-        """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
-        path = self._path_of(key)
-        if path is None or not hasattr(os, "posix_fadvise"):
-            return
-        try:
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        except OSError as error:  # evicted meanwhile, say: its use will tell
-            log.debug("reading ahead %s: %s", path, error)
-
-    def promote(self, key: ChunkKey, token_ids: Sequence[int]) -> None:
-        """Bring a value that was used one tier up, if there is one; for when nobody waits."""
-        source: ChunkReader | HeldChunk | None = None
-        wanting: MemoryTier | None = None
-        for tier in self.tiers:  # the fastest first
-            if tier.contains(key):
-                source = tier.open_chunk(key, token_ids)
-                break
-            wanting = tier
-        if wanting is None or not self.contains(key):
-            return
-        with contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
-            source = source or self._open(key, tuple(token_ids))
-            if source is not None:
-                with source:
-                    wanting.admit(key, source)
-        if not self.contains(key):  # deleted meanwhile
-            wanting.delete(key)
-
-    def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
-        """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
-        reader = self.open_chunk(key, token_ids)
-        if reader is None:
-            return None
-        with reader:
-            try:
-                layers = list(layers_of(reader))
-            except CorruptBlobError:
-                return None
-            keys, values = zip(*layers, strict=True)
-            return ChunkKV(reader.token_ids, reader.start, reader.geometry, keys, values)
-
-    def _open(self, key: ChunkKey, token_ids: tuple[int, ...]) -> ChunkReader | None:
-        missing: Path | None = None
-        while (path := self._path_of(key)) is not None:
-            try:
-                return open_verified(path, key, token_ids, partial(self._spoiled, key, path))
-            except FileNotFoundError:
-                if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
-                    self._quarantine(key, path, "the index names a file that is not there")
-                    return None
-                missing = path
-            except (CorruptBlobError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in DAMAGE:
-                    log.warning("KV of chunk %s cannot be opened: %s", key.digest[:12], error)
-                else:
-                    self._quarantine(key, path, str(error))
-                return None
-        return None
-
-    def _path_of(self, key: ChunkKey) -> Path | None:
-        self._live_index()
-        try:
-            path = self._cache.get(key.digest, read=True)
-        except CorruptBlobError as error:
-            self._quarantine(key, None, str(error))
-            return None
-        except SQL_ERRORS as error:
-            log.warning("%s", index_failed(error, self._index.path))  # a miss: the caller goes on without us
-            return None
-        assert path is None or isinstance(path, Path)
-        return path
-
-    def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
-        """A layer of an open value is damaged: what was counted a hit is a miss."""
-        self._counters.add(hits=-1, misses=1)
-        self._quarantine(key, path, what)
-
-    def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
-        """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
-        try:
-            with self._changing(_QUARANTINE_WAIT_S) as index:
-                row = index.row(key.digest)
-                if row is None or not (path is None or self.root / str(row.filename) == path):
-                    return  # evicted or replaced meanwhile
-                refuse_row(self.root, index, row)
-        except (StoreError, OSError) as error:
-            log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
-            return
-        self._counters.add(quarantined=1)
-        log.warning("KV of chunk %s is in quarantine and will be encoded anew: %s", key.digest[:12], why)
-
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
+    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> None:
         """Store (or replace) a value; it is on disk and in the index when this returns.
 
-        Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed
-        then), StoreLockedError, StoreError.
+        codec: how its layers are packed; any is read. What the value displaces goes in the same transaction. Raises
+        StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
-        blob = Blob.of(key, chunk)
+        blob = Blob.of(key, chunk, codec)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
                 f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
-        with self._changing() as index:
-            index.flush_touches()
-            if self._over_budget:
-                self._keep_budget(spare=key.digest)
-            self._write(blob)
-            index.stored(key.digest)
+        cost = self._cost(chunk.start, len(chunk.token_ids))
+        with self._changing():
+            filename = self._write(blob)
+            try:
+                unnamed = self._enter(blob, filename, cost)
+            except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
+                self._drop_if_unnamed(key.digest, filename)
+                raise
             for tier in self.tiers:  # another value may have lain under this key
                 tier.delete(key)
-            self._keep_budget(spare=key.digest)
+            for name in unnamed:
+                self._cache.disk.remove(name)
 
-    def _keep_budget(self, spare: str) -> None:
+    def _write(self, blob: Blob) -> str:
+        disk = self._cache.disk
         try:
-            self._evict(spare)
-            self._over_budget = False
-        except StoreError as error:  # the value is stored; the next put tries again
-            self._over_budget = True
-            log.warning("the KV store is over its budget: %s", error)
-
-    def _write(self, blob: Blob) -> None:
-        digest = blob.header.key.digest
-        try:
-            self._cache.set(digest, blob)
+            filename: str = disk.store(blob, False, key=blob.header.key.digest)[2]
         except OSError as error:
-            raise write_failed(error, self.root / self._cache.disk.last_written, blob.nbytes) from error
-        except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
-            self._cache.close()  # a failed COMMIT leaves this thread's connection inside its transaction
-            self._drop_if_unnamed(digest, self._cache.disk.last_written)
-            if isinstance(error, SQL_ERRORS):
-                raise index_failed(error, self._index.path) from error
-            raise
+            raise write_failed(error, self.root / disk.last_written, blob.nbytes) from error
+        return filename
 
-    def _drop_if_unnamed(self, digest: str, filename: str | None) -> None:
+    def _enter(self, blob: Blob, filename: str, cost: float) -> list[str | None]:
+        """Name the file in the index and evict what is too much then; the files that no row names any more."""
+        digest = blob.header.key.digest
+        with self._recording() as sql:
+            replaced = enter(sql, digest, filename, blob.nbytes)
+            self._uses.stored(sql, digest, cost)
+            victims = self._victims(sql, spare=digest)
+            for victim in victims:
+                drop(sql, victim.rowid)
+            self._uses.gone(sql, victims)
+        self._counters.add(evictions=len(victims))
+        return [replaced, *(victim.filename for victim in victims)]
+
+    def _victims(self, sql: sqlite3.Connection, spare: str) -> list[Stored]:
+        excess_bytes = totals(sql)[1] - self.budget_bytes
+        victims = self._uses.victims(sql, excess_bytes, spare)
+        if sum(victim.entry.nbytes for victim in victims) < excess_bytes:  # rows that damage has made unknown
+            self._uses.settle(sql)
+            victims = self._uses.victims(sql, excess_bytes, spare)
+        return victims
+
+    def _drop_if_unnamed(self, digest: str, filename: str) -> None:
         row = self._index.row(digest)
         if row is None or row.filename != filename:
             self._cache.disk.remove(filename)
 
-    def _evict(self, spare: str) -> None:
-        if self._index.totals()[1] <= self.budget_bytes:
-            return
-        entries = [row.entry for row in self._index.rows() if row.digest]
-        excess = sum(entry.nbytes for entry in entries) - self.budget_bytes
-        order = least_recently_used(entry for entry in entries if entry.digest != spare)
-        for victim in choose_victims(order, excess):
-            self._forget_row(victim.digest)
-            self._counters.add(evictions=1)
-
     def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, quarantined copies too; bytes freed. StoreError if a file stays."""
+        """Remove every byte of a value, quarantined copies and counts too; bytes freed. StoreError if a file stays."""
         for tier in self.tiers:
             tier.delete(key)
         with self._changing() as index:
             # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
             report = remove_files(files_of(self.root, key.digest))
-            self._forget_row(key.digest)
+            row = index.row(key.digest)
+            with self._recording() as sql:
+                self._uses.forget(sql, [key.digest])
+                if row is not None:
+                    drop(sql, row.rowid)
             index.truncate_log()
             return report.bytes
-
-    def _forget_row(self, digest: str) -> None:
-        try:
-            self._cache.delete(digest)  # retry=True would go round for ever on a read-only disk
-        except SQL_ERRORS as error:
-            self._cache.close()
-            raise index_failed(error, self._index.path) from error
 
     # --- looking after
 
@@ -300,62 +159,40 @@ class KVStore:
         """Remove orphans, temporary files, the quarantine and, given `keep`, every other key's value."""
         wanted = None if keep is None else {key.digest for key in keep}
         with self._changing() as index:
+            if wanted is not None:
+                with index.transaction() as sql:
+                    self._uses.keep_only(sql, wanted)
             report = collect(self.root, index, wanted)
         for tier in self.tiers:
             for key in filterfalse(self.contains, tier.keys()):
                 tier.delete(key)
         return report
 
+    @property
+    def policy(self) -> str:
+        """What the disk evicts by: a row of POLICIES."""
+        return self._uses.policy.name
+
     def stats(self) -> StoreStats:
-        """Entries and bytes of the store, and this process's counters, which begin at 0 when it opens it."""
-        return self._counters.stats(*self._live_index().totals(), self.budget_bytes)
+        """Entries and bytes of the store, and what this process asked of it, on whichever tier it was found."""
+        disk = self._disk_stats()
+        return replace(disk, hits=disk.hits + sum(tier.stats().hits for tier in self.tiers))
 
     def stats_by_tier(self) -> dict[str, StoreStats]:
-        """The same for each tier by its name, the fastest first. The disk's hits are those of all tiers."""
-        return {tier.name: tier.stats() for tier in self.tiers} | {"disk": self.stats()}
+        """For each tier by its name, the fastest first: what it holds, and what this process found there.
 
-    def close(self) -> None:
-        """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
-        if self._closed:
-            return
-        try:
-            self._index.flush_touches()
-        except StoreError as error:
-            log.warning("the order of use of this session is lost: %s", error)
-        self._closed = True
-        for tier in self.tiers:
-            tier.clear()
-        self._cache.close()
-        self._index.close()
-        self._lock.close()
+        A miss is a tier's own: what memory does not have, the disk may.
+        """
+        return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
 
-    def __enter__(self) -> Self:
-        return self
+    def totals_by_tier(self) -> dict[str, Counts]:
+        """What all processes ever did on each tier, this one included; a killed one's since its last put are lost.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        Tiers that only other processes have are there as well.
+        """
+        with self._live_index().connection() as sql:
+            totals = read_totals(sql)
+        return with_unwritten(totals, self._counters_by_tier())
 
-    @contextmanager
-    def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
-        """Be the only one, of all threads and processes, that changes the store; OSError becomes StoreError."""
-        self._live_index()
-        try:
-            with self._lock.hold(timeout_s):
-                index = self._live_index()
-                if not (self._lock.is_in_place() and index.is_in_place()):
-                    raise StoreError(
-                        f"the KV store at {self.root} was moved or removed, or another process set its damaged index "
-                        "aside. Open it again."
-                    )
-                yield index
-        except OSError as error:
-            raise StoreError(
-                f"changing the KV store at {self.root} failed: {error}. Check the disk and the folder's permissions."
-            ) from error
-
-    def _live_index(self) -> Index:
-        if self._closed:
-            raise StoreError(f"the KV store at {self.root} has been closed; open it again")
-        return self._index
+    def _disk_stats(self) -> StoreStats:
+        return self._counters.stats(*self._live_index().totals(), self.budget_bytes)

@@ -60,11 +60,12 @@ def main() -> int:
     parser.add_argument(
         "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
     )
+    parser.add_argument("--model", default="default", help="as in `ragblend --model`; both LLMs load it")
     parser.add_argument("--framework", choices=["llama-index", "langchain", "both"], default="both")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    folder = weights_folder(given.home)
+    folder = weights_folder(given.home, given.model)
     runs = {"llama-index": llama_index, "langchain": langchain}
     names = list(runs) if given.framework == "both" else [given.framework]
     results = {name: runs[name](given.home, folder) for name in names}
@@ -79,12 +80,15 @@ def main() -> int:
     return 0
 
 
-def weights_folder(home: Path) -> str:
-    """The bundled model as safetensors: what both LLMs load."""
+def weights_folder(home: Path, model: str) -> str:
+    """The model as a folder of safetensors: what both LLMs load."""
     from ragblend import Engine
 
-    engine = Engine.open(home=home)
+    if Path(model).is_dir():
+        return model
+    engine = Engine.open(model=model, home=home)
     _ = engine.gate
+    engine.close()
     (config,) = (home / "models").glob("*/config.json")
     return str(config.parent)
 
@@ -163,7 +167,7 @@ def llama_index(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
         is_chat_model=True,  # so that it sees the same chat template
     )
     measured = asked_all(asking(theirs))
-    ours = RAGBlendLLM(home=home, max_new_tokens=ANSWER_TOKENS)
+    ours = RAGBlendLLM(model=folder, home=home, max_new_tokens=ANSWER_TOKENS)
 
     def statistics_of() -> Any:
         ours.backend.engine.finish_background()
@@ -217,7 +221,7 @@ def langchain(home: Path, folder: str) -> tuple[list[Asked], list[Asked]]:
         pipeline_kwargs={"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "return_full_text": False},
     )
     measured = asked_all(asking(ChatHuggingFace(llm=pipeline, model_id=folder), StrOutputParser()))
-    ours = ChatRAGBlend(home=str(home), max_tokens=ANSWER_TOKENS)
+    ours = ChatRAGBlend(model=folder, home=str(home), max_tokens=ANSWER_TOKENS)
     last: dict[str, Any] = {}
 
     def text_of(chunks: Iterator[Any]) -> Iterator[str]:

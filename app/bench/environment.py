@@ -3,11 +3,10 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.kvstore.errors import UsageError
+from ragblend.app.extras import check_installed
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
@@ -18,10 +17,7 @@ EXTRA = ("matplotlib", "rouge_score")
 
 def check_extra() -> None:
     """Raise UsageError if a package of the extra `bench` is missing: now, and not after an hour of measuring."""
-    missing = [name for name in EXTRA if find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise UsageError(f"The benches need {names}, which is not installed: pip install 'ragblend[bench]'")
+    check_installed("The benches", EXTRA, "bench")
 
 
 def environment(engine: "Engine") -> dict[str, Any]:

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from ragblend.engine.config import Timings
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
+    from ragblend.engine.trace import Trace
     from ragblend.kvstore.chunks import ChunkKey
 
 QUESTION = "Which of the passages above says the most about people, and what does it say?"
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]
+KeepTrace = Callable[[Row, "Trace"], None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Samples:
 
     ttft_ms: list[float] = field(default_factory=list)
     timings: "list[Timings]" = field(default_factory=list)
+    traces: "list[Trace]" = field(default_factory=list)
     predicted_ms: float | None = None
     recomputed_fraction: float = 0.0
 
@@ -83,12 +86,13 @@ def run(
     retrieve: Callable[[str, int], object] | None = None,
     memory_engine: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    keep_trace: "KeepTrace | None" = None,
 ) -> list[Row]:
     """The rows, a (chunks, tokens, cache, variant) each.
 
     source: words to cut the chunks from; retrieve(question, top_k): timed beside the prefills if there is an
     index; memory_engine: how a child process opens the same engine, to measure the peak memory (None: do
-    not).
+    not); keep_trace is given each row with the trace of its median prefill.
     """
     rows: list[Row] = []
     tick = _ticker(plan.steps, progress)
@@ -99,8 +103,18 @@ def run(
                 for cache in plan.caches:
                     samples, retrieve_ms = measure(engine, subject, plan, cache, retrieve, chunks, tick)
                     case = {"chunks": chunks, "tokens": tokens, "cache": cache}
-                    rows += _rows(case, samples, subject, peaks, retrieve_ms)
+                    found = _rows(case, samples, subject, peaks, retrieve_ms)
+                    rows += found
+                    if keep_trace is not None:
+                        for row, taken in zip(found, samples.values(), strict=True):
+                            keep_trace(row, median_trace(taken))
     return rows
+
+
+def median_trace(taken: Samples) -> "Trace":
+    """That of the prefill whose time is in the middle."""
+    order = sorted(range(len(taken.ttft_ms)), key=taken.ttft_ms.__getitem__)
+    return taken.traces[order[len(order) // 2]]
 
 
 @contextmanager
@@ -147,6 +161,8 @@ def measure(
     tick: Callable[[], None],
 ) -> tuple[dict[Variant, Samples], float | None]:
     """Round after round, each variant in turn; the first round warms up and is not counted."""
+    from ragblend.engine.trace import Trace
+
     samples = {variant: Samples() for variant in plan.variants}
     retrieve_ms: list[float] = []
     for turn in range(plan.repeats + 1):
@@ -161,6 +177,7 @@ def measure(
             if turn:
                 samples[variant].ttft_ms.append(timed.ttft_ms)
                 samples[variant].timings.append(timed.report.timings)
+                samples[variant].traces.append(timed.report.trace or Trace())
                 samples[variant].recomputed_fraction = timed.report.recomputed_fraction
                 decision = timed.report.decision
                 samples[variant].predicted_ms = decision.predicted_ttft_ms if decision else None
@@ -230,6 +247,8 @@ def _rows(
 
 
 def _times(taken: Samples, full: Samples | None) -> Row:
+    from ragblend.engine.trace import busy_ms
+
     paired = zip(full.ttft_ms, taken.ttft_ms, strict=True) if full else ()
     ratios = [slow / fast for slow, fast in paired]
     stall_ms = median(timings.stall_ms for timings in taken.timings)
@@ -242,6 +261,9 @@ def _times(taken: Samples, full: Samples | None) -> Row:
         "predicted_ttft_ms": taken.predicted_ms,
         "predicted_of_measured": None if taken.predicted_ms is None else taken.predicted_ms / ttft_ms,
         "load_ms": median(timings.load_ms for timings in taken.timings),
+        "load_busy_ms": median(
+            busy_ms(e for e in trace.events if e.part == "load") for trace in taken.traces
+        ),
         "stall_share": stall_ms / ttft_ms,
         "where_ms": where_ms(taken),
     }

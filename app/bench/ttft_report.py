@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import ttft
 from ragblend.app.bench.data import load_questions
@@ -14,6 +14,10 @@ from ragblend.app.bench.prefilling import model_digest
 from ragblend.app.bench.progress import progress_bar
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
+from ragblend.app.timeline import SUFFIXES, write_timeline
+
+if TYPE_CHECKING:
+    from ragblend.engine.trace import Trace
 
 CACHES = ("warm", "cold", "memory")
 MEMORY_BYTES = 1 << 34
@@ -36,7 +40,7 @@ class TtftRequest:
 
 
 def report_ttft(request: TtftRequest) -> dict[str, Any]:
-    """Measure and write `ttft.json` and `ttft.png`; the results, and `files` by kind."""
+    """Measure and write `ttft.json`, `ttft.png` and a timeline a row; the results, and `files` by kind."""
     from ragblend.engine.engine import Engine
 
     check_extra()
@@ -50,7 +54,7 @@ def report_ttft(request: TtftRequest) -> dict[str, Any]:
     child = request.engine | found if request.memory else None
     model_digest(engine)  # raises now, and not after the first encode, for a model that cannot be fused
     with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
-        rows = ttft.run(engine, source, plan, retrieve, child, progress)
+        rows = ttft.run(engine, source, plan, retrieve, child, progress, timelines(folder))
     return _write(folder, {"rows": rows, "environment": environment(engine)})
 
 
@@ -89,6 +93,19 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             return
         workspace.embedder.load()
         yield Retriever(workspace).retrieve
+
+
+def timelines(folder: Path) -> ttft.KeepTrace:
+    """Write each row's trace as a picture and for a trace viewer, under a name that tells the row."""
+
+    def keep(row: ttft.Row, trace: "Trace") -> None:
+        share = "" if row["ratio"] is None else f"-{100 * row['ratio']:g}"
+        case = f"{row['method']}{share}-{row['chunks']}x{row['tokens']}-{row['cache']}"
+        title = f"{case}: first token after {row['ttft_ms']:.0f} ms (median of {row['repeats']})"
+        for suffix in SUFFIXES:
+            write_timeline(trace, title, folder / f"timeline-{case}{suffix}")
+
+    return keep
 
 
 def _write(folder: Path, results: dict[str, Any]) -> dict[str, Any]:

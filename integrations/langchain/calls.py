@@ -35,7 +35,7 @@ class Call:
     backend: Backend
     named: tuple[Passage, ...]
     method: str | None
-    ratio: float | None
+    ratio: float | str | None
     timeout: float | None
     options: dict[str, Any]
 
@@ -103,13 +103,20 @@ def settle(parameters: Parameters, stop: Sequence[str] | None, arguments: Mappin
     if stop is not None:
         given["stop"] = stop
     passages = passages_of(given.pop("passages", None) or ())
+    _check_timeout(given.get("timeout"))
     backend = parameters.backend(given.pop("model", None))
     method, ratio, timeout = (_taken(given, name, parameters) for name in ("method", "ratio", "timeout"))
     options = {name: _taken(given, name, parameters) for name in DECODING}
-    options["stop"] = (options["stop"],) if isinstance(options["stop"], str) else tuple(options["stop"] or ())
+    options["stop"] = options["stop"] or ()
     options = {ENGINE_NAMES.get(name, name): value for name, value in options.items()}
     # The engine refuses a name that it does not know, and says which one is near.
     return Call(backend, tuple(passages), method, ratio, timeout, options | parameters.model_kwargs | given)
+
+
+def _check_timeout(seconds: Any) -> None:
+    """The field's own check, for a call. Raises UsageError."""
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise UsageError(f"timeout must be a number of seconds above 0, not {seconds!r}")
 
 
 def _taken(given: dict[str, Any], name: str, parameters: Parameters) -> Any:

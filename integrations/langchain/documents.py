@@ -13,9 +13,10 @@ from ragblend.kvstore.errors import UsageError
 DocumentLike = Document | Mapping[str, Any] | str
 
 
-def passages_of(documents: Iterable[DocumentLike]) -> list[Passage]:
-    """A passage for every document with text in it, in order."""
-    found = (passage_of(document) for document in documents)
+def passages_of(documents: Iterable[DocumentLike] | DocumentLike) -> list[Passage]:
+    """A passage for every document with text in it, in order; one document alone is taken as well."""
+    several = [documents] if isinstance(documents, str | Document | Mapping) else documents
+    found = (passage_of(document) for document in several)
     return [passage for passage in found if passage is not None]
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.utils import get_pydantic_field_names
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.kvstore.errors import UsageError
 
 PROVIDER = "ragblend"
 SYNONYMS = {
@@ -20,17 +21,19 @@ SYNONYMS = {
     "stop_sequences": "stop",
 }
 # Chat models of services take these. Here they mean nothing, and a key must not end up in `model_kwargs`.
-FOR_SERVICES = ("api_key", "base_url", "max_retries")
+FOR_SERVICES = ("base_url", "max_retries")
+KEY = "api_key"  # openai_api_key, ...
 DECODING = ("temperature", "max_tokens", "top_p", "top_k", "repetition_penalty", "stop", "seed")
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under one name each. Raises ValueError where two names say the same thing."""
+    """The arguments under one name each. Raises UsageError where two names say the same thing."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         known = SYNONYMS.get(name, name)
         if known in result:
-            raise ValueError(f"{name} and {known} mean the same; pass one of them")
+            raise UsageError(f"{name} and {known} mean the same; pass one of them")
         result[known] = value
     return result
 
@@ -38,7 +41,8 @@ def renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
 class Parameters(BaseModel):
     """Fields of the chat model and the text model. Making one loads nothing and opens nothing."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    # Errors do not repeat what was passed: somebody's key may stand beside what is wrong.
+    model_config = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     model: str = "default"
     """`default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file."""
@@ -67,8 +71,8 @@ class Parameters(BaseModel):
     dtype: str | None = None
     method: str | None = None
     """How prompts are read: `cacheblend` (as if None), `full`, `reuse`, ..."""
-    ratio: float | None = Field(default=None, ge=0, le=1)
-    """The share of stored tokens that is computed again; 0.15 if None."""
+    ratio: Share | Literal["auto"] | None = None
+    """The share of stored tokens that is computed again; 0.15 if None; `auto`: what loading hides."""
     register_retrieved: bool = True
     """Whether documents that LangChain's retrievers return in this process become known to this model."""
 
@@ -81,7 +85,7 @@ class Parameters(BaseModel):
         values = {
             name: value
             for name, value in renamed(values).items()
-            if value is not None and name not in FOR_SERVICES
+            if value is not None and name not in FOR_SERVICES and not name.endswith(KEY)
         }
         known = get_pydantic_field_names(cls)
         extra = {name: values.pop(name) for name in list(values) if name not in known}
@@ -128,7 +132,8 @@ class Parameters(BaseModel):
         self, params: LangSmithParams, stop: list[str] | None, arguments: Mapping[str, Any]
     ) -> LangSmithParams:
         """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
-        given = {name: value for name, value in renamed(arguments).items() if value is not None}
+        with framework_errors():
+            given = {name: value for name, value in renamed(arguments).items() if value is not None}
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = given.get("model", self.model)
         params["ls_temperature"] = given.get("temperature", self.temperature)

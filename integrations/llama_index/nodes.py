@@ -1,10 +1,12 @@
 """From LlamaIndex's nodes to passages: a node's text exactly as it stands in the prompts that LlamaIndex makes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from ragblend.integrations.passages import Passage
+from ragblend.kvstore.errors import UsageError
 
 Nodes = Iterable[BaseNode | NodeWithScore]
 
@@ -20,7 +22,27 @@ def passages_of(nodes: Nodes) -> list[Passage]:
     return [passage for node in nodes if (passage := passage_of(node)).text]
 
 
-def named_passages(passages: Sequence[Passage | str] | None, nodes: Nodes | None) -> tuple[Passage, ...]:
-    """What a caller named for one request: passages, bare texts and nodes."""
-    texts = [Passage(item) if isinstance(item, str) else item for item in passages or ()]
-    return (*texts, *passages_of(nodes or ()))
+Named = Passage | str | BaseNode | NodeWithScore
+
+
+def named_passages(passages: Iterable[Named] | Named | None, nodes: Nodes | None) -> tuple[Passage, ...]:
+    """What a caller named for one request: passages, bare texts and nodes, several or one. Raises UsageError."""
+    return tuple(
+        passage for item in (*_several(passages), *_several(nodes)) if (passage := _named(item)).text
+    )
+
+
+def _several(items: Any) -> Iterable[Any]:
+    if items is None:
+        return ()
+    return items if isinstance(items, Iterable) and not isinstance(items, Named) else (items,)
+
+
+def _named(item: Any) -> Passage:
+    if isinstance(item, Passage):
+        return item
+    if isinstance(item, str):
+        return Passage(item.strip())
+    if isinstance(item, BaseNode | NodeWithScore):
+        return passage_of(item)
+    raise UsageError(f"passages= and nodes= name texts, passages and nodes, not {type(item).__name__}")

@@ -2,13 +2,14 @@
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from llama_index.core.base.llms.types import LLMMetadata
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator, model_validator
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.llm import LLM
 
-from ragblend.engine.prompt import Literal, Prompt
+from ragblend.engine.prompt import Literal as Text
+from ragblend.engine.prompt import Prompt
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.llama_index.learning import listen
 from ragblend.integrations.llama_index.nodes import Nodes, passages_of
@@ -16,10 +17,13 @@ from ragblend.integrations.llama_index.options import Call
 from ragblend.kvstore.errors import UsageError
 
 PER_CALL = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "method", "ratio")
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Parameters(LLM):
     """The fields, what is derived from them, and the engine behind them."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # somebody's key may stand beside what is wrong
 
     model: str = Field(
         default="default",
@@ -34,8 +38,8 @@ class Parameters(LLM):
     method: str | None = Field(
         default=None, description="How prompts are read; None for the engine's default."
     )
-    ratio: float | None = Field(
-        default=None, ge=0, le=1, description="The share of stored tokens to recompute."
+    ratio: Share | Literal["auto"] | None = Field(
+        default=None, description="The share of stored tokens to recompute; `auto`: what loading hides."
     )
     context_window: int | None = Field(
         default=None, gt=0, description="Tokens; None for the model's own window."
@@ -151,7 +155,7 @@ class Parameters(LLM):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text by the model's own tokenizer: what LlamaIndex's packers and splitters want to count."""
-        segment = Literal(text, verbatim=True)
+        segment = Text(text, verbatim=True)
         return list(self.backend.engine.tokenize(Prompt([segment])).segment_ids[-1])
 
     @property

@@ -10,6 +10,7 @@ from ragblend.engine.gate import GateVerdict
 from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import EncodeReport, Result
 from ragblend.engine.selection import policy_named
+from ragblend.engine.trace import Trace, TraceEvent
 
 WORDS = 64  # dimensions of the fake embeddings
 
@@ -100,7 +101,9 @@ class FakeEngine:
         tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)
-        report = Report(method, ratio, tokens, 0.15, timings, chunks - self.misses, self.misses)
+        trace = Trace((TraceEvent("compute", "host", 0.0, 1.0, 0),))
+        hits = chunks - self.misses
+        report = Report(method, ratio, tokens, 0.15, timings, hits, self.misses, trace=trace)
         return FakeStream(self.reply, report, prompt)
 
     def finish_background(self, timeout_s=None):

@@ -96,6 +96,18 @@ def test_ask_with_the_ratio_left_to_the_controller(filled, read):
     assert filled.engine.requests[-1][2] == "auto"
 
 
+def test_ask_writes_what_was_done_when(filled, tmp_path, capfd):
+    assert filled("ask", "What colour has the sky?", "--trace", tmp_path / "trace.json") == 0
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    assert str(tmp_path / "trace.json") in capfd.readouterr().err
+
+
+def test_a_trace_of_no_known_format_is_refused_before_anything_is_asked(filled, tmp_path):
+    asked = len(filled.engine.requests)
+    assert filled("ask", "Sky?", "--trace", tmp_path / "trace.gif") == 2
+    assert len(filled.engine.requests) == asked
+
+
 def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
     filled("ask", "Sky?")
     assert not filled.engine.waited

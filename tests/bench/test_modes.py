@@ -345,7 +345,7 @@ def test_an_updated_langchain_measures_the_modes_again_and_not_the_methods(
 
 def test_a_missing_langchain_is_named_before_any_model_is_loaded(bench, home, monkeypatch) -> None:
     monkeypatch.setattr(modes, "PACKAGES", ("langchain_core", "no_such_chains"))
-    with pytest.raises(UsageError, match=r"no_such_chains, .*pip install 'ragblend\[langchain\]'"):
+    with pytest.raises(UsageError, match=r"no_such_chains, .*pip install 'ragblend\[langchain\]'$"):
         bench("--methods", "full,refine")
     assert not home.exists()
     bench("--methods", "full", "--limit", "1", "--max-new-tokens", "1")  # who asks for no mode needs none

@@ -251,11 +251,11 @@ def test_with_a_missing_chunk_all_rows_computed_are_the_model(fresh, name):
 def test_everything_is_loaded_once(llama, monkeypatch):
     """The second pass uses what the probe loaded; loading again would write over what it computed."""
     llama.engine.encode(TEXTS)
-    reads, landed = [], LayerLoader._landed
+    reads, fetched = [], LayerLoader._fetched
     monkeypatch.setattr(
         LayerLoader,
-        "_landed",
-        lambda self, span, layer, *a: reads.append((span.start, layer)) or landed(self, span, layer, *a),
+        "_fetched",
+        lambda self, span, layer, *a: reads.append((span.start, layer)) or fetched(self, span, layer, *a),
     )
     llama.engine.prefill(make_prompt(TEXTS), method="probe:passes=2", ratio=0.5)
     assert len(reads) == len(set(reads)) == 4 * len(TEXTS)

@@ -154,6 +154,24 @@ def test_engine_settings_are_checked(bad):
         EngineConfig(**bad)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"temperature": float("nan")}, "temperature must be a number, not nan"),
+        ({"max_new_tokens": 3.5}, "max_new_tokens must be a whole number, not 3.5"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number, not None"),
+        ({"top_k": "x"}, "top_k must be a whole number"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"stop": 3}, "stop must be a text or several, not 3"),
+        ({"stop": ["a", 3]}, "stop must be a text or several"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named_before_anything_is_computed(option, said):
+    with pytest.raises(UsageError, match=said):
+        DecodeOptions(**option)
+
+
 def test_settings_do_not_change():
     with pytest.raises(AttributeError):
         DecodeOptions().temperature = 1.0

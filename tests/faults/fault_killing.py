@@ -20,7 +20,7 @@ _HANGS_S = 60.0
 
 def _work(root: Path, budget_bytes: int, seed: int, acknowledge: int) -> NoReturn:
     try:
-        store = KVStore.open(root, budget_bytes)
+        store = KVStore.open(root, budget_bytes, policy="lru")
         os.write(acknowledge, b"open\n")
         for operation in islice(operations(seed), _AT_MOST):
             operation.on(store)

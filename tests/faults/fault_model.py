@@ -1,4 +1,7 @@
-"""What a store must hold after a sequence of operations, exactly: the oracle of everything that is killed."""
+"""What a store must hold after a sequence of operations, exactly: the oracle of everything that is killed.
+
+Stores are opened with the policy whose order is plain, by last use; tests/kvstore/test_uses.py has the others.
+"""
 
 import random
 from collections.abc import Iterator
@@ -61,9 +64,9 @@ class Model:
         """What is held once `operation` is done."""
         held = dict(self.held)
         if operation.kind == "put":
-            held.pop(operation.number, None)
-            held[operation.number] = operation.version
-            for oldest in list(held)[: max(0, len(held) - self.capacity)]:
+            held[operation.number] = operation.version  # replaced it keeps its place: nobody has asked for it
+            others = [number for number in held if number != operation.number]
+            for oldest in others[: max(0, len(held) - self.capacity)]:
                 del held[oldest]
         elif operation.kind == "delete":
             held.pop(operation.number, None)
@@ -74,7 +77,7 @@ class Model:
     def verify(self, root: Path, pending: Operation | None = None, damaged: bool = False) -> None:
         """Reopen; each value is as before or as after `pending`, nothing is wrong or left over. Adopts it."""
         after = self.held if pending is None else self.after(pending)
-        with KVStore.open(root, self.budget_bytes) as store:
+        with KVStore.open(root, self.budget_bytes, policy="lru") as store:
             problems = store.check()
             demand(problems == [], "check() after reopening:", problems)
             found = self._found(store, after)
@@ -97,10 +100,6 @@ class Model:
             version = version_read(store, number, {self.held.get(number), after.get(number)})
             if version is not None:
                 found[number] = version
-        moved = [number for number in found if number in changed and found[number] != self.held[number]]
-        for number in moved:  # a replaced value is the newest
-            version_read(store, number, {found[number]})
-            found[number] = found.pop(number)
         for number in set(range(NUMBERS)) - set(self.held) - set(after):
             version_read(store, number, {None})
         return found

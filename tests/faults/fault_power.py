@@ -130,7 +130,7 @@ def cut(folder: str, steps: int, seed: int, one_in: int, mutation: str | None = 
     here.mkdir(parents=True)
     model = Model(capacity=5)
     pending: Operation | None = None
-    with broken(mutation), KVStore.open(here / "kv", model.budget_bytes) as store:
+    with broken(mutation), KVStore.open(here / "kv", model.budget_bytes, policy="lru") as store:
         disk = Disk(here / "kv")
 
         def now_and_then() -> None:
@@ -158,7 +158,7 @@ def cut_with_an_older_index(folder: str, steps: int, seed: int) -> dict[str, int
     here.mkdir(parents=True)
     history: dict[int, set[int | None]] = {number: {None} for number in range(NUMBERS)}
     older: list[dict[str, bytes]] = []
-    with KVStore.open(here / "kv", model.budget_bytes) as store:
+    with KVStore.open(here / "kv", model.budget_bytes, policy="lru") as store:
         disk = Disk(here / "kv")
         for operation in islice(operations(seed), steps):
             with _watched(disk, lambda: None):
@@ -174,7 +174,7 @@ def cut_with_an_older_index(folder: str, steps: int, seed: int) -> dict[str, int
 
 
 def _right_or_missed(image: Path, budget_bytes: int, history: dict[int, set[int | None]]) -> int:
-    with KVStore.open(image, budget_bytes) as store:
+    with KVStore.open(image, budget_bytes, policy="lru") as store:
         problems = store.check()
         demand(problems == [], "check() after a power cut:", problems)
         found = [version_read(store, number, permitted) for number, permitted in history.items()]

@@ -36,7 +36,7 @@ class Case:
         self.folder, self.operation = folder, operation
         self.template, self.root = folder / "template", folder / "kv"
         self.model, self.damaged = Model(CAPACITY), spoil_index
-        with KVStore.open(self.template, self.model.budget_bytes) as store:
+        with KVStore.open(self.template, self.model.budget_bytes, policy="lru") as store:
             for number in range(CAPACITY):
                 put(store, number)
                 self.model.held[number] = 0
@@ -53,9 +53,9 @@ class Case:
         """In the traced child; without an operation, opening the store is what is watched."""
         if self.operation is None:
             begin()
-            store = KVStore.open(self.root, self.model.budget_bytes)
+            store = KVStore.open(self.root, self.model.budget_bytes, policy="lru")
         else:
-            store = KVStore.open(self.root, self.model.budget_bytes)
+            store = KVStore.open(self.root, self.model.budget_bytes, policy="lru")
             version_read(store, 2, {0})  # a use that waits to be written
             begin()
             self.operation.on(store)
@@ -144,20 +144,22 @@ def _live_through(case: Case, to: int) -> None:
     """The child: the operation under the fault, then ordinary work without it; tells what it saw."""
     said: dict[str, Any] = {"refused": None}
     try:
-        store = None if case.operation is None else KVStore.open(case.root, case.model.budget_bytes)
+        store = (
+            None if case.operation is None else KVStore.open(case.root, case.model.budget_bytes, policy="lru")
+        )
         if store is not None:
             version_read(store, 2, {0})
         begin()
         try:
             if store is None:
-                store = KVStore.open(case.root, case.model.budget_bytes)
+                store = KVStore.open(case.root, case.model.budget_bytes, policy="lru")
             else:
                 case.operation.on(store)
         except StoreError as error:
             said["refused"] = f"{type(error).__name__}: {error}"
         finally:
             end()
-        store = store or KVStore.open(case.root, case.model.budget_bytes)
+        store = store or KVStore.open(case.root, case.model.budget_bytes, policy="lru")
         said |= _afterwards(store, case)
         store.close()
     except BaseException:

@@ -110,7 +110,7 @@ def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
         raise KeyboardInterrupt
 
     budget, held = 3 * VALUE_BYTES, []
-    monkeypatch.setattr("ragblend.kvstore.store.choose_victims", killed)
+    monkeypatch.setattr("ragblend.kvstore.uses.Uses.victims", killed)
     for number in range(6):
         with KVStore.open(root, budget) as store, contextlib.suppress(KeyboardInterrupt):
             put(store, number)
@@ -119,7 +119,7 @@ def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
 
 
 def use_all(root, numbers):
-    with KVStore.open(root, 3 * VALUE_BYTES) as store:
+    with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
         return [version_read(store, number, {0, None}) is not None for number in numbers]
 
 
@@ -127,19 +127,19 @@ def test_a_clock_that_ran_ahead_does_not_freeze_the_store(root, monkeypatch):
     """Values used in 2100 stayed for ever once the clock was set right, and each new one was the first to go."""
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: 4.1e9)
-        with KVStore.open(root, 3 * VALUE_BYTES) as store:
+        with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
             for number in range(3):
                 put(store, number)
         use_all(root, [0, 1, 2])
     for number in (3, 4, 5):
-        with KVStore.open(root, 3 * VALUE_BYTES) as store:
+        with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
             put(store, number)
     assert use_all(root, range(6)) == [False, False, False, True, True, True]
 
 
 def test_a_clock_that_goes_back_while_the_store_is_open(root, monkeypatch):
     """A new value was stamped with the clock as it was, older than all the others, and went first."""
-    with KVStore.open(root, 3 * VALUE_BYTES) as store:
+    with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
         for number in range(3):
             put(store, number)
             version_read(store, number, {0})

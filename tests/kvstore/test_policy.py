@@ -5,34 +5,18 @@ import random
 
 import pytest
 
+from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import (
     POLICIES,
     Entry,
-    choose_victims,
     clock_after,
     computed,
-    least_recently_used,
+    joined,
+    policy_named,
     ranked,
     sound,
     used,
 )
-
-
-def test_longest_unused_goes_first_and_ties_are_settled():
-    entries = [Entry("c", 1, 2.0), Entry("b", 1, 1.0), Entry("a", 1, 2.0)]
-    assert [entry.digest for entry in least_recently_used(entries)] == ["b", "a", "c"]
-
-
-def test_only_what_is_needed_is_chosen():
-    seeded = random.Random(5)
-    for _ in range(200):
-        order = [Entry(str(i), seeded.randint(1, 9), float(i)) for i in range(seeded.randint(0, 8))]
-        excess = seeded.randint(-3, 40)
-        victims = choose_victims(order, excess)
-        assert victims == order[: len(victims)]
-        freed = sum(entry.nbytes for entry in victims)
-        assert freed >= excess or victims == order
-        assert not victims or freed - victims[-1].nbytes < excess
 
 
 def test_a_fading_count_is_the_sum_of_what_each_retrieval_still_counts():
@@ -42,6 +26,20 @@ def test_a_fading_count_is_the_sum_of_what_each_retrieval_still_counts():
         entry = used(entry, at, half_life)
     assert entry.frequency == pytest.approx(sum(2 ** ((at - 30.0) / half_life) for at in times))
     assert entry.used_at == 30.0
+
+
+@pytest.mark.parametrize("half_life", [None, 5.0])
+def test_counts_from_two_places_join_as_if_counted_in_one(half_life):
+    here, apart, whole = Entry("a", 10), Entry("a", 0), Entry("a", 10)
+    for at in (1.0, 2.0, 4.0, 9.0, 9.0, 11.0):
+        whole = used(whole, at, half_life)
+        if at < 5:
+            here = used(here, at, half_life)
+        else:
+            apart = used(apart, at, half_life)
+    found = joined(here, apart, half_life)
+    assert (found.nbytes, found.used_at) == (10, 11.0)
+    assert found.frequency == pytest.approx(whole.frequency)
 
 
 def test_a_count_without_half_life_is_the_number_of_retrievals():
@@ -82,6 +80,12 @@ def test_each_policy_is_its_formula(name, priority):
     assert ranked(ENTRY, POLICIES[name], clock=7.0, half_life=10.0).priority == pytest.approx(priority)
 
 
+def test_an_unknown_policy_is_refused_with_those_there_are():
+    assert policy_named("lru") is POLICIES["lru"]
+    with pytest.raises(UsageError, match="'lrv' is unknown; there are lru, lfu"):
+        policy_named("lrv")
+
+
 def test_every_row_of_the_table_is_named_as_it_is_found():
     assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
 
@@ -120,6 +124,9 @@ def test_the_clock_is_the_largest_evicted_priority_and_never_goes_back():
         {"priority": math.nan},
         {"computations": -2},
         {"tokens": -5},
+        {"frequency": "3"},
+        {"cost": None},
+        {"priority": b"x"},
     ],
 )
 def test_a_damaged_row_counts_as_never_used_and_keeps_its_bytes(damage):

@@ -7,7 +7,6 @@ from operator import itemgetter
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -110,6 +109,29 @@ def test_four_tasks(chain, library):
         assert whole == streamed
 
 
+def test_sixteen_streams_at_once_whatever_the_default_pool_is_busy_with(tiny, library):
+    """With one thread of the loop's pool for all of them, one that waited for the device kept the others from it."""
+    encode_documents([d for documents in library.values() for d in documents], tiny, show_progress=False)
+    numbers = [*library] * 4
+
+    async def read(number: str):
+        chunks = [chunk async for chunk in tiny.astream(text_of(library[number]))]
+        return chunks[-1].response_metadata["kv"]["chunks"], "".join(chunk.text for chunk in chunks)
+
+    async def read_all():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        queue = tiny.backend().engine._queue
+        with queue.turn():
+            tasks = [asyncio.create_task(read(number)) for number in numbers]
+            while len(queue._waiting) <= len(numbers):
+                await asyncio.sleep(0)
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(asyncio.wait_for(read_all(), 60))
+    assert [chunks for chunks, _ in answers] == [expected(number) for number in numbers]
+    assert len({(*chunks, text) for chunks, text in answers}) == len(library)
+
+
 def test_two_streams_read_in_the_other_order(chain):
     """What hands ids over in a context variable gives the second stream's documents to the first."""
     alone = [chain.invoke({"input": number}) for number in "01"]
@@ -138,10 +160,3 @@ def test_two_async_streams_read_in_the_other_order(chain):
 
     assert all(asyncio.run(streams()))
     assert [reported(watcher) for watcher in watchers] == [expected("0"), expected("1")]
-
-
-def test_an_abandoned_stream_does_not_hold_up_the_next(tiny):
-    stream = tiny.stream([HumanMessage("hello")], max_tokens=1900)
-    next(stream)
-    del stream
-    assert tiny.invoke("hello", max_tokens=1).usage_metadata["output_tokens"] == 1

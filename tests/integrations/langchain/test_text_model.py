@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from langchain_core.exceptions import ContextOverflowError
+from langchain_core.exceptions import ContextOverflowError, ModelInvalidRequestError
 from langchain_core.language_models import BaseLLM
 from watching import Watcher, engine_answer
 
@@ -62,6 +62,9 @@ def test_errors_are_the_frameworks(model):
         model.invoke("why " * 3000)
     with pytest.raises(ValueError, match="the prompt is empty"):
         model.invoke("")
+    for wrong in ({"temperature": -1}, {"max_tokens": 2.5}, {"timeout": "long"}, {"presence_penalty": 1}):
+        with pytest.raises(ModelInvalidRequestError, match=next(iter(wrong)).removeprefix("max_")):
+            list(model.stream("hello", **wrong))
 
 
 def test_names(model):

@@ -51,23 +51,44 @@ def test_unknown_and_impossible_options_of_a_call(llm, method, kind):
         call(llm, method, "Hello?", temperature=-1)
     with pytest.raises(ValueError, match="did you mean 'reuse'"):
         call(llm, method, "Hello?", **{"method": "reuze"})
+    for wrong in (
+        {"temperature": "hot"},
+        {"max_tokens": 3.5},
+        {"top_k": "x"},
+        {"stop": 3},
+        {"ratio": "much"},
+        {"passages": [7]},
+        {"nodes": 7},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong)).removeprefix("max_")):
+            call(llm, method, "Hello?", **wrong)
 
 
-@pytest.mark.parametrize("method", ["chat", "stream_chat"])
+def test_a_key_for_a_service_is_refused_and_not_repeated():
+    with pytest.raises(ValidationError, match="no parameter 'api_key'") as raised:
+        RAGBlendLLM(api_key="sk-1", temperature=-1)
+    assert "sk-" not in str(raised.value)
+
+
+CHATS = ["chat", "stream_chat", "achat", "astream_chat"]
+
+
+def chat(llm, method, messages):
+    answer = getattr(llm, method)(messages)
+    return asyncio.run(answer) if method.startswith("a") else answer
+
+
+@pytest.mark.parametrize("method", CHATS)
 def test_no_message_at_all(llm, method):
     with pytest.raises(ValueError, match="list of messages is empty"):
-        getattr(llm, method)([])
+        chat(llm, method, [])
 
 
-def test_no_message_at_all_in_a_task(llm):
-    with pytest.raises(ValueError, match="list of messages is empty"):
-        asyncio.run(llm.achat([]))
-
-
-def test_an_image_is_refused_by_name(llm):
+@pytest.mark.parametrize("method", CHATS)
+def test_an_image_is_refused_by_name(llm, method):
     message = ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), ImageBlock(image=PIXEL)])
     with pytest.raises(ValueError, match="'image'"):
-        llm.chat([message])
+        chat(llm, method, [message])
 
 
 def test_text_blocks_are_joined_and_hints_are_silent():

@@ -8,6 +8,7 @@ import pytest
 from llama_helpers import METHODS, STORIES, call, text_of, user
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
 
 from ragblend import Chunk, Literal
 from ragblend.engine.prompt import Message
@@ -122,6 +123,12 @@ def test_options_of_one_call_win_over_generate_kwargs_and_those_over_fields(make
     }
 
 
+def test_two_names_of_one_option_at_once_are_refused(make_llm):
+    with pytest.raises(ValueError, match="max_new_tokens and max_tokens mean the same"):
+        make_llm()._call({"max_tokens": 5, "max_new_tokens": 6})
+    assert make_llm(max_new_tokens=5)._call({"max_tokens": 6}).decoding["max_new_tokens"] == 6
+
+
 def test_options_of_one_call_reach_the_engine(llm):
     assert call(llm, "complete", QUESTION, max_tokens=3)[0].raw["usage"]["completion_tokens"] == 3
     assert call(llm, "chat", QUESTION, method="full")[0].raw["kv"]["method"] == "full"
@@ -188,7 +195,12 @@ def test_tokens_are_the_models_own(llm):
 
 def test_a_passage_may_be_named_in_a_call(llm):
     text = f"Read this: {STORIES[0]} {QUESTION}"
-    for named in ({"passages": [STORIES[0]]}, {"passages": [Passage(STORIES[0], "one")]}):
+    for named in (
+        {"passages": [STORIES[0]]},
+        {"passages": STORIES[0]},
+        {"nodes": TextNode(text=STORIES[0])},
+        {"passages": [Passage(STORIES[0], "one")]},
+    ):
         kv = llm.chat(user(text), **named).raw["kv"]
         assert len(kv["chunks"]) == 1
     assert kv["chunks"] == ["one"]

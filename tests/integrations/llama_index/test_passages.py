@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import tiny_models
 from llama_helpers import STORIES, HashEmbedding, listening, story_nodes, user
 from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
@@ -194,6 +195,39 @@ def test_an_edited_node_is_found_by_its_new_text_only(deaf):
     assert deaf.chat(user(f"{new.text} Who?")).raw["kv"]["chunks"] == ["same"]
 
 
+def test_an_index_that_another_model_read_is_read_again(make_llm, tmp_path_factory):
+    """One home, two models: the texts are known to both, each one's KV to itself."""
+    index = VectorStoreIndex(NODES, embed_model=HashEmbedding())
+    encode_index(index, make_llm(), show_progress=False)
+    folder = tiny_models.save_model("qwen2", tmp_path_factory.mktemp("other") / "qwen2")
+    other = make_llm(model=str(folder))
+    engine = index.as_query_engine(llm=other, similarity_top_k=3)
+    answer = str(engine.query(QUESTION))
+    first = other.last_stats["kv"]
+    assert (sorted(first["chunks"]), first["hits"], first["misses"]) == (IDS, 0, 3)
+    assert other.backend.engine.finish_background()
+    engine.query(QUESTION)
+    assert (other.last_stats["kv"]["hits"], other.last_stats["kv"]["misses"]) == (3, 0)
+    plain = make_llm(model=str(folder), method="full")
+    assert str(index.as_query_engine(llm=plain, similarity_top_k=3).query(QUESTION)) == answer
+
+
+def test_an_index_that_another_splitter_cut_is_another(deaf):
+    """Nodes overlap in text, but none is the other: no KV of the old cut answers for the new one."""
+    document = Document(text=" ".join(STORIES), id_="doc")
+    old, new = (
+        SentenceSplitter(chunk_size=size, chunk_overlap=0).get_nodes_from_documents([document])
+        for size in (100, 60)
+    )
+    new = [node for node in new if passage_of(node).text not in {passage_of(other).text for other in old}]
+    assert len(new) > 2
+    encode_nodes(old, deaf, show_progress=False)
+    asked = user("\n---\n".join(passage_of(node).text for node in new))
+    assert deaf.chat(asked).raw["kv"]["chunks"] == []
+    kv = deaf.chat(asked, nodes=new).raw["kv"]
+    assert (kv["chunks"], kv["hits"], kv["misses"]) == ([node.node_id for node in new], 0, len(new))
+
+
 def test_forgotten_nodes_are_found_no_more(deaf):
     encode_nodes(NODES, deaf, show_progress=False)
     assert deaf.forget(["node-0"]) > 0
@@ -212,7 +246,7 @@ def test_registering_known_nodes_again_writes_nothing(deaf):
     """It happens at every retrieval, in the event loop of those who retrieve in one."""
     nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
     deaf.remember(nodes)
-    written = deaf.backend.registry._sql.total_changes
+    written = deaf.backend.registry._file.sql.total_changes
     assert written >= len(nodes)
     deaf.remember(nodes)
-    assert deaf.backend.registry._sql.total_changes == written
+    assert deaf.backend.registry._file.sql.total_changes == written

@@ -1,0 +1,43 @@
+"""A trace as a file: the name says the format, and is judged before any work is done."""
+
+import json
+
+import pytest
+
+from ragblend.app.timeline import PART_COLOURS, TimelineError, check_timeline, write_timeline
+from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.kvstore.errors import UsageError
+
+TRACE = Trace(
+    (
+        *(TraceEvent("load", "reader", 2.0 * layer, 1.5, layer, 0) for layer in range(4)),
+        *(TraceEvent("compute", "host", 3.0 * layer, 2.5, layer) for layer in range(4)),
+        *(TraceEvent("stall", "host", 3.0 * layer, 0.5, layer) for layer in range(4)),
+    )
+)
+
+
+def test_json_is_what_the_trace_gives(tmp_path):
+    write_timeline(TRACE, "title", tmp_path / "trace.JSON")
+    assert json.loads((tmp_path / "trace.JSON").read_text()) == TRACE.to_chrome()
+
+
+def test_the_picture_has_each_parts_colour_that_occurs_and_no_other(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    write_timeline(TRACE, "title", tmp_path / "trace.png")
+    pixels = image.imread(tmp_path / "trace.png")
+    plot = pixels[: int(pixels.shape[0] * 0.7)]  # without the legend
+    seen = {"#{:02x}{:02x}{:02x}".format(*(round(255 * c) for c in p[:3])) for row in plot for p in row}
+    assert {PART_COLOURS[part] for part in ("load", "compute", "stall")} <= seen
+    assert PART_COLOURS["copy"] not in seen
+
+
+@pytest.mark.parametrize("name", ["trace", "trace.svg", "trace.json.gz"])
+def test_an_unknown_format_is_refused_by_name(tmp_path, name):
+    with pytest.raises(UsageError, match=name):
+        check_timeline(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(TimelineError, match="nowhere"):
+        write_timeline(TRACE, "title", tmp_path / "nowhere" / "trace.json")

@@ -1,0 +1,221 @@
+"""What both adapters stand on: tasks that share one device, stop it when they are cancelled, and one engine for all."""
+
+import asyncio
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "engine")
+)  # importlib mode puts no folder of tests on the path
+
+import tiny_models
+
+from ragblend.engine.results import Result
+from ragblend.integrations.backend import Backend, Turn
+from ragblend.integrations.passages import Passage
+
+MANY = 16
+TOO_LONG_S = 60  # only what is broken takes it
+STORIES = [
+    Passage(
+        f"Ledger {number}: {number * 7} barrels of herring went out by the tide of the ninth.", f"l{number}"
+    )
+    for number in range(MANY)
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def backend(tiny_folder, tmp_path):
+    made = Backend(model=str(tiny_folder), home=str(tmp_path / "home"), device="cpu", dtype="float32")
+    made.remember(STORIES, encode=True)
+    yield made
+    made.engine.close()
+    made.registry.close()
+
+
+@pytest.fixture
+def prompts(backend):
+    return [backend.chat_prompt([Turn("user", (story.text, " How many?"))]) for story in STORIES]
+
+
+async def collect(backend, prompt):
+    *pieces, result = [item async for item in backend.astream(prompt, max_new_tokens=6)]
+    assert isinstance(result, Result)
+    assert "".join(pieces) == result.text
+    return result
+
+
+@pytest.mark.parametrize("way", ["astream", "agenerate"])
+def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, prompts, way):
+    """With threads of the loop's default pool, here of one, the first to wait kept everybody from going on."""
+    expected = [backend.generate(prompt, max_new_tokens=6).text for prompt in prompts]
+
+    async def ask(prompt):
+        if way == "astream":
+            return await collect(backend, prompt)
+        return await backend.agenerate(prompt, max_new_tokens=6)
+
+    async def all_of_them():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        with backend.engine._queue.turn():
+            asked = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+            while len(backend.engine._queue._waiting) <= MANY:
+                await asyncio.sleep(0)
+            free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TOO_LONG_S)
+        return free, await asyncio.gather(*asked)
+
+    free, results = asyncio.run(asyncio.wait_for(all_of_them(), TOO_LONG_S))
+    assert free == "free"
+    assert [result.text for result in results] == expected
+    assert [[chunk.node_id for chunk in result.prompt.chunks] for result in results] == [
+        [story.node_id] for story in STORIES
+    ]
+    assert [result.report.misses for result in results] == [0] * MANY
+
+
+class Held:
+    """A hook in a layer that holds the device there, until it is let go; `after` counts the layers from then on."""
+
+    def __init__(self, layers, at):
+        self.begun, self.let_go, self.after = threading.Event(), threading.Event(), []
+        self.hooks = [layer.register_forward_pre_hook(self.count) for layer in layers]
+        self.hooks.append(layers[at].register_forward_pre_hook(self.hold))
+
+    def count(self, *_):
+        if self.let_go.is_set():
+            self.after.append(1)
+
+    def hold(self, *_):
+        self.begun.set()
+        assert self.let_go.wait(TOO_LONG_S)
+
+    async def until_begun(self):
+        while not self.begun.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def soon():
+    """A cancelled task has come as far as it can without the device."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def held(backend):
+    made = []
+
+    def hold(at):
+        made.append(Held(backend.engine._resources.loaded.model.model.layers, at))
+        return made[-1]
+
+    yield hold
+    for hook in made[0].hooks:
+        hook.remove()
+
+
+def is_free(backend):
+    """Waits for the device. That it is granted in turn shows that nobody before goes on."""
+    with backend.engine._queue.turn():
+        return True
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("way", ["astream", "agenerate"])
+def test_cancelling_a_task_ends_the_work_within_a_layer(backend, prompts, held, way, layer):
+    device = held(layer)
+
+    async def cancelled():
+        call = collect if way == "astream" else Backend.agenerate
+        task = asyncio.create_task(call(backend, prompts[0]))
+        await device.until_begun()
+        task.cancel()
+        await soon()
+        device.let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert is_free(backend)
+    assert len(device.after) == 0
+
+
+def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held, monkeypatch):
+    endless = backend.engine._resources.loaded.model.generation_config
+    monkeypatch.setattr(endless, "eos_token_id", None)
+
+    async def leave():
+        async with aclosing(backend.astream(prompts[0], max_new_tokens=1000)) as items:
+            assert await anext(items)
+            device = held(0)
+            await device.until_begun()
+        device.let_go.set()
+        assert await asyncio.to_thread(
+            is_free, backend
+        )  # here, because an answer ends as well when its loop does
+        return device
+
+    device = asyncio.run(leave())
+    assert len(device.after) < tiny_models.LAYERS
+
+
+def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, prompts):
+    async def cancelled():
+        queue = backend.engine._queue
+        with queue.turn():
+            task = asyncio.create_task(collect(backend, prompts[0]))
+            while len(queue._waiting) < 2:
+                await asyncio.sleep(0)
+            task.cancel()
+            while len(queue._waiting) > 1:
+                await asyncio.sleep(0.001)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), TOO_LONG_S))
+    assert is_free(backend)
+
+
+def test_errors_of_a_stream_come_where_it_is_read(backend, prompts):
+    with pytest.raises(ValueError, match="temperature must be 0"):
+        asyncio.run(anext(backend.astream(prompts[0], temperature=-1)))
+
+
+def test_adapters_command_line_and_page_share_one_engine(backend):
+    """One model in memory, whoever asks; the command line and the page both work on a `Workspace`."""
+    pytest.importorskip("langchain_core", reason="the langchain extra is not installed")
+    from ragblend.app.workspace import Workspace
+    from ragblend.integrations.langchain import ChatRAGBlend
+    from ragblend.integrations.langchain import RAGBlendLLM as LangChainLLM
+    from ragblend.integrations.llama_index import RAGBlendLLM
+
+    place = {"model": backend.model, "home": backend.home, "device": "cpu", "dtype": "float32"}
+    engine = backend.engine
+    assert RAGBlendLLM(**place).backend.engine is engine
+    assert ChatRAGBlend(**place).backend().engine is LangChainLLM(**place).backend().engine is engine
+    with Workspace.open(**place) as workspace:
+        assert workspace.engine is engine
+
+
+def test_who_is_told_the_text_may_end_the_answer(backend, prompts):
+    """A loop that is closed answers so: the device must not go on for nobody, and the next request must get it."""
+    pieces = []
+    result = backend.engine.generate(prompts[0], max_new_tokens=6, on_text=pieces.append)
+    assert "".join(pieces) == result.text == backend.generate(prompts[0], max_new_tokens=6).text
+
+    def refuse(piece):
+        raise ConnectionError("nobody listens")
+
+    with pytest.raises(ConnectionError):
+        backend.engine.generate(prompts[0], max_new_tokens=6, on_text=refuse)
+    assert is_free(backend)
+    assert backend.generate(prompts[0], max_new_tokens=6).text == result.text

@@ -1,0 +1,127 @@
+"""Waiting in an event loop for threads of our own: any number at once, whatever keeps the default pool busy."""
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ragblend.integrations.threads import NAME, in_thread, items_of_thread
+
+MANY = 16
+TOO_LONG_S = 60  # only what is broken takes it
+
+
+def run_with_full_pool(main):
+    """Run with the loop's default pool taken, to its last thread."""
+    done = threading.Event()
+
+    async def beside():
+        pool = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(pool)
+        pool.submit(done.wait)
+        try:
+            return await asyncio.wait_for(main(), TOO_LONG_S)
+        finally:
+            done.set()
+
+    return asyncio.run(beside())
+
+
+def test_many_wait_for_each_other_beside_a_full_pool():
+    """Each ends only when all have begun: so they have threads of their own."""
+    together = threading.Barrier(MANY)
+
+    async def main():
+        return await asyncio.gather(*(in_thread(lambda: together.wait(TOO_LONG_S)) for _ in range(MANY)))
+
+    assert sorted(run_with_full_pool(main)) == list(range(MANY))
+
+
+def test_many_streams_wait_for_each_other_beside_a_full_pool():
+    together = threading.Barrier(MANY)
+
+    def work(tell):
+        for word in ("a", "b", "c"):
+            together.wait(TOO_LONG_S)
+            tell(word)
+        return 3
+
+    async def read():
+        return [item async for item in items_of_thread(work)]
+
+    async def main():
+        return await asyncio.gather(*(read() for _ in range(MANY)))
+
+    assert run_with_full_pool(main) == [["a", "b", "c", 3]] * MANY
+
+
+def test_items_come_before_the_work_is_done():
+    read = threading.Event()
+
+    def work(tell):
+        tell("first")
+        assert read.wait(TOO_LONG_S)
+        return "last"
+
+    async def main():
+        items = items_of_thread(work)
+        assert await anext(items) == "first"
+        read.set()
+        return [item async for item in items]
+
+    assert asyncio.run(main()) == ["last"]
+
+
+def test_errors_come_out_behind_what_came_before_them():
+    def fail(tell=None):
+        if tell is not None:
+            tell("first")
+        raise LookupError("nothing there")
+
+    async def main():
+        with pytest.raises(LookupError, match="nothing there"):
+            await in_thread(fail)
+        items = items_of_thread(fail)
+        assert await anext(items) == "first"
+        with pytest.raises(LookupError, match="nothing there"):
+            await anext(items)
+
+    asyncio.run(main())
+
+
+def test_the_work_sees_the_callers_context():
+    variable = contextvars.ContextVar("variable")
+
+    async def main():
+        variable.set("told")
+        told = await in_thread(variable.get)
+        return [told, *[item async for item in items_of_thread(lambda tell: variable.get())]]
+
+    assert asyncio.run(main()) == ["told", "told"]
+
+
+def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
+    """Nobody closed the generator, as when a loop is dropped: there is nobody to read what the work makes."""
+    begun, closed, ended = threading.Event(), threading.Event(), []
+
+    def work(tell):
+        tell("first")
+        begun.set()
+        assert closed.wait(TOO_LONG_S)
+        try:
+            tell("second")
+        except RuntimeError as error:
+            ended.append(str(error))
+            raise
+
+    loop = asyncio.new_event_loop()
+    items = items_of_thread(work)
+    assert loop.run_until_complete(anext(items)) == "first"
+    [thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
+    assert begun.wait(TOO_LONG_S)
+    loop.close()
+    closed.set()
+    thread.join(TOO_LONG_S)
+    assert ended == ["Event loop is closed"]
