@@ -197,7 +197,9 @@ def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
     again_layer_rows = again * layers
     if settles:
         run.settled, run.waiting = True, _left(run, work, layers)
-        again_layer_rows += run.waiting.rows.numel() if run.waiting is not None else 0  # in the layer that was left
+        again_layer_rows += (
+            run.waiting.rows.numel() if run.waiting is not None else 0
+        )  # in the layer that was left
     spent.again_layer_rows += again_layer_rows
     spent.probe_rows += rows.numel()
     spent.recomputed += work.stored
