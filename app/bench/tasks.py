@@ -98,7 +98,9 @@ def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Ta
 def common_words(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
     """A numbered list in which some words come much more often than all others: these are asked for."""
     room = spec.tokens // count("1000. riverbell\n")
-    room = spec.tokens // count(f"{max(10, room // 2)}. riverbell\n")  # what a line in the middle of so many takes
+    room = spec.tokens // count(
+        f"{max(10, room // 2)}. riverbell\n"
+    )  # what a line in the middle of so many takes
     times = min(COMMON_TIMES, room // (2 * spec.items))
     if times <= 2 * OTHER_TIMES:
         raise _too_short(spec, f"{spec.items} common words")
