@@ -9,8 +9,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-size: 13px; } .wide { overflow-x: auto; }
-th, td { padding: .25rem .55rem; border-bottom: 1px solid #e2e2e2; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, .text { text-align: left; } td.text { white-space: normal; }
+th, td { padding: .25rem .45rem; border-bottom: 1px solid #e2e2e2; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, .text { text-align: left; } td.text:not(:first-child) { white-space: normal; }
 thead th { background: #f4f4f4; } img { max-width: 100%; }
 .better { background: #d8efd9; } .worse { background: #f7d9d6; } .other { color: #999; }
 .note { color: #666; max-width: 60rem; } .warn { background: #fff3cd; padding: .5rem .8rem; }

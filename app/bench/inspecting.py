@@ -148,7 +148,10 @@ def _measure(engine: "Engine", prompt: "Prompt", keys: Sequence[Key]) -> Iterato
 
 
 def _deviation(engine: "Engine", prompt: "Prompt", everything: Any) -> dict[str, Any]:
-    """The tokens, their kinds, and of their deviations the quantiles in some layers and the ranks' correlations."""
+    """The tokens, their kinds, and of their deviations the quantiles in some layers and the ranks' correlations.
+
+    The correlations are of layers 1 and 2, 2 and 3, ...: in layer 0 only rounding deviates.
+    """
     from itertools import pairwise
 
     layers = [everything.deviations[layer] for layer in sorted(everything.deviations)]
@@ -159,7 +162,7 @@ def _deviation(engine: "Engine", prompt: "Prompt", everything: Any) -> dict[str,
         "kinds": everything.plans[0].kinds.tolist(),
         "layers": len(layers),
         "quantiles": {str(layer): _quantiles(layers[layer]) for layer in shown} if enough else {},
-        "correlations": [spearman(*pair) for pair in pairwise(layers)] if enough else [],
+        "correlations": [spearman(*pair) for pair in pairwise(layers[1:])] if enough else [],
     }
 
 

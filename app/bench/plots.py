@@ -1,5 +1,6 @@
 """Rows as pictures, drawn without a display."""
 
+import textwrap
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _draw_divergence(left, rows)
     _draw_trade_off(right, rows)
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -102,7 +103,7 @@ def plot_kl(rows: Sequence[Row], title: str, path: Path) -> None:
     rows = sorted(rows, key=lambda row: row["kl"])
     figure = figure_of(8.0, max(3.0, 0.3 * len(rows) + 1.2))
     _draw_divergence(figure.subplots(), rows)
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -142,7 +143,7 @@ def plot_pareto(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -167,7 +168,7 @@ def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
         "milliseconds to the first token (load runs beside the compute; what it costs is the stall)"
     )
     panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -200,6 +201,11 @@ def figure_of(width: float, height: float) -> "Figure":
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def entitle(figure: "Figure", title: str) -> None:
+    """A title in as many lines as the figure's width asks for."""
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
 
 
 def colour(method: str) -> str:

@@ -1,16 +1,17 @@
 """CacheBlend's Figures 6 to 8 (EuroSys'25, section 4) from this model's own measurements."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench.plots import colour, figure_of
+from ragblend.app.bench.plots import colour, entitle, figure_of
+from ragblend.app.cli_common import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Numbers = dict[str, Any]
+FIRST_LAYER = 1  # layer 0 sees the token alone, so nothing deviates there but by rounding
 
 
 def plot_figures(numbers: Numbers, title: str, folder: Path) -> dict[str, Path]:
@@ -26,7 +27,7 @@ def plot_figures(numbers: Numbers, title: str, folder: Path) -> dict[str, Path]:
             written[name] = folder / f"{name.removesuffix('s').removesuffix('_quantile')}.png"
             figure = figure_of(7.0, 4.2)
             drawn(figure.subplots(), numbers[name])
-            figure.suptitle(f"{title}, {numbers['prompts']} prompts", fontsize=9)
+            entitle(figure, f"{title}, {plural(numbers['prompts'], 'prompt')}")
             figure.savefig(written[name], dpi=120)
     return written
 
@@ -74,10 +75,8 @@ def _rank_correlation(axes: "Axes", prompts: Sequence[Sequence[float | None]]) -
     means = [sum(columns[place]) / len(columns[place]) for place in places]
     axes.plot(places, means, color="#d62728", marker="o", markersize=3, label="mean")
     count = len(columns)
-    shown = list(range(0, count, max(1, count // 10)))
-    axes.set_xticks(
-        shown, [f"{first}–{second}" for first, second in pairwise(range(count + 1)) if first in shown]
-    )
+    shown = list(range(0, count, max(1, -(-count // 8))))
+    axes.set_xticks(shown, [f"{FIRST_LAYER + place}–{FIRST_LAYER + place + 1}" for place in shown])
     axes.set_xlabel("neighbouring layers")
     axes.set_ylabel("Spearman's rank correlation of KV deviation")
     axes.set_ylim(top=1)

@@ -38,7 +38,10 @@ document.getElementById('variant').addEventListener('change', event => {
 def prompt_page(look: "Look", records: Sequence[Record]) -> str:
     """The page of one prompt; records: what was measured on it, in the order to show."""
     question = look.question
-    states = {variant: "".join(token_states(look.kinds, shares)) for variant, shares in look.shares.items()}
+    shown = sorted(
+        look.shares, key=lambda variant: variant.ratio is None
+    )  # first one that recomputes something
+    states = {variant: "".join(token_states(look.kinds, look.shares[variant])) for variant in shown}
     body = [
         '<p><a href="report.html">The report</a></p>',
         f"<h1>{escape(question.text)}</h1>",

@@ -51,9 +51,13 @@ def summarise(
 def comparison_matrix(
     records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
 ) -> list[Row]:
-    """Every two variants whose distributions can be compared, each pair once, the earlier one first."""
+    """Every two variants whose distributions can be compared, each pair once. Not the reference: it diverges by 0."""
     table = _table(records, questions, variants)
-    comparable = [variant for variant in variants if _column("kl", table[variant]) is not None]
+    comparable = [
+        variant
+        for variant in variants
+        if variant.method != "full" and _column("kl", table[variant]) is not None
+    ]
     return [
         _comparison(variant, other, table, seed)
         for place, variant in enumerate(comparable)
