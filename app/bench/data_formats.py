@@ -72,7 +72,8 @@ def load(path: Path, form: str | None = None, passages: int | None = None, skip:
         raise UsageError(f"--format: {name!r} is unknown; there are {', '.join(FORMATS)}")
     if passages is not None and passages < 1:
         raise UsageError(f"--passages is {passages}; it must be 1 or more (leave it out for all)")
-    questions, skipped = [], []
+    questions: list[Question] = []
+    skipped: list[Skipped] = []
     for where, make in FORMATS[name](source, passages or PASSAGES):
         try:
             questions.append(make(len(questions)))

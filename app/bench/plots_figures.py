@@ -1,6 +1,6 @@
 """CacheBlend's Figures 6 to 8 (EuroSys'25, section 4) from this model's own measurements."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ FIRST_LAYER = 1  # layer 0 sees the token alone, so nothing deviates there but b
 
 def plot_figures(numbers: Numbers, title: str, folder: Path) -> dict[str, Path]:
     """One PNG for each figure that there are numbers for; its path by its name."""
-    draw = {
+    draw: dict[str, Callable[[Axes, Any], None]] = {
         "attention_deviation": _attention_deviation,
         "kv_deviation_quantiles": _kv_deviation,
         "rank_correlations": _rank_correlation,
@@ -65,11 +65,9 @@ def _kv_deviation(axes: "Axes", quantiles: dict[str, Sequence[float]]) -> None:
 def _rank_correlation(axes: "Axes", prompts: Sequence[Sequence[float | None]]) -> None:
     """Figure 8: a token that deviates much in one layer does so in the next."""
     for number, values in enumerate(prompts):
-        places = [place for place, value in enumerate(values) if value is not None]
+        points = [(place, value) for place, value in enumerate(values) if value is not None]
         label = "one prompt" if number == 0 else None
-        axes.plot(
-            places, [values[place] for place in places], color="#1f77b4", alpha=0.35, linewidth=1, label=label
-        )
+        axes.plot(*zip(*points, strict=True), color="#1f77b4", alpha=0.35, linewidth=1, label=label)
     columns = [[value for value in column if value is not None] for column in zip(*prompts, strict=True)]
     places = [place for place, column in enumerate(columns) if column]
     means = [sum(columns[place]) / len(columns[place]) for place in places]

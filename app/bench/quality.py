@@ -50,12 +50,13 @@ def run(
     keep_kv: bool = False,
     progress: Progress | None = None,
     until: Callable[[], bool] | None = None,
+    warm: bool = True,
 ) -> int:
     """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
 
     Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
     the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
-    that are left is returned.
+    that are left is returned. warm: run every method once, unrecorded, before the first question.
     """
     pending = [(question, _pending(question, variants, journal, seed)) for question in questions]
     # All prompts first: one that is too long must stop the run now and not after an hour of work.
@@ -66,7 +67,7 @@ def run(
         if until is not None and until():
             return len(work) - place
         with stored(engine, question.passages, keep_kv):
-            if place == 0:
+            if place == 0 and warm:
                 warm_up(engine, question, prompt, todo)
             for record in measure(engine, question, prompt, todo, max_new_tokens):
                 journal.add(record)

@@ -71,7 +71,8 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     request = dataclasses.replace(
         request, max_new_tokens=answer_tokens(engine, loaded.questions, request.max_new_tokens)
     )
-    loaded = _fitting(engine, loaded, request)
+    if request.source.skip:  # else `quality.run` names the first one before it measures anything
+        loaded = fitting(engine, loaded, request.max_new_tokens or ANSWER_TOKENS)
     journal = _journal(folder, engine, request, variants)
     with progress_bar("measuring") as progress:
         quality.run(
@@ -101,14 +102,12 @@ def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None
     return max(ANSWER_TOKENS, longest + longest // 2 + 8 if longest else 0)
 
 
-def _fitting(engine: "Engine", loaded: Loaded, request: QualityRequest) -> Loaded:
-    """Without the questions that do not fit the window, if they may be left out. Raises PromptTooLongError."""
-    if not request.source.skip:
-        return loaded  # `quality.run` names the first one before it measures anything
+def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
+    """Without the questions that do not fit the window, which are said. Raises UsageError if none does."""
     kept, skipped = [], list(loaded.skipped)
     for question in loaded.questions:
         try:
-            quality.build_prompt(engine, question, request.max_new_tokens or ANSWER_TOKENS)
+            quality.build_prompt(engine, question, max_new_tokens)
             kept.append(question)
         except PromptTooLongError as error:
             skipped.append(Skipped(f"question {question.index}", str(error)))

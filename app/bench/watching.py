@@ -60,13 +60,13 @@ def watched(policy: Policy) -> tuple[Policy, Watched]:
     if hasattr(policy, "probe_rows"):  # not every engine has policies that probe
 
         def probe_rows(self: Any, plan: Plan, *more: Any) -> Tensor | None:
-            found: Tensor | None = type(policy).probe_rows(self, plan, *more)  # type: ignore[attr-defined]
+            found: Tensor | None = type(policy).probe_rows(self, plan, *more)
             if found is not None:
                 seen.probed.append(found.cpu())
             return found
 
         overrides["probe_rows"] = probe_rows
-    made = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
+    made: Policy = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
     return made, seen
 
