@@ -156,7 +156,8 @@ def _finish(
         save_choice(
             tuned_file(path), settings.model, best.method, best.ratio, {name: value[name] for name in names}
         )
-    in_force = settings.load(path, overrides={"model": settings.model}).method == best.method
+    now = settings.load(path, overrides={"model": settings.model})
+    in_force = now.method == best.method and best.ratio in (None, now.ratio)
     last = _last_words(found, settings.model, saved, in_force)
     cli.result(value, "\n".join([*_lines(found), *last]))
 
@@ -184,7 +185,7 @@ def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> li
         )
         if not in_force:
             lines.append(
-                "But a method in settings.toml or the environment comes first: take it out there to use this."
+                "But a method or ratio in settings.toml or the environment comes first: take it out there to use this."
             )
     else:
         lines.append("Nothing was changed.")

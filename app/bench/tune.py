@@ -91,7 +91,8 @@ def find_best(
     What the journal has is not measured again. A question that was begun is finished, however long that takes.
     """
     begun = clock()
-    left, dropped, asked = list(variants), {}, []
+    left, asked = list(variants), list[Question]()
+    dropped: dict[Variant, Row] = {}
     while len(asked) < len(questions):
         batch = questions[len(asked) : len(asked) + ROUND_QUESTIONS]
         unmeasured = quality.run(

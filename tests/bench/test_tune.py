@@ -203,7 +203,7 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
     assert (code, "Saved: " in printed.out) == (0, True)
     assert now() == (found["method"], found["ratio"])
     assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
-    monkeypatch.setenv("RAGBLEND_METHOD", "heads")
+    monkeypatch.setenv("RAGBLEND_METHOD", "random")
     _, printed = command("--most-ratio", "0.9", "--fresh")
     assert "comes first: take it out" in printed.out
     monkeypatch.delenv("RAGBLEND_METHOD")
