@@ -1,5 +1,7 @@
 """Questions from one's own documents: the answers stand in the passages, and not in the questions."""
 
+import re
+
 import pytest
 
 from ragblend.app.bench.docs_questions import ASKED, BLANK, make_questions
@@ -21,7 +23,7 @@ def test_answers_stand_in_the_passages_and_not_in_the_question(documents) -> Non
         (answer,) = question.required
         assert len(question.passages) == len(set(question.passages)) == 6
         assert any(answer in " ".join(passage.split()) for passage in question.passages)
-        assert f" {answer} " not in question.text
+        assert not re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question.text)
         assert ASKED in question.text
     assert {question.task for question in questions} == {"docs cloze", "docs two-hop"}
 
@@ -38,15 +40,20 @@ def test_a_two_hop_question_needs_the_name_that_two_passages_share() -> None:
     filler = "The keeper walked along the wall and counted every lamp that was burning there."
     first = f"In the old harbour lived a pilot called Marit Vool with seven grey cats. {filler}"
     second = f"Nobody was surprised when the prize of Sandwick went to Marit Vool in the year 1931. {filler}"
+    first = f"{first} They say that the prize of 1931 made Marit Vool a very rich woman indeed."
     third = "A barge came in with coal and stone for the new sea wall every second week of summer."
-    questions = make_questions([[first], [second, third]], 20, passages=2)
+    documents = [[first], [second, third]]
+    questions = [each for seed in range(10) for each in make_questions(documents, 20, passages=2, seed=seed)]
     hops = [question for question in questions if question.task == "docs two-hop"]
-    assert hops
+    assert len(hops) == 10
     for question in hops:
         assert question.text.count(BLANK) == 3  # the explanation, and one in either sentence
         assert "Marit" not in question.text
         assert set(question.passages) == {first, second}
-        assert question.required[0] in ("Sandwick", "1931")
+        assert not re.search(rf"\b{question.required[0]}\b", question.text)
+    asked = {question.required[0] for question in hops}
+    assert "Sandwick" in asked
+    assert "1931" in asked  # though never where the other sentence says it
 
 
 def test_the_same_documents_give_the_same_questions_and_a_seed_others(documents) -> None:

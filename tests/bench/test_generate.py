@@ -52,6 +52,14 @@ def test_what_the_needles_say_of_the_asked_keys_is_what_is_required(task) -> Non
         assert len(question.required) == (5 if task in ("multi_value", "multi_query") else 1)
 
 
+def test_chains_of_variables_are_mixed() -> None:
+    orders = set()
+    for question in made("variable_tracking,n=8,tokens=1500,hops=3,chains=2"):
+        assigned = re.findall(r"VAR (\w+) =", text_of(question))
+        orders.add("".join("x" if variable in question.required else "." for variable in assigned))
+    assert len(orders) > 4
+
+
 def test_variables_hold_the_value_by_following_the_assignments() -> None:
     for question in made("variable_tracking,n=8,tokens=1500,hops=3,chains=4"):
         held = {}

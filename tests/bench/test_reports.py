@@ -266,12 +266,14 @@ def test_a_prompts_page_shows_every_token_of_every_kind(questions) -> None:
     records = made_records(kls, questions)
     shares = {Variant("reuse"): (1, 1, 0, 0, 0), Variant("random", 0.15): (1, 1, 0, 1, 0)}
     look = Look(questions[0], ("Say ", EVIL, "exact", " again", " stored"), (0, 1, 2, 3, 3), shares)
-    shown = prompt_page(look, [records[questions[0].digest, v.method, v.ratio] for v in VARIANTS])
+    own = [records[questions[0].digest, variant.method, variant.ratio] for variant in VARIANTS]
+    shown = prompt_page(look, [dataclasses.replace(record, answer=EVIL) for record in own])
     page = Outline(shown)
     assert page.sources == ["report.html"]
     assert page.tags.count("script") == 2  # the states and the switch: none of the text's
     assert "b" not in page.tags
     assert f"Say {EVIL}exact again stored" in page.text
+    assert page.text.count(EVIL) == 1 + len(VARIANTS)
     classes = re.findall(r'<i class="(\w+)">', shown)
     assert classes == ["f", "m", "e", "r9", "r0"]  # the first that is shown is one that recomputes
     assert '["fme90", "fme00"]' in shown
