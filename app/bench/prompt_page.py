@@ -56,10 +56,10 @@ def prompt_page(look: "Look", records: Sequence[Record]) -> str:
 def token_states(kinds: Sequence[int], shares: Sequence[float]) -> list[str]:
     """One letter a token: f(resh), m(issing), e(xact), or how many ninths of its layers were computed again, 0 to 9.
 
-    Any part of a layer shows: only what was not touched at all is 0.
+    A selection that looks at all tokens in a layer or two of many leaves them at 0: those are reused in the others.
     """
     return [
-        CLASSES[kind] if kind in CLASSES else str(max(1, round(STEPS * part)) if part > 0 else 0)
+        CLASSES[kind] if kind in CLASSES else str(round(STEPS * part))
         for kind, part in zip(kinds, shares, strict=True)
     ]
 
