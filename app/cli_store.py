@@ -1,10 +1,14 @@
 """`ragblend store`: how much KV is kept, whether it is sound, making it sound, sweeping up."""
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragblend.app.cli_common import Cli, command, plural, size
+
+if TYPE_CHECKING:
+    from ragblend.kvstore.store import KVStore
 
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
 
@@ -20,17 +24,49 @@ def register(app: typer.Typer) -> None:
 
 
 def stats(cli: Cli, collection: Collection = None) -> None:
-    """What is kept, and how much room it takes."""
+    """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
     with cli.open(collection=collection) as workspace:
-        found = workspace.store.stats()
-        name = workspace.settings.collection
-        documents = len(workspace.library.documents(name))
-        passages = workspace.library.count_passages(name)
-    share = f"{size(found.bytes)} of {size(found.budget_bytes)}"
-    values, holdings = plural(found.entries, "KV value"), plural(documents, "document")
-    text = f"{values}, {share}; {holdings}, {plural(passages, 'passage')}"
-    value = {"entries": found.entries, "bytes": found.bytes, "budget_bytes": found.budget_bytes}
-    cli.result({**value, "documents": documents, "passages": passages, "collection": name}, text)
+        store, name = workspace.store, workspace.settings.collection
+        value = stats_value(store)
+        holdings = {
+            "documents": len(workspace.library.documents(name)),
+            "passages": workspace.library.count_passages(name),
+        }
+    share = f"{size(value['bytes'])} of {size(value['budget_bytes'])}"
+    documents, passages = plural(holdings["documents"], "document"), plural(holdings["passages"], "passage")
+    text = f"{plural(value['entries'], 'KV value')}, {share}; {documents}, {passages}; evicts by {value['policy']}"
+    lines = [f"{tier}: {_told(counts)}" for tier, counts in value["tiers"].items()]
+    cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
+
+
+def stats_value(store: "KVStore") -> dict[str, Any]:
+    """What `store stats --json` says of the store: the whole, and for each tier what it holds and how it did.
+
+    A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
+    """
+    from ragblend.kvstore.stats import COUNTED
+
+    whole, here = store.stats(), store.stats_by_tier()
+    tiers: dict[str, Any] = {}
+    for tier, totals in store.totals_by_tier().items():
+        process = dict.fromkeys(COUNTED, 0)
+        if tier in here:
+            now = asdict(here[tier])
+            process = {name: now.pop(name) for name in COUNTED}
+            tiers[tier] = now | asdict(totals) | {"this_process": process}
+        else:
+            tiers[tier] = asdict(totals) | {"this_process": process}
+    held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
+    return held | {"policy": store.policy, "tiers": tiers}
+
+
+def _told(tier: dict[str, Any]) -> str:
+    """One tier, for people."""
+    process: dict[str, int] = tier["this_process"]
+    counts = ", ".join(f"{tier[name]:,} {name}" for name in process)
+    now = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)
+    held = f"{size(tier['bytes'])} of {size(tier['budget_bytes'])}; " if "bytes" in tier else ""
+    return f"{held}{counts}" + (f" (this process: {now})" if now else "")
 
 
 def check(cli: Cli, collection: Collection = None) -> int:

@@ -61,6 +61,11 @@ class Workspace:
             dtype=settings.dtype,
             collection=settings.collection,
             store_budget_bytes=settings.store_budget_bytes,
+            memory_budget_bytes=settings.memory_budget_bytes,
+            device_budget_bytes=settings.device_budget_bytes,
+            store_policy=settings.store_policy,
+            kv_codec=settings.kv_codec,
+            usd_per_gb_month=settings.usd_per_gb_month,
         )
 
     @cached_property
@@ -68,7 +73,8 @@ class Workspace:
         """The KV store alone, for upkeep that needs no model."""
         from ragblend.kvstore.store import KVStore
 
-        return KVStore.open(self.home.kv, self.settings.store_budget_bytes)
+        settings = self.settings
+        return KVStore.open(self.home.kv, settings.store_budget_bytes, policy=settings.store_policy)
 
     @cached_property
     def known_passages(self) -> "PassageRegistry":

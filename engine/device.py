@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -64,16 +65,23 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
 
 
 def memory_tiers(
-    device: torch.device, memory_bytes: int | None, device_bytes: int | None
+    device: torch.device,
+    memory_bytes: int | None,
+    device_bytes: int | None,
+    policy: str = DEFAULT_POLICY,
 ) -> list[MemoryTier]:
     """The tiers above the disk, the fastest first; None is the default, 0 is none."""
+    row = policy_named(policy)
     defaults = default_budgets(device)
     memory, on_device = (
         default if wanted is None else wanted
         for wanted, default in zip((memory_bytes, device_bytes), defaults, strict=True)
     )
-    tiers = [MemoryTier("device", on_device, device)] if on_device and device.type != "cpu" else []
-    return tiers + ([MemoryTier("memory", memory, pinned=device.type == "cuda")] if memory else [])
+    tiers = (
+        [MemoryTier("device", on_device, device, policy=row)] if on_device and device.type != "cpu" else []
+    )
+    pinned = device.type == "cuda"
+    return tiers + ([MemoryTier("memory", memory, pinned=pinned, policy=row)] if memory else [])
 
 
 class Lane:

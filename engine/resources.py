@@ -20,13 +20,16 @@ from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, lo
 from ragblend.engine.serving import Server
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.policy import DEFAULT_POLICY
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
+_USUAL_TOKENS = 512
 
 
 class Resources:
@@ -36,6 +39,8 @@ class Resources:
         self.config, self.home = config, home
         self._loading = threading.RLock()
         self._held: dict[str, Any] = {}
+        self._codec = RAW
+        self.set_codec(config.kv_codec)
         self._budgets: dict[str, int | None] = {
             "disk": config.store_budget_bytes,
             "memory": config.memory_budget_bytes,
@@ -87,11 +92,33 @@ class Resources:
     @property
     def store(self) -> KVStore:
         def opened() -> KVStore:
-            tiers = memory_tiers(self.device, self._budgets["memory"], self._budgets["device"])
-            return KVStore.open(self.home / "kv", self._budgets["disk"] or 0, tiers)
+            policy, budgets = self.config.store_policy, self._budgets
+            tiers = memory_tiers(self.device, budgets["memory"], budgets["device"], policy or DEFAULT_POLICY)
+            return KVStore.open(self.home / "kv", budgets["disk"], tiers, policy, self._cost)
 
         found: KVStore = self._once("store", opened)
         return found
+
+    def _cost(self, cached_tokens: int, new_tokens: int) -> float:
+        """Of computing a token, as a multiple of one of 512 behind nothing; 1 before anything was measured.
+
+        A multiple, so that what is stored before and after the measuring, and by several models, can be compared.
+        """
+        profile: DeviceProfile | None = self._once("costs", lambda: self.profile)
+        usual = profile.prefill.ms_per_token(0, _USUAL_TOKENS) if profile is not None else 0.0
+        if profile is None or not usual:
+            return 1.0
+        return profile.prefill.ms_per_token(cached_tokens, new_tokens) / usual
+
+    @property
+    def codec(self) -> Codec:
+        """How KV is packed that is stored from now on."""
+        return self._codec
+
+    def set_codec(self, name: str | None) -> None:
+        """Pack KV so from now on (None: as before); what is stored stays as it is, and is read all the same."""
+        if name is not None:
+            self._codec = codec_named(name)
 
     def set_budgets(self, store: int | None, memory: int | None, device: int | None) -> None:
         """From now on a tier keeps at most that many bytes (None: as before); what is too much goes at its next put.
@@ -154,7 +181,8 @@ class Resources:
     def profile(self) -> DeviceProfile | None:
         """What was measured of it; None before that, or if the file is of no use."""
         try:
-            return DeviceProfile.read(self.profile_path)
+            found = DeviceProfile.read(self.profile_path)
+            return found.priced(self.config.prices) if found else None
         except UsageError as error:
             log.warning("%s", error)
             return None

@@ -124,7 +124,7 @@ def test_a_budget_that_is_named_later_holds_from_then_on(model_folder, tmp_path)
     engine = Engine.open(folder, home=home, device="cpu", dtype="float32")
     engine.encode([make_text(1)])
     before = engine.store.stats()
-    assert before.budget_bytes == engine.config.store_budget_bytes
+    assert before.budget_bytes > before.bytes  # a share of what is free
     again = Engine.open(folder, home=home, device="cpu", dtype="float32", store_budget_bytes=before.bytes)
     assert again is engine
     assert engine.store.stats().budget_bytes == before.bytes
