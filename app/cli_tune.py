@@ -120,7 +120,7 @@ def _measure(
     cli.note(
         f"Measuring {plural(len(variants), 'candidate')} on {source.name}, for {minutes:g} minutes at most ..."
     )
-    journal = tuning.tune_journal(engine, folder, fresh)
+    journal = tuning.tune_journal(engine, folder, fresh, settings.kv_codec)
     with progress_bar("tuning (seconds)") as progress:
         return tuning.find_best(
             engine,

@@ -266,7 +266,8 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     from ragblend.app.home import Home
 
     settings = _settings(cli)
-    chosen = {name: getattr(settings, name) for name in ("model", "device", "dtype", "store_budget_bytes")}
+    names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
+    chosen = {name: getattr(settings, name) for name in names}
     return {"home": str(Home.resolve(cli.home).root), "collection": "bench", **chosen}
 
 

@@ -46,6 +46,11 @@ class QualityRequest:
     inspect: int = 0
 
     @property
+    def kv_codec(self) -> str:
+        """How stored KV is packed: an engine that others use as well takes the one it was opened with last."""
+        return self.engine.get("kv_codec") or "raw"
+
+    @property
     def seed(self) -> int:
         return self.source.seed or 0
 
@@ -124,7 +129,7 @@ def _journal(
     """Each file is named by a digest over what its records depend on and do not say themselves."""
     import ragblend.integrations
 
-    settings = measured_settings(engine, request.max_new_tokens or ANSWER_TOKENS)
+    settings = measured_settings(engine, request.max_new_tokens or ANSWER_TOKENS, request.kv_codec)
     code = measured_code()
     path = folder / f"quality-{run_digest(settings, code)}.jsonl"
     if not any(variant.mode is not None for variant in variants):
@@ -142,13 +147,14 @@ def measured_code() -> tuple[Path, ...]:
     return tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
 
 
-def measured_settings(engine: "Engine", max_new_tokens: int) -> dict[str, Any]:
+def measured_settings(engine: "Engine", max_new_tokens: int, kv_codec: str) -> dict[str, Any]:
     """What a number depends on beside the question, the method, the ratio and the code."""
     import torch
 
     return {
         "model": model_digest(engine),
         "device": engine.device,
+        "kv_codec": kv_codec,
         "torch": torch.__version__,
         "max_new_tokens": max_new_tokens,
         "instruction": quality.INSTRUCTION,
@@ -170,7 +176,7 @@ def _results(
         "comparisons": comparisons,
         "matrix": comparison_matrix(journal.records, questions, variants, seed),
         "tasks": by_task(journal.records, questions, variants, seed),
-        "environment": environment(engine),
+        "environment": environment(engine) | {"kv_codec": request.kv_codec},
         "settings": {
             "data": request.source.name,
             "questions": len(questions),

@@ -53,7 +53,8 @@ def write_report(
 def _title(report: Report) -> str:
     where = report.results["environment"]
     device = where["gpu"] or where["cpu"]
-    return f"{where['model']}, {where['dtype']} on {device}"
+    packed = "" if where["kv_codec"] == "raw" else f", {where['kv_codec']} KV"
+    return f"{where['model']}, {where['dtype']}{packed} on {device}"
 
 
 def _pictures(folder: Path, report: Report) -> dict[str, Path]:

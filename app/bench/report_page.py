@@ -65,8 +65,8 @@ def _setting(where: Row, what: Row) -> str:
     device = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
     return (
         f"{what['data']}, {what['questions']} questions, answers of up to {what['max_new_tokens']} tokens, seed "
-        f"{what['seed']}; {where['dtype']} on {device}. Times to first token are medians; intervals are 95%, "
-        "bootstrapped over prompts, in pairs where two methods are compared."
+        f"{what['seed']}; {where['dtype']} on {device}, KV stored {where['kv_codec']}. Times to first token are "
+        "medians; intervals are 95%, bootstrapped over prompts, in pairs where two methods are compared."
     )
 
 

@@ -204,12 +204,12 @@ def _compared(pair: Row) -> tuple[bool, str]:
     return False, f"not shown to be better than what stands: {said}; more minutes may tell"
 
 
-def tune_journal(engine: "Engine", folder: Path, fresh: bool) -> Journal:
+def tune_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str) -> Journal:
     """Where the measurements are kept, by all that they depend on."""
     from ragblend.app.bench.quality_report import measured_code, measured_settings
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    digest = run_digest(measured_settings(engine, ANSWER_TOKENS), measured_code())
+    digest = run_digest(measured_settings(engine, ANSWER_TOKENS, kv_codec), measured_code())
     return Journal(folder / f"quality-{digest}.jsonl", fresh)
 
 

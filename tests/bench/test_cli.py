@@ -151,6 +151,19 @@ def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
         bench(*arguments)
 
 
+def test_what_packed_kv_loses_is_measured_in_a_journal_of_its_own(
+    bench, data_file, tmp_path, monkeypatch
+) -> None:
+    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--inspect", "0", "--json")
+    raw = json.loads(bench(*arguments).stdout)
+    monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
+    packed = json.loads(bench(*arguments).stdout)
+    assert packed[0]["kl"] == raw[0]["kl"] == 0  # full prefill stores nothing
+    assert 0 < abs(packed[1]["kl"] - raw[1]["kl"]) < 0.1 * raw[1]["kl"]
+    assert len(list((tmp_path / "out").glob("quality-*.jsonl"))) == 2
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["environment"]["kv_codec"] == "int8"
+
+
 def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
     from ragblend.kvstore.store import KVStore
 

@@ -244,7 +244,7 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
         "comparisons": comparisons,
         "matrix": comparison_matrix(records, questions, VARIANTS, 0),
         "tasks": [],
-        "environment": {"model": EVIL, "dtype": "float32", "gpu": None, "cpu": "cpu", "threads": 2},
+        "environment": {"model": EVIL, "dtype": "float32", "gpu": None, "cpu": "cpu", "threads": 2, "kv_codec": "raw"},
         "settings": {
             "data": EVIL, "questions": 5, "max_new_tokens": 32, "seed": None,
             "skipped": [{"where": "line 2", "reason": f"line 2 is {EVIL}"}],
