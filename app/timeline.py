@@ -19,12 +19,13 @@ PART_COLOURS = {
     "load": "#2ca02c",
     "copy": "#17becf",
     "compute": "#1f77b4",
+    "probe": "#aec7e8",
     "select": "#9467bd",
     "head": "#8c564b",
     "move": "#ff7f0e",
     "stall": "#d62728",
 }
-NESTED = ("stall", "move")  # inside a layer's `compute`, so they are drawn over it, narrower
+NESTED = ("stall", "move")  # inside a layer's `compute` or `probe`, so they are drawn over it, narrower
 
 
 class TimelineError(RagBlendError):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ragblend.engine.selection.base import Evidence
+from ragblend.engine.selection.evidence import Evidence
 from ragblend.kvstore.chunks import Geometry
 
 GROW_TOKENS = 256
@@ -68,6 +68,7 @@ class FusedCache(DynamicCache):
     """Fused buffers for all layers; what `DynamicCache` is to `generate`, without a copy at hand-over.
 
     While a `loader` is set, a layer's stored KV is awaited in `update`, before the new rows are scattered over it.
+    While a `correction` is set, it is applied to what was stored just before that.
     """
 
     def __init__(self, geometry: Geometry, tokens: int, room_tokens: int, device: torch.device) -> None:
@@ -81,6 +82,7 @@ class FusedCache(DynamicCache):
         self.loader: Any = None
         self.collect = False
         self.evidence: Evidence | None = None
+        self.correction: Any = None
 
     def span(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views (H, stop - start, D) of that layer's key and value buffers."""
@@ -99,6 +101,8 @@ class FusedCache(DynamicCache):
             self.evidence = self._evidence(layer_idx, key_states[0], value_states[0])
         if self.mode is Mode.PEEK:
             raise Peeked
+        if self.correction is not None:
+            self.correction.apply(layer_idx, key_states[0], value_states[0])
         held = self.fused[layer_idx]
         held.set_length(self.prompt_tokens)
         if self.rows is None:  # every row: nothing of the old survives
@@ -108,6 +112,12 @@ class FusedCache(DynamicCache):
             held.keys[0].index_copy_(1, self.rows, key_states[0])
             held.values[0].index_copy_(1, self.rows, value_states[0])
         return held.keys, held.values
+
+    def blank(self, layer: int, rows: Tensor) -> None:
+        """Zeros for rows (R,) that hold nothing yet: under a mask garbage still counts, for 0 times NaN is NaN."""
+        held = self.fused[layer]
+        held.key_buffer[0].index_fill_(1, rows, 0)
+        held.value_buffer[0].index_fill_(1, rows, 0)
 
     def truncate(self) -> None:
         """Forget everything after the prompt; the prompt's own KV stays as the prefill left it."""

@@ -135,7 +135,9 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them."""
+    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them; probe_ms
+    the layers of rows that were run to choose, with the waits inside them.
+    """
 
     load_ms: float = 0.0
     stall_ms: float = 0.0
@@ -146,6 +148,7 @@ class Timings:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     tokens_per_s: float = 0.0
+    probe_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ class Report:
     """What one request did. recomputed_fraction is the ratio that was spent, selection included.
 
     decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
-    fused.
+    fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
+    averaged over layers, as a share of the prompt (full prefill is 1).
     """
 
     method: str
@@ -166,3 +170,5 @@ class Report:
     warning: str | None = None
     decision: Decision | None = None
     trace: Trace | None = None
+    probe_rows: int = 0
+    computed_fraction: float = 1.0

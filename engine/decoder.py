@@ -5,13 +5,15 @@ layers take `position_embeddings` works, quantised or not, and no model file is 
 """
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import NAME, row_blocks
+from ragblend.engine.attention import EAGER, NAME, Watch, row_blocks
 from ragblend.engine.masks import additive, is_plain_causal, position_mask
 from ragblend.engine.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
@@ -22,13 +24,22 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+View = dict[str, Any]
+# (layer, watch, queries, keys, scaling, weights): see `attention.Watch`
+See = Callable[[int, Watch, Tensor, Tensor, float, Tensor], None]
+
+
 @dataclass
 class RowState:
-    """The rows being computed: (R,) positions, and per layer type their rotary tables and what they may look at."""
+    """The rows being computed: (R,) positions, and per layer type their rotary tables and what they may look at.
+
+    watched: the same for layers in which the last of the rows are watched; empty where none are.
+    """
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
-    views: dict[str, dict[str, Any]]
+    views: dict[str, View]
+    watched: dict[str, View]
 
 
 class Decoder:
@@ -45,7 +56,9 @@ class Decoder:
         self.ropes = _ropes(self.base, set(self.layer_types))
         self.layouts = [HALF] * len(self.layers)  # the gate finds out
         self.attention: str = self.config._attn_implementation
-        self.blocked = self.attention == NAME and _passes_kwargs(self.layers[0])
+        passes = _passes_kwargs(self.layers[0])
+        self.blocked = self.attention == NAME and passes and self.device.type == "cpu"
+        self.watches = self.attention in (NAME, EAGER) and passes
 
     @property
     def device(self) -> torch.device:
@@ -67,27 +80,45 @@ class Decoder:
         multiplier = getattr(self.config, "embedding_multiplier", None)
         return embedded if multiplier is None else embedded * multiplier
 
-    def rows(self, rows: Tensor, total_tokens: int, hidden: Tensor) -> RowState:
-        """Rotary tables and masks of these rows in a sequence of total_tokens."""
-        rotary: dict[str, tuple[Tensor, Tensor]] = {}
-        views: dict[str, dict[str, Any]] = {}
-        for kind in sorted(set(self.layer_types)):
-            rotary[kind] = self._rotary(hidden, rows[None], kind)
-            views[kind] = self._view(
-                rows, total_tokens, self.window if kind == SLIDING else None, hidden.dtype
-            )
-        return RowState(rows, rotary, views)
+    def rows(
+        self,
+        rows: Tensor,
+        total_tokens: int,
+        hidden: Tensor,
+        watched: int = 0,
+        absent: Tensor | None = None,
+    ) -> RowState:
+        """Rotary tables and masks of these rows in a sequence of total_tokens.
 
-    def run_layer(self, layer: int, hidden: Tensor, state: RowState, cache: Any) -> Tensor:
-        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`."""
+        watched: how many of the last rows can be watched; absent (T,) bool: keys that no row may look at.
+        """
+        rotary: dict[str, tuple[Tensor, Tensor]] = {}
+        views: dict[str, View] = {}
+        watching: dict[str, View] = {}
+        for kind in sorted(set(self.layer_types)):
+            window = self.window if kind == SLIDING else None
+            rotary[kind] = self._rotary(hidden, rows[None], kind)
+            views[kind] = self._view(rows, total_tokens, window, hidden.dtype, absent)
+            if watched:
+                watching[kind] = self._watching(rows, total_tokens, window, hidden.dtype, absent, watched)
+        return RowState(rows, rotary, views, watching)
+
+    def run_layer(
+        self, layer: int, hidden: Tensor, state: RowState, cache: Any, see: See | None = None
+    ) -> Tensor:
+        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. see: shown what the watched rows look at."""
         kind = self.layer_types[layer]
+        view = state.views[kind]
+        if see is not None:
+            view = state.watched[kind]
+            view = view | {"watch": replace(view["watch"], see=partial(see, layer, view["watch"]))}
         out: Tensor | tuple[Tensor, ...] = self.layers[layer](
             hidden,
             position_ids=state.rows[None],
             past_key_values=cache,
             use_cache=True,
             position_embeddings=state.rotary[kind],
-            **state.views[kind],
+            **view,
         )
         return out if isinstance(out, Tensor) else out[0]
 
@@ -104,19 +135,34 @@ class Decoder:
         return logits
 
     def _view(
-        self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype
-    ) -> dict[str, Any]:
+        self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype, absent: Tensor | None
+    ) -> View:
         """The arguments by which an attention learns what its rows may look at."""
-        if self.attention not in (
-            NAME,
-            "sdpa",
-        ):  # eager (soft caps, sinks): adds the mask it is given, and no other
-            return {"attention_mask": additive(position_mask(rows, total_tokens, window), dtype)}
+        if self.attention not in (NAME, "sdpa"):
+            # Eager (soft caps, sinks): adds the mask it is given, and no other.
+            return {"attention_mask": additive(position_mask(rows, total_tokens, window, absent), dtype)}
         if is_plain_causal(rows, total_tokens, window):
             return {"attention_mask": None}
         if self.blocked:
-            return {"attention_mask": None, "row_blocks": row_blocks(rows, window, dtype)}
-        return {"attention_mask": position_mask(rows, total_tokens, window)}
+            return {"attention_mask": None, "row_blocks": row_blocks(rows, window, dtype, absent)}
+        return {"attention_mask": position_mask(rows, total_tokens, window, absent)}
+
+    def _watching(
+        self,
+        rows: Tensor,
+        total_tokens: int,
+        window: int | None,
+        dtype: torch.dtype,
+        absent: Tensor | None,
+        watched: int,
+    ) -> View:
+        """The same where the last `watched` rows are watched, which then are in no mask but the watch's own."""
+        first, last = rows[:-watched], rows[-watched:]
+        start = 0 if window is None else max(0, int(last[0]) - window + 1)
+        mask = additive(position_mask(last, total_tokens, window, absent)[0, 0, :, start:], dtype)
+        of = rows if self.attention == EAGER else first
+        view = self._view(of, total_tokens, window, dtype, absent) if of.numel() else {"attention_mask": None}
+        return view | {"watch": Watch(watched, start, mask)}
 
     def _rotary(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary = self.base.rotary_emb

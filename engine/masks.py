@@ -13,16 +13,20 @@ def is_plain_causal(rows: Tensor, total_tokens: int, window: int | None) -> bool
     return rows.numel() == total_tokens and (window is None or window >= total_tokens)
 
 
-def position_mask(rows: Tensor, total_tokens: int, window: int | None) -> Tensor:
+def position_mask(
+    rows: Tensor, total_tokens: int, window: int | None, absent: Tensor | None = None
+) -> Tensor:
     """The mask for computing `rows` against the whole sequence.
 
-    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None. Returns bool
-    (1, 1, R, total_tokens), True where the row may look.
+    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
+    keys that are not there. Returns bool (1, 1, R, total_tokens), True where the row may look.
     """
     keys = torch.arange(total_tokens, device=rows.device)
     mask = keys[None, :] <= rows[:, None]  # (R, T)
     if window is not None:
         mask &= keys[None, :] > rows[:, None] - window
+    if absent is not None:
+        mask &= ~absent
     return mask[None, None]
 
 

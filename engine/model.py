@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.attention import register
+from ragblend.engine.attention import EAGER, NAME, register
 from ragblend.engine.convert import converted
 from ragblend.engine.decoder import Decoder, kv_geometry, rope_parameters
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
@@ -104,12 +104,19 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
             f"the model in {checkpoint.folder} lacks {len(missing)} weights ({missing[0]}, ...); fetch it again"
         )
     model.eval().requires_grad_(False)
-    if device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(register())
+    use_own_attention(model)
     try:
         return LoadedModel(model, Decoder(model, dtype), None)
     except UnsupportedModelError as error:
         return LoadedModel(model, None, str(error))
+
+
+def use_own_attention(model: Any) -> None:
+    """Have the model call our attention (`attention.py`) where it would call sdpa, or its own eager one."""
+    register()
+    own = {"sdpa": NAME, "eager": EAGER}.get(model.config._attn_implementation)
+    if own is not None:
+        model.set_attn_implementation(own)
 
 
 def fingerprint(checkpoint: Checkpoint, config: Any, dtype: str) -> ModelFingerprint:

@@ -42,7 +42,8 @@ class Span:
 class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
-    The counts are of the host, so that asking for them never waits for the device.
+    The counts are of the host, so that asking for them never waits for the device. settled_tokens: how many the prompt
+    begins with that nothing behind them can change: fresh ones and exact ones.
     """
 
     token_ids: Tensor
@@ -56,6 +57,7 @@ class Plan:
     missing_tokens: int
     candidate_tokens: int
     stored_tokens: int
+    settled_tokens: int
 
     @property
     def tokens(self) -> int:
@@ -70,6 +72,11 @@ class Plan:
     def candidates(self) -> Tensor:
         """(T,) bool: rows that a policy may choose to compute."""
         return self.kinds == Kind.REUSABLE
+
+    @property
+    def suffix_start(self) -> int:
+        """Position behind the last chunk; the last token's at most."""
+        return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
     def without(self, lost: Span) -> "Plan":
         """The same plan after that span's stored KV turned out to be unusable."""
@@ -95,6 +102,7 @@ def make_plan(
     if kinds.numel():
         kinds[-1] = int(Kind.FRESH)
     counts = torch.bincount(kinds.long(), minlength=len(Kind)).tolist()
+    open_rows = ((kinds == int(Kind.MISSING)) | (kinds == int(Kind.REUSABLE))).nonzero()
     return Plan(
         token_ids,
         kinds.to(token_ids.device),
@@ -107,4 +115,5 @@ def make_plan(
         missing_tokens=counts[Kind.MISSING],
         candidate_tokens=counts[Kind.REUSABLE],
         stored_tokens=counts[Kind.EXACT] + counts[Kind.REUSABLE],
+        settled_tokens=int(open_rows[0]) if open_rows.numel() else token_ids.numel(),
     )

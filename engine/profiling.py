@@ -22,6 +22,7 @@ from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.selection.base import Policy
+from ragblend.engine.selection.evidence import Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.held import HeldChunk, Source, held_copy
@@ -46,7 +47,7 @@ class _Last(Policy):
     count: int = 0
     name: str = field(default="profile", kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         return torch.arange(plan.tokens - self.count, plan.tokens, device=plan.token_ids.device)
 
 

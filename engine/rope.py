@@ -49,15 +49,20 @@ def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
             return
         angle = rope.inv_freq * delta_tokens  # (R/2,)
     else:
+        # cos(0) = 1 and sin(0) = 0 exactly, so unmoved rows come back as they were (-0.0 aside, which compares equal).
+        assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
         angle = delta_tokens[:, None].to(rope.inv_freq) * rope.inv_freq  # (T, R/2)
-    cos, sin = angle.cos(), angle.sin()
+    turn_(keys, angle.cos(), angle.sin(), rope)
+
+
+def turn_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
+    """Rotate keys (..., T, D) in place by angles of which cos and sin, (T, R/2) or (R/2,) float32, are known."""
+    if rope.layout == STILL:
+        return
     first, second = _halves(keys, rope)
     a, b = first.float(), second.float()
     new_first = (a * cos).addcmul_(b, sin, value=-1)
-    new_second = b.mul_(cos).addcmul_(a, sin)
-    if isinstance(delta_tokens, Tensor):
-        # cos(0) = 1 and sin(0) = 0 exactly, so unmoved rows come back as they were (-0.0 aside, which compares equal).
-        assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
+    new_second = (b * cos).addcmul_(a, sin)
     first.copy_(new_first)
     second.copy_(new_second)
 

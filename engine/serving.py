@@ -89,6 +89,8 @@ class Server:
             misses,
             decision=decision,
             trace=trace,
+            probe_rows=spent.probe_rows,
+            computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
         )
         return Prefilled(request.prompt, logits, cache, report)
 
@@ -201,7 +203,7 @@ def _native_report(request: Request, timings: Timings, warning: str) -> Report:
 
 
 def _counts(plan: Plan, spent: Spent) -> TokenCounts:
-    recomputed = spent.last_layer_recomputed
+    recomputed = spent.recomputed
     return TokenCounts(
         prompt=plan.tokens,
         reused=plan.stored_tokens - recomputed,
@@ -212,7 +214,9 @@ def _counts(plan: Plan, spent: Spent) -> TokenCounts:
 
 
 def _fraction(plan: Plan, spent: Spent) -> float:
-    return spent.stored_layer_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
+    """What was computed of stored tokens, or twice of fresh ones, for choosing."""
+    spent_rows = spent.stored_layer_rows + spent.again_layer_rows
+    return spent_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0
 
 
 def _timings(trace: Trace, prefill_ms: float) -> Timings:
@@ -221,6 +225,7 @@ def _timings(trace: Trace, prefill_ms: float) -> Timings:
         stall_ms=trace.total_ms("stall"),
         move_ms=trace.total_ms("move"),
         select_ms=trace.total_ms("select"),
+        probe_ms=trace.total_ms("probe"),
         prefill_ms=prefill_ms,
         ttft_ms=prefill_ms,
     )

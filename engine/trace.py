@@ -23,8 +23,9 @@ class TraceEvent:
     """One thing that was done.
 
     part: `lookup` (of stored chunks), `load`, `copy` (to the device, moved), `move`, `stall` (waiting for a load),
-    `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move lie inside),
-    `select` or `head`. start_ms counts from the beginning of the prefill; chunk is its number in the prompt, from 0.
+    `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move lie inside), `probe`
+    (the same, of rows that are run to choose), `select` or `head`. start_ms counts from the beginning of the prefill;
+    chunk is its number in the prompt, from 0.
     """
 
     part: str

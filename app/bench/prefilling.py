@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Prefilled
+    from ragblend.engine.selection import Policy
     from ragblend.kvstore.chunks import ChunkKey
 
 
@@ -60,14 +61,17 @@ def model_digest(engine: "Engine") -> str:
         return key.digest
 
 
-def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed:
-    """Read the prompt and say the first token, against our own clock.
+def timed_prefill(
+    engine: "Engine", prompt: "Prompt", variant: Variant, policy: "Policy | None" = None
+) -> Timed:
+    """Read the prompt and say the first token, against our own clock. policy: in place of the variant's method's own.
 
     Raises BenchError if something else was measured than was asked for: a passage that the store does not have is
     computed exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
     """
     started = perf_counter()
-    prefilled = engine.prefill(prompt, **variant.arguments)
+    arguments = variant.arguments if policy is None else variant.arguments | {"method": policy}
+    prefilled = engine.prefill(prompt, **arguments)
     report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
     ttft_ms = 1000 * (perf_counter() - started)
     if report.method != variant.method:

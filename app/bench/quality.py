@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Prefilled, Result
+    from ragblend.engine.selection import Policy
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
@@ -32,12 +33,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method's greedy answer, and its logits before each token of the *reference's* answer, (n, vocab)."""
+    """A method's greedy answer, and its logits before each token of the *reference's* answer, (n, vocab).
+
+    prefilled: the prompt as that method read it.
+    """
 
     answer: "Result"
     logits: "Tensor"
     report: "Report"
     ttft_ms: float
+    prefilled: "Prefilled"
 
 
 def run(
@@ -110,6 +115,8 @@ def asked(question: Question) -> str:
 def warm_up(engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant]) -> None:
     """One unrecorded prefill of every method: a process' first ones pay for pages, threads, kernels and imports."""
     for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
+        if variant.oracle:
+            continue
         if variant.mode is None:
             engine.prefill(prompt, **variant.arguments)
         else:  # two passages make every kind of call that there is, and a token each is enough
@@ -135,20 +142,32 @@ def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Out
     """The reference: full prefill, its greedy answer, and its logits along that answer."""
     timed = timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
-    return Outcome(answer, teacher_logits(engine, timed.prefilled, answer), timed.report, timed.ttft_ms)
+    logits = teacher_logits(engine, timed.prefilled, answer)
+    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
 
 
 def _outcome(
     engine: "Engine", prompt: "Prompt", variant: Variant, reference: Outcome, max_new_tokens: int
 ) -> Outcome:
-    timed = timed_prefill(engine, prompt, variant)
+    timed = timed_prefill(engine, prompt, variant, oracle(variant, reference))
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
     if takes_every_step(logits, reference.answer):
         # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
         answer = reference.answer
     else:
         answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
-    return Outcome(answer, logits, timed.report, timed.ttft_ms)
+    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
+
+
+def oracle(variant: Variant, reference: Outcome) -> "Policy | None":
+    """The policy of a variant that copies from the reference's KV; None for all others."""
+    from ragblend.engine.selection import METHODS, Transplant, policy_named
+
+    policy = policy_named(variant.method)
+    if not isinstance(policy, Transplant):
+        return None
+    reference.prefilled.cache.truncate()  # the answer stands behind the prompt
+    return policy.given(reference.prefilled.cache, METHODS[policy.by])
 
 
 def takes_every_step(logits: "Tensor", answer: "Result") -> bool:

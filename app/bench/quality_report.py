@@ -61,11 +61,11 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     The pictures are of divergences; where nothing but modes was measured there are none.
     """
     from ragblend.engine.engine import Engine
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+    from ragblend.engine.selection import METHODS, ORACLES, WITHOUT_RATIO
 
     check_extra()
     names = all_methods(METHODS) if request.methods == ALL_METHODS else request.methods
-    variants = parse_variants(names, request.ratios, METHODS, WITHOUT_RATIO, MODES)
+    variants = parse_variants(names, request.ratios, METHODS | ORACLES, WITHOUT_RATIO, MODES)
     pairs = parse_pairs(request.compare, variants)
     if any(variant.mode is not None for variant in variants):
         modes.check_packages()

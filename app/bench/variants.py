@@ -29,6 +29,11 @@ class Variant:
         return name if name in MODES else None
 
     @property
+    def oracle(self) -> bool:
+        """Whether it needs the reference's KV, and so comes after it."""
+        return _base_name(self.method) == "transplant"
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """What to pass to `engine.prefill` beside the prompt, or to every call of a mode."""
         method = self.method if self.mode is None else _mode_and_method(self.method)[1] or "full"
@@ -46,22 +51,46 @@ def parse_variants(
 
     methods, ratios: separated by commas; known: the methods there are; without_ratio: those of them that
     spend the same whatever the ratio, and so run once; modes: what may stand beside or before a method
-    (`refine`, `refine+cacheblend`). Raises UsageError.
+    (`refine`, `refine+cacheblend`). A method's parameters come after a colon (`probe:passes=2,shift=none`).
+    Raises UsageError.
     """
-    names = _items(methods, "--methods")
+    names = _with_parameters(_items(methods, "--methods"))
     for name in names:
         _check_name(name, known, modes)
-    fixed = {name for name in names if name in modes or _mode_and_method(name)[1] in without_ratio}
+    fixed = {
+        name for name in names if name in modes or _base_name(_mode_and_method(name)[1]) in without_ratio
+    }
     values = [_ratio(item) for item in _items(ratios, "--ratios")] if set(names) - fixed else []
     found = [Variant(name, value) for name in names for value in ([None] if name in fixed else values)]
     return tuple(dict.fromkeys(found))
 
 
+def _with_parameters(items: list[str]) -> list[str]:
+    """Items such as `shift=none` belong to the method before them, which has a colon."""
+    names: list[str] = []
+    for item in items:
+        if names and ":" in names[-1] and "=" in item and ":" not in item:
+            names[-1] += f",{item}"
+        else:
+            names.append(item)
+    return names
+
+
+def _base_name(method: str) -> str:
+    return method.partition(":")[0]
+
+
 def _check_name(name: str, known: Collection[str], modes: Collection[str]) -> None:
     mode, method = _mode_and_method(name)
-    if name in known or name in modes:
+    base = _base_name(method)
+    if name in modes:
         return
-    if mode in modes and method in known and method != "full":  # which is the mode alone, under another name
+    # `refine+full` would be the mode alone, under another name.
+    if base in known and (method == name or (mode in modes and base != "full")):
+        if base != method:
+            from ragblend.engine.selection import policy_named
+
+            policy_named(method)  # raises UsageError with the parameters that there are
         return
     also = f", the modes {', '.join(modes)}, and MODE+METHOD of them but full" if modes else ""
     raise UsageError(f"--methods: there is no method {name!r}; there are {', '.join(sorted(known))}{also}")
@@ -70,7 +99,7 @@ def _check_name(name: str, known: Collection[str], modes: Collection[str]) -> No
 def _mode_and_method(name: str) -> tuple[str, str]:
     """Either may be empty: of a method the first, of a mode by itself the second."""
     mode, plus, method = name.partition("+")
-    return (mode, method) if plus or name in MODES else ("", name)
+    return (mode, method) if (plus and ":" not in mode) or name in MODES else ("", name)
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:

@@ -1,36 +1,17 @@
 """What a policy is: it names the rows to compute; the mechanism never asks which policy it has."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan, Span
+from ragblend.engine.selection.evidence import Attention, Change, Evidence, Probed, Shift
 from ragblend.kvstore.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Evidence:
-    """KV of the rows being computed, beside what was stored for them, in one layer.
-
-    rows (R,) positions; new_* and old_* (H, R, D). old_* hold nothing meaningful for rows without stored KV.
-    """
-
-    layer: int
-    rows: Tensor
-    new_keys: Tensor
-    new_values: Tensor
-    old_keys: Tensor
-    old_values: Tensor
-
-
-def joined(parts: list[Evidence]) -> Evidence:
-    """One layer's evidence, gathered in several goes."""
-    if len(parts) == 1:
-        return parts[0]
-    heads = ("new_keys", "new_values", "old_keys", "old_values")
-    kv = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in heads}
-    return Evidence(layer=parts[0].layer, rows=torch.cat([part.rows for part in parts]), **kv)
+# Rows that are left after a selection that has spent the ratio by itself.
+FLOOR_RATIO = 0.01
 
 
 @dataclass(frozen=True)
@@ -54,8 +35,29 @@ class Policy:
             )
         return ratio
 
-    def rows(self, plan: Plan) -> Tensor:
-        """(R,) ascending positions to compute from layer 0."""
+    @property
+    def parameters(self) -> dict[str, object]:
+        """What `policy_named` may be told after a colon, with the values that stand."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in FIXED}
+
+    def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
+        """(R,) ascending positions to run through the assembled cache before anything is chosen; None: choose now.
+
+        probed: None at first, then what the probes before have shown. Fresh rows that are left out are not there for
+        the others. Stored rows among them are computed for good.
+        """
+        return None
+
+    def watches(self, plan: Plan, layer: int) -> bool:
+        """Whether `look` is to see the attention of a probe in this layer. After the last such layer a probe ends."""
+        return False
+
+    def look(self, plan: Plan, attention: Attention) -> Tensor:
+        """(K,) float32: what this layer says for each key that it looked at. Sums up what must not be kept whole."""
+        raise AssertionError(f"{self.name} watches no layer")
+
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+        """(R,) ascending positions to compute from layer 0. probed: what the probes have shown, if there were any."""
         return plan.always.nonzero().squeeze(1)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
@@ -73,6 +75,40 @@ class Policy:
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         """(R',) ascending positions, a subset of evidence.rows, to compute in `next_layer` (this one or the next)."""
         raise AssertionError(f"{self.name} neither peeks nor narrows")
+
+    def corrects(self, plan: Plan) -> bool:
+        """Whether `correct` is to be asked in every layer."""
+        return False
+
+    def correct(self, plan: Plan, change: Change) -> Shift | None:
+        """What to add to the stored KV of one layer, from what changed on the rows that are computed there."""
+        raise AssertionError(f"{self.name} corrects nothing")
+
+
+FIXED = frozenset(each.name for each in fields(Policy))
+
+
+def one_of(method: str, parameter: str, value: str, choices: Sequence[str]) -> None:
+    """Raises UsageError if the parameter's value is none of the choices."""
+    if value not in choices:
+        raise UsageError(f"method {method!r}: {parameter} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def reach(plan: Plan) -> float:
+    """Share of the stored tokens that can be recomputed at all (the first chunk may be exact)."""
+    return plan.candidate_tokens / plan.stored_tokens if plan.stored_tokens else 0.0
+
+
+def chooses(plan: Plan) -> bool:
+    """Whether there is anything to choose: the ratio pays for some of the candidates, and not for all."""
+    return 0 < plan.ratio < reach(plan)
+
+
+def budget_rows(plan: Plan, probed: Probed | None = None) -> int:
+    """Stored rows that the ratio pays for, after what the probes have cost."""
+    spent = probed.cost_rows if probed is not None else 0.0
+    least = min(FLOOR_RATIO, plan.ratio) * plan.stored_tokens
+    return round(max(plan.ratio * plan.stored_tokens - spent, least))
 
 
 def pick_top(plan: Plan, rows: Tensor, scores: Tensor, count: int) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan, Span
-from ragblend.engine.selection.base import Policy, pick_top
+from ragblend.engine.selection.base import Policy, budget_rows, pick_top
+from ragblend.engine.selection.evidence import Probed
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Full(Policy):
     name: str = field(default="full", kw_only=True)
     fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         return torch.arange(plan.tokens, device=plan.token_ids.device)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
@@ -30,7 +31,7 @@ class Prefix(Policy):
     name: str = field(default="prefix", kw_only=True)
     fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         return (plan.always | plan.candidates).nonzero().squeeze(1)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
@@ -44,7 +45,7 @@ class Recompute(Policy):
     name: str = field(default="recompute", kw_only=True)
     fixed_ratio: float | None = field(default=1.0, kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         return torch.arange(plan.tokens, device=plan.token_ids.device)
 
 
@@ -71,11 +72,11 @@ class Random(Policy):
 
     name: str = field(default="random", kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(plan.seed)
         scores = torch.rand(plan.tokens, generator=generator).to(plan.token_ids.device)
         everything = torch.arange(plan.tokens, device=plan.token_ids.device)
-        return pick_top(plan, everything, scores, round(plan.ratio * plan.stored_tokens))
+        return pick_top(plan, everything, scores, budget_rows(plan))
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,9 @@ class Heads(Policy):
 
     name: str = field(default="heads", kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         everything = torch.arange(plan.tokens, device=plan.token_ids.device)
         scores = torch.zeros(plan.tokens)
         for span in plan.spans:
             scores[span.start : span.stop] = -torch.arange(span.length, dtype=torch.float32)
-        return pick_top(
-            plan, everything, scores.to(everything.device), round(plan.ratio * plan.stored_tokens)
-        )
+        return pick_top(plan, everything, scores.to(everything.device), budget_rows(plan))

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import Evidence, Policy, pick_top
+from ragblend.engine.selection.base import FLOOR_RATIO, Policy, chooses, one_of, pick_top, reach
+from ragblend.engine.selection.evidence import Evidence, Probed
+from ragblend.kvstore.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,21 @@ class CacheBlend(Policy):
 
     measure: str = "values"
     check_layer: int = 1
-    floor_ratio: float = 0.01
+    floor_ratio: float = FLOOR_RATIO
     name: str = field(default="cacheblend", kw_only=True)
 
-    def rows(self, plan: Plan) -> Tensor:
+    def __post_init__(self) -> None:
+        one_of(self.name, "measure", self.measure, ("values", "keys"))
+        if self.check_layer < 0 or not 0 <= self.floor_ratio <= 1:
+            raise UsageError(f"method {self.name!r}: check_layer at least 0, floor_ratio from 0 to 1")
+
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         if plan.ratio == 0:  # the check would cost more than nothing, and choose none
             return super().rows(plan)
         return (plan.always | plan.candidates).nonzero().squeeze(1)
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        return layer == self._check_layer(plan) and _chooses(plan)
+        return layer == self._check_layer(plan) and chooses(plan)
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
@@ -47,10 +54,10 @@ class CacheBlend(Policy):
 
     def remaining_ratio(self, plan: Plan) -> float:
         """What the ratio leaves, a layer, for the layers from the check on."""
-        check, reach = self._check_layer(plan), _reach(plan)
-        spent = (check + plan.attention_share) * reach
+        check, most = self._check_layer(plan), reach(plan)
+        spent = (check + plan.attention_share) * most
         left = (plan.ratio * plan.layers - spent) / (plan.layers - check)
-        return min(max(left, min(self.floor_ratio, plan.ratio)), reach)
+        return min(max(left, min(self.floor_ratio, plan.ratio)), most)
 
     def _check_layer(self, plan: Plan) -> int:
         return min(self.check_layer, plan.layers - 1)
@@ -67,15 +74,20 @@ class GradualCacheBlend(CacheBlend):
     spread: float = 0.5
     name: str = field(default="cacheblend-gradual", kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.spread <= 1:
+            raise UsageError(f"method {self.name!r}: spread from 0 to 1")
+
     def narrows(self, plan: Plan, layer: int) -> bool:
-        return self._check_layer(plan) <= layer < plan.layers - 1 and _chooses(plan)
+        return self._check_layer(plan) <= layer < plan.layers - 1 and chooses(plan)
 
     def ratio_at(self, plan: Plan, layer: int) -> float:
         mean, check = self.remaining_ratio(plan), self._check_layer(plan)
         steps = plan.layers - 1 - check
         progress = (layer - check) / steps if steps else 0.5
         # What is cut off above the reach would be missing from the mean, so both ends come closer to it.
-        spread = min(self.spread, _reach(plan) / mean - 1)
+        spread = min(self.spread, reach(plan) / mean - 1)
         return mean * (1 + spread * (1 - 2 * progress))
 
 
@@ -87,13 +99,3 @@ def deviation(evidence: Evidence, measure: str) -> Tensor:
     }[measure]
     delta = new.float() - old.float()  # (H, R, D)
     return delta.pow_(2).sum(dim=(0, 2))
-
-
-def _chooses(plan: Plan) -> bool:
-    """Whether there is anything to choose: the ratio pays for some of the candidates, and not for all."""
-    return 0 < plan.ratio < _reach(plan)
-
-
-def _reach(plan: Plan) -> float:
-    """Share of the stored tokens that can be recomputed at all (the first chunk may be exact)."""
-    return plan.candidate_tokens / plan.stored_tokens if plan.stored_tokens else 0.0

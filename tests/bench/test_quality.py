@@ -174,3 +174,18 @@ def test_the_digest_of_a_run_follows_its_settings_and_its_code(tmp_path) -> None
 def test_a_journal_of_another_shape_is_measured_again(journal) -> None:
     journal.path.write_text(json.dumps({"question": "q", "kl": 0}) + "\n[]\nnull\n")
     assert Journal(journal.path).records == {}
+
+
+def test_the_transplant_oracle_runs_beside_the_methods(engine, questions, tmp_path) -> None:
+    """It copies from the reference's KV, behind which the reference's answer stood a moment ago."""
+    journal = Journal(tmp_path / "oracle.jsonl")
+    variants = (
+        Variant("transplant:by=random", 1.0),
+        Variant("transplant:by=heads", 0.4),
+        Variant("heads", 0.4),
+    )
+    quality.run(engine, questions[:1], variants, journal, max_new_tokens=5)
+    kl = {record.method: record.kl for record in journal.records.values()}
+    assert kl["transplant:by=random"] == pytest.approx(0, abs=1e-6)
+    assert kl["transplant:by=heads"] != kl["heads"]
+    assert {record.recomputed_fraction for record in journal.records.values()} >= {0.0}

@@ -303,6 +303,27 @@ def test_methods_and_ratios_make_variants_once() -> None:
     assert parse_variants("reuse", "", {"reuse"}, {"reuse"}) == (Variant("reuse"),)  # no ratio is needed
 
 
+def test_methods_may_have_parameters() -> None:
+    """A comma separates methods and parameters alike: what has an equals sign belongs to the method before it."""
+    known = {"full", "probe", "a3"}
+    made = parse_variants(
+        "full,probe,probe:passes=2,shift=none,a3:kernel=1,a3", "0.1", known, {"full"}, ("refine",)
+    )
+    assert [str(each) for each in made] == [
+        "full",
+        "probe 0.1",
+        "probe:passes=2,shift=none 0.1",
+        "a3:kernel=1 0.1",
+        "a3 0.1",
+    ]
+    assert made[2].arguments == {"method": "probe:passes=2,shift=none", "ratio": 0.1}
+    (mode,) = parse_variants("refine+probe:passes=2", "0.1", known, {"full"}, ("refine",))
+    assert (mode.mode, mode.arguments["method"]) == ("refine", "probe:passes=2")
+    for wrong, said in (("probe:pases=2", "passes"), ("probe:norm=l3", "l2"), ("x:passes=2", "'x:passes=2'")):
+        with pytest.raises(UsageError, match=said):
+            parse_variants(wrong, "0.1", known, {"full"})
+
+
 @pytest.mark.parametrize(
     ("methods", "ratios", "said"),
     [

@@ -12,6 +12,8 @@ from ragblend.kvstore.errors import UnknownChunkError, UsageError
 from ragblend.kvstore.layout import value_files
 
 TEXTS = [make_text(seed, words=30) for seed in range(5)]
+LOOKING = ("a3", "a3-heads", "prophet", "probe", "probe:passes=2", "probe-shift")
+SELECTING = ("random", "heads", "epic", "cacheblend", "cacheblend-k", "cacheblend-gradual", *LOOKING)
 
 
 def digests(store):
@@ -41,17 +43,17 @@ def computed_layer_rows(bench, monkeypatch):
     counted = {"run": 0, "peek": 0}
     run_layer = decoder.run_layer
 
-    def counting(layer, hidden, state, cache):
+    def counting(layer, hidden, state, cache, *see):
         kind = "peek" if cache.mode.name == "PEEK" else "run"
         counted[kind] += hidden.shape[1]
-        return run_layer(layer, hidden, state, cache)
+        return run_layer(layer, hidden, state, cache, *see)
 
     monkeypatch.setattr(decoder, "run_layer", counting)
     return counted
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.9, 1.0])
-@pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-k", "cacheblend-gradual"])
+@pytest.mark.parametrize("method", SELECTING)
 def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
     """Counted at the layers themselves; and it is the ratio asked for, where the selection leaves room for that."""
     llama.engine.encode(TEXTS)
@@ -65,7 +67,11 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method
     peeked = share * (counted["peek"] - fresh) if counted["peek"] else 0.0
     spent = (counted["run"] - fresh * layers + peeked) / (stored * layers)
     assert report.recomputed_fraction == pytest.approx(spent, abs=1e-6)
-    selection = 0.0 if method in ("random", "heads") else (1 + share) / layers + 0.01
+    computed = counted["run"] + share * counted["peek"]
+    assert report.computed_fraction == pytest.approx(computed / (layers * tokens.prompt), abs=1e-6)
+    selection = {True: (1 + share) / layers + 0.01, False: 0.0}[method.startswith("cacheblend")]
+    if method in LOOKING:  # a probe is as long as what must be computed anyway, at most, and leaves 1%
+        selection = 0.01 + (2 if "passes" in method else 1) * fresh / stored
     if selection <= ratio < 1:
         assert report.recomputed_fraction == pytest.approx(ratio, abs=0.02)
     elif ratio == 0:
@@ -74,7 +80,7 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method
         assert ratio <= report.recomputed_fraction <= selection + 0.02
 
 
-@pytest.mark.parametrize("method", ["random", "heads", "cacheblend", "cacheblend-k", "cacheblend-gradual"])
+@pytest.mark.parametrize("method", SELECTING)
 def test_ratio_zero_is_reuse(llama, method):
     """CacheBlend computed its first layers and the check for every row, to choose none of them."""
     llama.engine.encode(TEXTS)

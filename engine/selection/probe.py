@@ -1,0 +1,80 @@
+"""Our own: recompute what the question looks at in the later layers, and shift the rest as those rows were shifted.
+
+The rows behind the last chunk run once through the reused KV. A token's score is the length (L2) of the vector of what
+each of these rows gives it, by head, averaged over heads and over the chosen layers: the earliest look at sinks,
+neighbours and separators. L2 favours a token that one row needs much over one that all need a little. What was measured
+of sums, of early, middle and late layers, and of several passes: docs/methods.md.
+
+Cost: as `Asking`. passes: after a first part of the budget is computed, the question looks again through what is better
+by then; each pass costs another probe.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.plan import Plan
+from ragblend.engine.selection.asking import Asking, fresh_rows
+from ragblend.engine.selection.base import budget_rows, chooses, one_of
+from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
+from ragblend.engine.selection.shift import FORMS, shift_of
+from ragblend.kvstore.errors import UsageError
+
+NORMS = ("l2", "sum", "max")
+
+
+@dataclass(frozen=True)
+class Probe(Asking):
+    """What the question looks at from layer `since` x L to `until` x L.
+
+    norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows
+    that are not computed, one of `shift.FORMS`; strength: how much of that.
+    """
+
+    since: float = 0.25
+    until: float = 1.0
+    norm: str = "l2"
+    passes: int = 1
+    shift: str = "none"
+    strength: float = 0.8
+    name: str = field(default="probe", kw_only=True)
+
+    def __post_init__(self) -> None:
+        one_of(self.name, "norm", self.norm, NORMS)
+        one_of(self.name, "shift", self.shift, FORMS)
+        if not 0 <= self.since < self.until <= 1 or self.passes < 1 or self.strength < 0:
+            raise UsageError(
+                f"method {self.name!r}: 0 <= since < until <= 1, passes at least 1, strength at least 0"
+            )
+
+    def watches(self, plan: Plan, layer: int) -> bool:
+        first = min(int(self.since * plan.layers), plan.layers - 1)
+        return first <= layer < max(round(self.until * plan.layers), first + 1)
+
+    def look(self, plan: Plan, attention: Attention) -> Tensor:
+        weights = attention.weights  # (N, W, K)
+        if self.norm == "sum":
+            return weights.sum(dim=1, dtype=torch.float32).mean(0)
+        if self.norm == "max":
+            return weights.amax(dim=1).float().mean(0)
+        return torch.linalg.vector_norm(weights, dim=1, dtype=torch.float32).mean(0)
+
+    def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
+        if not chooses(plan) or (probed is not None and probed.passes >= self.passes):
+            return None
+        if probed is None:
+            return fresh_rows(plan)
+        to_come = self.passes - probed.passes
+        # What the other probes will cost is what the first one did: the same rows, through the same layers at least.
+        left = budget_rows(plan, probed) - to_come * probed.cost_rows / probed.passes
+        again = self.chosen(plan, probed, max(0, round(left / (to_come + 1))))
+        missing = plan.always.clone()
+        missing[fresh_rows(plan)] = False
+        return again[~missing[again]]
+
+    def corrects(self, plan: Plan) -> bool:
+        return self.shift != "none" and chooses(plan)
+
+    def correct(self, plan: Plan, change: Change) -> Shift | None:
+        return shift_of(self.shift, self.strength, plan, change)

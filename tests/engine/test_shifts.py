@@ -1,0 +1,209 @@
+"""What is added to rows that stay stored, against sums by hand over transformers' own KV."""
+
+import math
+
+import pytest
+import torch
+from benches import chat, chunk_places, largest_error, make_prompt, make_text
+
+from ragblend.engine.selection import METHODS, Policy, Shift, policy_named
+from ragblend.engine.selection.probe import Probe
+
+TEXTS = [make_text(seed, words=20) for seed in range(4)]
+FORMS = ("chunk", "common", "mix")  # and "linear", which has a test of its own
+
+
+@pytest.fixture
+def stored(bench):
+    bench.engine.encode(TEXTS)
+    return bench
+
+
+def turned(vector, position, inv_freq):
+    """A key (D,) of half-split pairs turned by so many tokens, pair by pair as complex numbers."""
+    half, vector = inv_freq.numel(), vector.double()
+    angles = position * inv_freq.double()
+    numbers = torch.complex(vector[:half], vector[half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([numbers.real, numbers.imag])
+
+
+def expected_shift(form, chunk, changes, strength):
+    """changes: {chunk: [vectors]} of the computed rows."""
+    everything = [vector for vectors in changes.values() for vector in vectors]
+    common = sum(everything) / len(everything)
+    own = changes.get(chunk, [])
+    if form == "common":
+        return strength * common
+    if form == "chunk":
+        return strength * sum(own) / len(own) if own else torch.zeros_like(common)
+    return strength * (sum(own) + 16 * common) / (len(own) + 16) if own else strength * common
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_stay_are_shifted_by_the_mean_change(stored, monkeypatch, form):
+    """Layer 1: there what the computed rows get is full prefill's own KV, so the sums need nothing of ours."""
+    chosen = []
+    rows = Probe.rows
+    monkeypatch.setattr(Probe, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    reused = stored.engine.prefill(prompt, method="reuse").cache
+    found = stored.engine.prefill(prompt, method=f"probe:shift={form},strength=0.5", ratio=0.6).cache
+    picked = set(chosen[-1].tolist())
+    truth_keys, truth_values = stored.kv(prompt.token_ids)[1]
+    stale_keys, stale_values = reused.span(1, 0, len(prompt.token_ids))
+    decoder = stored.engine._resources.decoder
+    inv_freq = decoder.ropes[decoder.layer_types[1]]
+    places = list(enumerate(chunk_places(prompt)))
+    size = 2 * inv_freq.numel()
+    for head in range(2):
+        keys, values = {}, {}
+        for number, (start, stop) in places:
+            for row in picked & set(range(start, stop)):
+                change = (truth_keys[head, row] - stale_keys[head, row]).double()
+                change[:size] = turned(change[:size], -row, inv_freq)
+                keys.setdefault(number, []).append(change)
+                values.setdefault(number, []).append(truth_values[head, row] - stale_values[head, row])
+        for number, (start, stop) in places:
+            left = [row for row in range(start, stop) if row not in picked]
+            for row in left[:2] + left[-2:]:
+                by = expected_shift(form, number, keys, 0.5)
+                by[:size] = turned(by[:size], row, inv_freq)
+                assert (
+                    largest_error(found.span(1, row, row + 1)[0][head, 0], stale_keys[head, row] + by) < 1e-3
+                )
+                by = expected_shift(form, number, values, 0.5)
+                assert (
+                    largest_error(found.span(1, row, row + 1)[1][head, 0], stale_values[head, row] + by)
+                    < 1e-3
+                )
+    unselected = [r for _, (a, b) in places for r in range(a, b) if r not in picked]
+    assert (
+        largest_error(found.span(1, 0, len(prompt.token_ids))[1][:, unselected], stale_values[:, unselected])
+        > 0.01
+    )
+
+
+def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkeypatch):
+    """Layer 1 again, where full prefill says what the change is; by least squares in double precision."""
+    chosen, rows = [], Probe.rows
+    monkeypatch.setattr(Probe, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    tokens = len(prompt.token_ids)
+    reused = stored.engine.prefill(prompt, method="reuse").cache
+    found = stored.engine.prefill(prompt, method="probe:shift=linear,strength=0.5", ratio=0.6).cache
+    truth, stale = stored.kv(prompt.token_ids)[1], reused.span(1, 0, tokens)
+    decoder = stored.engine._resources.decoder
+    inv_freq = decoder.ropes[decoder.layer_types[1]]
+    places = chunk_places(prompt)
+    chunk = {row: number for number, (start, stop) in enumerate(places) for row in range(start, stop)}
+    picked = [row for row in chosen[-1].tolist() if row in chunk]
+    left = [row for row in chunk if row not in picked][::7]
+
+    def turned_row(vector, row, sign):
+        out, size = vector.double(), 2 * inv_freq.numel()
+        out[:size] = turned(out[:size], sign * row, inv_freq)
+        return out
+
+    kv = {
+        row: torch.stack(
+            [torch.cat([turned_row(stale[0][h, row], row, -1), stale[1][h, row].double()]) for h in (0, 1)]
+        )
+        for row in chunk
+    }
+    spread = torch.stack([kv[row] for row in picked], 1).std()
+    for head in (0, 1):
+
+        def features(row, head=head):
+            place = row - places[chunk[row]][0]
+            where = torch.tensor([1 / (1 + place), math.log1p(place) / 6, row / tokens], dtype=torch.float64)
+            return torch.cat([kv[row][head], 3 * spread * where])
+
+        def change(row, head=head):
+            keys, values = (truth[i][head, row] - stale[i][head, row] for i in (0, 1))
+            return torch.cat([turned_row(keys, row, -1), values.double()])
+
+        def mean(number):
+            own = [change(row) for row in picked if chunk[row] == number]
+            common = sum(change(row) for row in picked) / len(picked)
+            return (sum(own) + 16 * common) / (len(own) + 16) if own else common
+
+        centre = sum(features(row) for row in picked) / len(picked)
+        system = torch.stack([features(row) - centre for row in picked])
+        wanted = torch.stack([change(row) - mean(chunk[row]) for row in picked])
+        ridge = 4 * system.shape[1] / len(picked) * float((system**2).sum(0).mean()) + 1e-6
+        damped = torch.cat([system, math.sqrt(ridge) * torch.eye(system.shape[1], dtype=torch.float64)])
+        weights = torch.linalg.lstsq(
+            damped, torch.cat([wanted, torch.zeros(len(damped) - len(wanted), wanted.shape[1])])
+        ).solution
+        for row in left:
+            shift = 0.5 * (mean(chunk[row]) + (features(row) - centre) @ weights)
+            size = stale[0].shape[-1]
+            keys, values = (found.span(1, row, row + 1)[i][head, 0] for i in (0, 1))
+            assert largest_error(keys, stale[0][head, row] + turned_row(shift[:size], row, 1)) < 1e-3
+            assert largest_error(values, stale[1][head, row] + shift[size:]) < 1e-3
+            assert largest_error(values, stale[1][head, row]) > 1e-3
+
+
+@pytest.mark.parametrize("form", [*FORMS, "linear"])
+def test_an_exact_chunk_is_never_shifted(stored, form):
+    prompt = chat(stored, TEXTS)
+    reused = stored.engine.prefill(prompt, method="reuse").cache
+    found = stored.engine.prefill(prompt, method=f"probe:shift={form}", ratio=0.5)
+    start, stop = chunk_places(prompt)[0]
+    for layer in range(reused.geometry.layers):
+        for a, b in zip(reused.span(layer, start, stop), found.cache.span(layer, start, stop), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_where_there_is_nothing_to_choose_nothing_is_shifted(stored, ratio):
+    prompt = make_prompt(TEXTS)
+    plain = stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
+    found = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
+    assert largest_error(found.logits, plain) < 1e-4
+    assert found.report.probe_rows == 0
+
+
+class Probing(Policy):
+    """Shifts rows of which it was told nothing, in many goes."""
+
+    def rows(self, plan, probed=None):
+        chosen = plan.always.clone()
+        chosen[::2] = True
+        return chosen.nonzero().squeeze(1)
+
+    def corrects(self, plan):
+        return True
+
+    def correct(self, plan, change):
+        return Shift(torch.zeros_like(change.stored_keys), torch.ones_like(change.stored_values))
+
+
+def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
+    """Rows in several goes: the first must attend to what the change of the last one says."""
+    import ragblend.engine.fusion as fusion
+
+    llama.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    whole = llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
+    monkeypatch.setattr(fusion, "BATCH_ROWS", 8)
+    assert torch.equal(llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
+    assert largest_error(llama.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
+
+
+def test_rows_of_an_earlier_probe_are_not_shifted(llama, monkeypatch):
+    """They are right already."""
+    llama.engine.encode(TEXTS)
+    prompt = llama.engine.tokenize(make_prompt(TEXTS))
+    seen, rows = [], Probe.rows
+    monkeypatch.setattr(Probe, "rows", lambda *a: seen.append(a) or rows(*a))
+    shifted = llama.engine.prefill(prompt, method="probe:passes=2,shift=common", ratio=0.6).cache
+    done = seen[-1][2].computed.nonzero().squeeze(1)
+    truth = llama.kv(prompt.token_ids)[1]
+    assert done.numel() > 3
+    for found, expected in zip(shifted.span(1, 0, len(prompt.token_ids)), truth, strict=True):
+        assert largest_error(found[:, done], expected[:, done]) < 1e-4
+
+
+def test_shifts_are_listed():
+    assert METHODS["probe-shift"].corrects and policy_named("probe:shift=none").shift == "none"
