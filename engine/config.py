@@ -135,7 +135,7 @@ class Report:
     """What one request did. recomputed_fraction is the ratio that was spent, selection included.
 
     decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
-    fused.
+    fused. served: a letter a token of the prompt: `r`eused, re`c`omputed, `f`resh, `m`issing.
     """
 
     method: str
@@ -148,3 +148,4 @@ class Report:
     warning: str | None = None
     decision: Decision | None = None
     trace: Trace | None = None
+    served: str = ""

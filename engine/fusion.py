@@ -24,10 +24,11 @@ BATCH_ROWS = 1024
 
 @dataclass
 class Spent:
-    """What the loop did: layer-rows of stored tokens that were computed."""
+    """What the loop did: layer-rows of stored tokens that were computed; rows (R,) of the last layer."""
 
     stored_layer_rows: float = 0.0
     last_layer_recomputed: int = 0
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -72,7 +73,7 @@ def fused_prefill(
             narrows = policy.narrows(plan, layer)
             with recorder.device_part("compute", "device", layer):
                 evidence = _run(decoder, layer, work, cache, plan, Mode.SCATTER, collect=narrows)
-            spent.last_layer_recomputed = _stored(plan, work)
+            spent.last_layer_recomputed, spent.rows = _stored(plan, work), work.rows
             spent.stored_layer_rows += spent.last_layer_recomputed
             if narrows:
                 with recorder.device_part("select", "device", layer):

@@ -47,7 +47,8 @@ class Machine:
         if prefilled.report.misses and request.policy.name != "full":
             for chunk in request.prompt.chunks:
                 if chunk.token_ids:
-                    self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
+                    collection = chunk.collection or request.collection
+                    self.chores.add(partial(self._encode_later, chunk.token_ids, collection))
         if prefilled.report.hits and resources.store.tiers:
             self.chores.add(partial(self._promote, request))
         if prefilled.report.hits:
@@ -118,7 +119,8 @@ class Machine:
         for chunk in prompt.chunks:
             for prefix in {prompt.prefix_ids, resources.canonical_prefix}:
                 if chunk.token_ids:
-                    key = resources.key_of(prefix, chunk.token_ids, request.collection)
+                    collection = chunk.collection or request.collection
+                    key = resources.key_of(prefix, chunk.token_ids, collection)
                     resources.store.promote(key, chunk.token_ids)
 
     def _encode_later(self, token_ids: TokenIds, collection: str) -> None:
