@@ -50,6 +50,14 @@ class Library:
         rows = self._rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
         return _document(rows[0]) if rows else None
 
+    def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
+        """The documents with these ids; ids that nobody knows are left out."""
+        found: dict[str, Document] = {}
+        for batch in _batches(ids):
+            rows = self._rows(f"SELECT {COLUMNS} WHERE id IN ({','.join('?' * len(batch))})", *batch)
+            found |= {row["id"]: _document(row) for row in rows}
+        return found
+
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
         known = self.documents(collection)
@@ -106,6 +114,23 @@ class Library:
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
         with self._mutex:  # else the deleted text would live on in the write-ahead log
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # --- collections -----------------------------------------------------------------------------
+
+    def collections(self) -> list[str]:
+        """All that hold documents or were made to hold some, by name."""
+        query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
+        return [row["name"] for row in self._rows(query)]
+
+    def keep_collection(self, name: str) -> None:
+        """Remember a collection although nothing is in it."""
+        with self._transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO collections VALUES (?)", (name,))
+
+    def forget_collection(self, name: str) -> None:
+        """Not to be remembered when nothing is in it."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM collections WHERE name = ?", (name,))
 
     # --- passages --------------------------------------------------------------------------------
 
@@ -170,6 +195,11 @@ class Library:
         for document in self.documents(collection):
             if document.passages:
                 yield self.embeddings_of(document.id)
+
+    def has_passages(self, collection: str) -> bool:
+        """Whether there is anything to search."""
+        query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
+        return bool(self._rows(query, collection))
 
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"

@@ -27,6 +27,8 @@ CREATE TABLE stale (
     node_id TEXT NOT NULL, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
     PRIMARY KEY (node_id, document_id));
 """
+# Collections that are there although they are empty.
+COLLECTIONS = "CREATE TABLE IF NOT EXISTS collections (name TEXT PRIMARY KEY) WITHOUT ROWID"
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -71,6 +73,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA {pragma}")
     if found == 0:
         _create_tables(connection)
+    connection.execute(COLLECTIONS)  # came later: earlier versions do not look at it
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:
