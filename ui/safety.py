@@ -77,11 +77,17 @@ class Safety:
             await refusal(scope, receive, rewriter)
             return
         meter = _Meter(receive, self._rules.limit(scope["path"]))
+
+        async def answer(message: Message) -> None:
+            if rewriter.started or not meter.exceeded:  # what is made of half a body is not worth sending
+                await rewriter(message)
+
         try:
-            await self._app(scope, meter, rewriter)
+            await self._app(scope, meter, answer)
         except TooLarge:
-            if not rewriter.started:
-                await too_large(meter.limit)(scope, receive, rewriter)
+            pass
+        if meter.exceeded and not rewriter.started:
+            await too_large(meter.limit)(scope, receive, rewriter)
 
     def _knows_session(self, scope: Scope) -> bool:
         if scope["path"] in WITHOUT_SESSION:
@@ -99,10 +105,14 @@ class _Meter:
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive, self.limit, self._seen = receive, limit, 0
 
+    @property
+    def exceeded(self) -> bool:
+        return self._seen > self.limit
+
     async def __call__(self) -> Message:
         message = await self._receive()
         self._seen += len(message.get("body", b""))
-        if self._seen > self.limit:
+        if self.exceeded:
             raise TooLarge
         return message
 
@@ -139,7 +149,7 @@ def has_odd_path(scope: Scope) -> bool:
     raw = scope.get("raw_path", b"").decode("latin-1").lower()
     path = scope["path"].replace("\\", "/")
     encoded = any(mark in raw for mark in ("%2e%2e", "%5c", "%00", "%25"))
-    steps = any(part in ("..", ".") for part in path.split("/"))
+    steps = any(part in ("..", ".") for part in path.replace("=", "/").split("/"))
     return encoded or steps or "\\" in scope["path"] or any(ord(character) < 32 for character in path)
 
 
