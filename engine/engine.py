@@ -142,13 +142,16 @@ class Engine:
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
-        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
-        if node_ids is not None:
+        if (
+            node_ids is not None
+        ):  # before there is any KV: whoever stops in between can still `forget` what there is
+            keys = self._machine.keys_of(ids, behind, self.config.collection)
             named = [
                 (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
                 for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
             ]
             self._bury(self._resources.nodes.put_many(self._scope, named))
+        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def forget(self, node_ids: Sequence[str]) -> int:
