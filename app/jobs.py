@@ -128,6 +128,15 @@ class JobQueue:
             self._worker.wake()
         return len(known)
 
+    def missing_in(self, folder: Path, collection: str) -> list[Path]:
+        """Documents of a folder whose files are not there."""
+        known = self._workspaces.library.paths_below(collection, str(folder))
+        return [path for path in map(Path, known) if not path.exists()]
+
+    def check_collection(self, name: str) -> None:
+        """Raises SettingsError for what cannot be a collection."""
+        self._workspaces.of(name)
+
     def remove(self, document_ids: Sequence[str], collection: str) -> list[Removed]:
         """Take documents out now, before the queue goes on; ids that nobody knows are left out. Raises LibraryError."""
         workspace, removed = self._workspaces.of(collection), list[Removed]()

@@ -58,6 +58,14 @@ class Library:
             found |= {row["id"]: _document(row) for row in rows}
         return found
 
+    def paths_below(self, collection: str, folder: str) -> list[str]:
+        """The paths of all documents in a folder, however deep."""
+        query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
+        start = folder.rstrip("/") + "/"
+        return [
+            row["path"] for row in self._rows(query, collection, start, start[:-1] + "0")
+        ]  # "0" follows "/"
+
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
         known = self.documents(collection)
