@@ -73,6 +73,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA {pragma}")
     if found == 0:
         _create_tables(connection)
+    connection.create_function("folded", 1, lambda text: str(text).casefold(), deterministic=True)
     connection.execute(COLLECTIONS)  # came later: earlier versions do not look at it
 
 
