@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 import gradio as gr
 
+from ragblend.app.store_view import StoreHistory
 from ragblend.ui.sessions import Sessions
+from ragblend.ui.startup import Startup
 
 if TYPE_CHECKING:
     from ragblend.app.desk import Desk
@@ -18,6 +20,13 @@ BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 class Context:
     desk: "Desk"
     sessions: Sessions = field(default_factory=Sessions)
+    history: StoreHistory = field(default_factory=StoreHistory)
+    startup: Startup = field(default_factory=Startup)
+
+    def note_store(self) -> None:
+        """Keep how often the store had what was asked for; called when an answer has ended, so the store is open."""
+        workspaces = self.desk.workspaces
+        self.history.note(workspaces.of(workspaces.settings.collection).engine.store.stats())
 
 
 def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:

@@ -1,23 +1,20 @@
 """The page: its header, its tabs, and what is drawn again while documents are being read.   <- START HERE"""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
 from ragblend.ui import render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
 from ragblend.ui.context import Context, drawn
 
-if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
-
 TICK_S = 1.5
 
 
-def build_page(desk: "Desk") -> gr.Blocks:
+def build_page(context: Context) -> gr.Blocks:
     """The whole page over one desk; nothing is served by it yet."""
-    context = Context(desk)
     with gr.Blocks(title="RAGBlend", analytics_enabled=False, fill_width=True) as page:
         header = drawn("rb-header", render_frame.header(), acts=False)
+        banner = drawn("rb-banner", acts=False)
         with gr.Tabs(elem_id="rb-tabs"):
             with gr.Tab("Chat", id="chat"):
                 chat = tab_chat.build(context)
@@ -29,7 +26,9 @@ def build_page(desk: "Desk") -> gr.Blocks:
                 tab_store.build(context, store_tab)
             with gr.Tab("Settings", id="settings") as settings_tab:
                 tab_settings.build(context, settings_tab)
-        _connect(page, Frame(context, header, gr.State(""), chat, library, compare.collection), library_tab)
+        _connect(
+            page, Frame(context, header, banner, gr.State(""), chat, library, compare.collection), library_tab
+        )
     return page
 
 
@@ -40,6 +39,7 @@ def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
     quick: dict[str, Any] = {"show_progress": "hidden", "queue": False}
     first = [
         frame.header,
+        frame.banner,
         chat.collections,
         chat.chats,
         chat.transcript,
@@ -52,7 +52,7 @@ def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
     gr.Timer(TICK_S).tick(
         frame.tick,
         [frame.seen, chat.chat_id, *view],
-        [frame.seen, frame.header, chat.transcript, *drawn_there],
+        [frame.seen, frame.header, frame.banner, chat.transcript, *drawn_there],
         **quick,
     )
     page.unload(frame.gone)
@@ -65,12 +65,14 @@ class Frame:
         self,
         context: Context,
         header: gr.HTML,
+        banner: gr.HTML,
         seen: gr.State,
         chat: tab_chat.Parts,
         library: tab_library.Parts,
         compared: gr.Dropdown,
     ) -> None:
-        self._context, self.header, self.seen, self.compared = context, header, seen, compared
+        self._context, self.header, self.banner = context, header, banner
+        self.seen, self.compared = seen, compared
         self.chat_parts, self.library_parts = chat, library
         self.chat, self.library = tab_chat.ChatTab(context, chat), tab_library.LibraryTab(context, library)
 
@@ -79,7 +81,7 @@ class Frame:
         chosen = names[0]
         self._context.sessions.show(request.session_hash or "", None)
         return {
-            self.header: self._state(),
+            **self._frame(),
             self.chat_parts.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
             self.library_parts.collection: gr.update(choices=names, value=chosen),
             self.compared: gr.update(choices=names, value=chosen),
@@ -90,7 +92,8 @@ class Frame:
     def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:
         """Draw the queue again where it has moved since `seen`; the documents too when a file was finished."""
         overview = self._context.desk.jobs.overview()
-        now = render_frame.fingerprint(overview)
+        startup = self._context.startup
+        now = f"{render_frame.fingerprint(overview)} {startup.is_loading} {startup.problem}"
         if now == seen:
             return {self.header: gr.skip()}
         updates: dict[Any, Any] = {
@@ -100,10 +103,16 @@ class Frame:
             updates |= self.library.refresh(*view)
             if chat_id is None and overview.finished:
                 updates[self.chat_parts.transcript] = self.chat.welcome()
-        return updates | {self.header: self._state(), self.seen: now}
+        return updates | {**self._frame(), self.seen: now}
 
-    def _state(self) -> str:
-        return render_frame.header(self._context.desk.jobs.overview(), self._context.desk.settings)
+    def _frame(self) -> dict[Any, Any]:
+        desk, startup = self._context.desk, self._context.startup
+        overview = desk.jobs.overview()
+        line = render_frame.state_line(overview, desk.settings, startup.is_loading)
+        return {
+            self.header: render_frame.header(line),
+            self.banner: render_frame.banner(startup.problem, overview.waiting),
+        }
 
     def gone(self, request: gr.Request) -> None:
         self._context.sessions.close(request.session_hash or "")

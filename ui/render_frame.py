@@ -2,30 +2,33 @@
 
 from typing import TYPE_CHECKING
 
-from ragblend.ui.render_text import escape, plural
+from ragblend.ui.render_text import escape, plural, problem
 
 if TYPE_CHECKING:
     from ragblend.app.jobs import Overview
     from ragblend.app.settings import Settings
 
 
-def header(overview: "Overview | None" = None, settings: "Settings | None" = None) -> str:
+def header(line: str = "") -> str:
     """The name, and one line about what is going on."""
     return (
         '<div class="rb-top"><img class="logo" src="/ragblend/icon.svg" alt="" width="24" height="24"><h1>RAGBlend</h1>'
-        f'<span class="state">{escape(state_line(overview, settings))}</span></div>'
+        f'<span class="state">{escape(line)}</span></div>'
     )
 
 
-def state_line(overview: "Overview | None", settings: "Settings | None") -> str:
+def banner(*problems: str | None) -> str:
+    """What keeps the page from being of use, over all tabs; empty when all is well."""
+    return "".join(problem(text, "warning") for text in problems if text)
+
+
+def state_line(overview: "Overview", settings: "Settings", is_loading: bool = False) -> str:
     """What is being done, else which model answers."""
-    if overview is not None and overview.waiting:
-        return overview.waiting
-    if overview is not None and overview.total > overview.finished:
-        word = "paused at" if overview.paused else "reading"
+    if overview.total > overview.finished:
+        word = "paused at" if overview.paused else "waiting at" if overview.waiting else "reading"
         return f"{word} {overview.finished:,} of {plural(overview.total, 'file')}"
-    if settings is None:
-        return ""
+    if is_loading:
+        return "loading the model …"
     name = "the bundled model" if settings.model == "default" else settings.model
     return f"{name} · {settings.method}"
 

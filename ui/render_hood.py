@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ragblend.ui.render_text import attributes, button, escape, milliseconds, plural, problem, size
+from ragblend.ui.render_text import attributes, button, escape, milliseconds, plural, size, words
 from ragblend.ui.render_timeline import timeline
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def speed(hood: "Hood", message_id: int | None) -> str:
     if full is not None and hood.method != "full" and hood.ttft_ms > 0:
         made += f'<p class="rb-small">{_times(full / hood.ttft_ms)}</p>'
     if full is None and hood.full_prefill_why:
-        made += f'<p class="rb-small">{escape(hood.full_prefill_why)}</p>'
+        made += f'<p class="rb-small">No estimate of full prefill: {words(hood.full_prefill_why)}.</p>'
     if message_id is not None and hood.method != "full" and hood.full_prefill_is != "measured":
         title = "Runs full prefill over the same prompt: takes as long as it says"
         made += button("Measure full prefill", "measure", title=title, kind="outlined", message=message_id)
@@ -178,5 +178,4 @@ def figures(hood: "Hood") -> str:
         *((f"memory ({name})", size(count)) for name, count in hood.memory_bytes.items()),
     ]
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
-    note = problem(hood.notice, "info") if hood.notice else ""
-    return f'<dl class="rb-figures">{rows}</dl>{note}'
+    return f'<dl class="rb-figures">{rows}</dl>'

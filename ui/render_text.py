@@ -47,6 +47,7 @@ OPEN_MARK, CLOSE_MARK = (
 )  # private use: around the number of an insert, until the text is safe
 MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
 MARKED = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
+COMMAND = re.compile(r"`([^`\n]{1,200})`")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -131,7 +132,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def words(message: str) -> str:
+    """A message of the app, escaped; what stands between backticks is a command."""
+    return COMMAND.sub(r"<code>\1</code>", escape(message))
+
+
 def problem(message: str, kind: str = "error") -> str:
     """A box that says what is wrong; kind: error, warning or info."""
     role = "alert" if kind == "error" else "status"
-    return f'<div class="rb-note {kind}" role="{role}">{escape(message)}</div>'
+    return f'<div class="rb-note {kind}" role="{role}">{words(message)}</div>'

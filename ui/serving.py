@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from ragblend.app.desk import Desk
+    from ragblend.ui.context import Context
 
 FOLDER_MODE = 0o700
 PORTS_TRIED = 20
@@ -61,7 +62,7 @@ def open_entrance(home: Path, address: Address) -> Entrance:
     return Entrance(address.port, password)
 
 
-def build_app(desk: "Desk", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
+def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
     """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
     import gradio as gr
     from fastapi import FastAPI
@@ -70,10 +71,10 @@ def build_app(desk: "Desk", rules: Rules, entrance: Entrance, max_upload_bytes: 
     from ragblend.ui.routes import add_routes
     from ragblend.ui.theme import page_theme
 
-    page = build_page(desk)
+    page = build_page(context)
     page.queue(api_open=False, default_concurrency_limit=8)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    add_routes(outer, desk)
+    add_routes(outer, context.desk)
     mounted = gr.mount_gradio_app(
         outer,
         page,
@@ -84,7 +85,7 @@ def build_app(desk: "Desk", rules: Rules, entrance: Entrance, max_upload_bytes: 
         run_history=False,
         allowed_paths=[],
         blocked_paths=[
-            str(desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
+            str(context.desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
         ],
         max_file_size=max_upload_bytes,
         ssr_mode=False,
@@ -179,11 +180,13 @@ def serve(
     """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
     import uvicorn
 
+    from ragblend.ui.context import Context
     from ragblend.ui.server import Server
 
     rules = Rules.of(address.host, address.port, address.names, max_upload_bytes=max_upload_bytes)
     with gradio_environment(desk.workspaces.home.root) as folder:
-        app = build_app(desk, rules, entrance, max_upload_bytes)
+        context = Context(desk)
+        app = build_app(context, rules, entrance, max_upload_bytes)
         config = uvicorn.Config(
             app,
             host=address.host,
@@ -194,4 +197,9 @@ def serve(
             timeout_graceful_shutdown=1,
             proxy_headers=False,
         )
-        Server(config, lambda: on_ready(folder)).run()
+
+        def ready() -> None:
+            context.startup.begin(desk)
+            on_ready(folder)
+
+        Server(config, ready).run()

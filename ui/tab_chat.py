@@ -1,6 +1,7 @@
 """The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +188,8 @@ class ChatTab:
     """The callbacks: they call the app and hand what it gives to the functions that draw."""
 
     def __init__(self, context: Context, parts: Parts) -> None:
-        self._desk, self._sessions, self._parts = context.desk, context.sessions, parts
+        self._context, self._parts = context, parts
+        self._desk, self._sessions = context.desk, context.sessions
 
     # --- asking
 
@@ -247,7 +249,12 @@ class ChatTab:
         finally:
             turn.stop()
             self._sessions.end(session, turn)
+        self._note_store()
         yield self._ended(session, chat_id, "")
+
+    def _note_store(self) -> None:
+        with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
+            self._context.note_store()
 
     def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
         parts = self._parts

@@ -228,7 +228,7 @@ class LibraryTab:
         parts = self._parts
         return {
             **self.progress(),
-            parts.watched: render_library.watched(self._desk.watching.list()),
+            parts.watched: render_library.watched(self._desk.watching.folders()),
             parts.documents: self._documents(collection, search, state, offset),
             parts.offset: offset,
         }

@@ -1,5 +1,6 @@
 """The Settings tab: what may be chosen, what a change costs first, saving it. Wiring only."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,12 @@ def build(context: Context, tab: gr.Tab) -> None:
             theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
             meaning = drawn("rb-ratio-meaning", acts=False)
             cost = drawn("rb-cost", acts=False)
-            save = gr.Button("Save", variant="primary", elem_id="rb-save")
-    _connect(SettingsTab(context, form, meaning, cost), form, tab, theme, meaning, cost, save)
+            measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
+            measured = drawn("rb-measured", acts=False)
+            save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
+    acts = SettingsTab(context, form, meaning, cost)
+    measure.click(acts.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
+    _connect(acts, form, tab, theme, meaning, cost, save)
 
 
 def _form() -> Form:
@@ -175,6 +180,16 @@ class SettingsTab:
             return render_settings.saved(self._read_again() if price.encodes_again else 0)
         except RagBlendError as error:
             return problem(str(error))
+
+    def measure(self) -> Iterator[str]:
+        """Measure model and disk, for estimates of full prefill and for `auto`."""
+        yield problem("Measuring: about a minute, in which questions wait …", "info")
+        workspaces = self._desk.workspaces
+        try:
+            workspaces.of(workspaces.settings.collection).engine.profile()
+            yield problem("Measured. From now on answers say what full prefill would have taken.", "info")
+        except RagBlendError as error:
+            yield problem(str(error))
 
     def _read_again(self) -> int:
         """Put every document in the queue: those whose recipe no longer holds are read again there."""

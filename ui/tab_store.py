@@ -9,7 +9,6 @@ import gradio as gr
 from ragblend.app import upkeep
 from ragblend.app.cli_store import stats_value
 from ragblend.app.settings_file import save_settings
-from ragblend.app.store_view import StoreHistory
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import render_store
 from ragblend.ui.context import Context, drawn
@@ -71,18 +70,17 @@ class StoreTab:
     """The callbacks."""
 
     def __init__(self, context: Context, parts: Parts) -> None:
-        self._desk, self._parts = context.desk, parts
-        self._history = StoreHistory()
+        self._desk, self._parts, self._context = context.desk, parts, context
 
     def refresh(self) -> Updates:
         parts = self._parts
         try:
             store = self._workspace.engine.store
-            self._history.note(store.stats())
+            self._context.note_store()
             now = max(1, round(store.stats().budget_bytes / GIB))
             return {
                 parts.overview: self._overview(),
-                parts.rates: render_store.hit_rates(self._history.samples),
+                parts.rates: render_store.hit_rates(self._context.history.samples),
                 parts.budget: gr.update(value=now, maximum=max(MOST_GIB, now)),
                 parts.message: "",
             }

@@ -64,4 +64,11 @@ def page_theme() -> "gr.themes.Base":
     both = COLOURS | {
         f"{name}_dark": value for name, value in COLOURS.items() if hasattr(theme, f"{name}_dark")
     }
-    return theme.set(block_shadow="none", block_shadow_dark="none", button_primary_shadow="none", **both)
+    return theme.set(
+        block_shadow="none",
+        block_shadow_dark="none",
+        input_border_width="1px",
+        input_border_width_dark="1px",
+        button_primary_shadow="none",
+        **both,
+    )

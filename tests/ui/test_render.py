@@ -203,8 +203,16 @@ def test_a_finished_queue_offers_what_failed_again() -> None:
 
 
 def test_the_header_tells_what_is_being_done() -> None:
-    assert "reading 1 of 4 files" in render_frame.header(queue())
-    assert "the bundled model · cacheblend" in render_frame.header(queue(finished=4), Settings())
+    settings = Settings()
+    assert render_frame.state_line(queue(), settings) == "reading 1 of 4 files"
+    assert render_frame.state_line(queue(finished=4), settings) == "the bundled model · cacheblend"
+    assert render_frame.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
+    assert "a line" in render_frame.header("a line")
+
+
+def test_the_banner_tells_what_is_wrong_and_is_empty_else() -> None:
+    assert render_frame.banner("", None) == ""
+    assert "no model" in render_frame.banner("no model", None)
 
 
 def test_the_fingerprint_moves_with_every_step_and_keeps_what_was_finished() -> None:

@@ -91,7 +91,8 @@ def views(text):
     yield render_library.added(Anything(text, files=1, skipped=(text,) * 9, failed=((text, text),)))
     yield render_library.watched([Anything(text, active=False)])
     yield render_store.findings([Finding("kv", text)])
-    yield render_frame.header(overview)
+    yield render_frame.header(text)
+    yield render_frame.banner(text)
     yield render_compare.difference(text, "other words")
 
 
