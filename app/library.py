@@ -56,16 +56,12 @@ class Library:
         found = {row["state"]: row["n"] for row in self._rows(query, collection)}
         return {state.value: found.get(state.value, 0) for state in State}
 
-    def count_documents(self, where: str, values: Sequence[object]) -> int:
-        """How many rows of the table fulfil the condition (SQL, over its columns)."""
-        return int(self._rows(f"SELECT count(*) AS n FROM documents WHERE {where}", *values)[0]["n"])
-
-    def documents_where(
-        self, where: str, values: Sequence[object], order: str, limit: int, offset: int
-    ) -> list[Document]:
-        """Some of them. Only the rows that are shown have their passages counted."""
-        query = f"SELECT {COLUMNS} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-        return [_document(row) for row in self._rows(query, *values, limit, offset)]
+    def ids_where(
+        self, where: str, values: Sequence[object], order: str, limit: int = -1, offset: int = 0
+    ) -> list[str]:
+        """The ids of documents that fulfil the condition (SQL, over the table's columns), in that order; -1: of all."""
+        query = f"SELECT id FROM documents WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        return [row["id"] for row in self._rows(query, *values, limit, offset)]
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""

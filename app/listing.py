@@ -54,10 +54,15 @@ def list_documents(
         where += " AND instr(folded(path), ?)"
         values.append(word)
     counts = library.counts_by_state(collection)
-    unfiltered = len(values) == 1
-    total = sum(counts.values()) if unfiltered else library.count_documents(where, values)
-    found = library.documents_where(where, values, ORDERS[order], limit, offset)
-    return DocumentPage(tuple(_listed(document, library) for document in found), total, counts)
+    if search.strip():  # looked through once, for the rows and for how many there are
+        ids = library.ids_where(where, values, ORDERS[order])
+        shown, total = ids[offset : offset + limit], len(ids)
+    else:
+        shown = library.ids_where(where, values, ORDERS[order], limit, offset)
+        total = sum(counts.values()) if state is None else counts.get(state, 0)
+    found = library.documents_with(shown)  # only what is shown has its row read, and its passages counted
+    rows = tuple(_listed(found[key], library) for key in shown if key in found)
+    return DocumentPage(rows, total, counts)
 
 
 def _listed(document: Document, library: Library) -> ListedDocument:
