@@ -66,12 +66,12 @@ def words_for(mode: str, system: str | None, passages: bool) -> Words:
 
 
 def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
-    """Questions that were answered, oldest first; one that failed or was stopped at once is as if never asked."""
+    """Questions that the model answered, oldest first; one that failed or found nothing is as if never asked."""
     turns, asked = [], None
     for message in messages:
         if message.role == "user":
             asked = message
-        elif asked is not None and message.text and "error" not in message.report:
+        elif asked is not None and message.text and not {"error", "found"} & message.report.keys():
             new = [s for s in message.sources if not s.earlier and s.text != DELETED_TEXT]
             turns.append(PastTurn(asked.id, asked.text, message.text, tuple(new)))
             asked = None

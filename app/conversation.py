@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
     from ragblend.engine.session import Session
 
+# Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
+# best passage of the 24 sample questions had 0.47 to 0.78, that of 20 questions about other things 0.11 to 0.33.
+LEAST_SCORE = 0.25
 SESSIONS = 2  # conversations whose context stays in memory
 MODES = ("documents", "chat")
 
@@ -147,8 +150,10 @@ class Conversations:
         found, notice = self._search(collections, asked.text, before, settings.top_k)
         retrieve_ms = (time.perf_counter() - begun) * 1e3
         known = any(turn.sources for turn in turns)
-        if options.mode == "documents" and not found and not known:
-            return self._nothing(asked, notice or _nothing_found(collections))
+        if not found:
+            notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
+            if options.mode == "documents" and not known:
+                return self._nothing(asked, notice)
         words = words_for(options.mode, settings.system, bool(found) or known)
         room = self._engine.context_window - settings.max_new_tokens
         first_id = _first_id(messages)
@@ -226,7 +231,7 @@ class Conversations:
 
     def _ranked(self, collections: Sequence[str], question: str, top_k: int) -> list[Nearest]:
         found = [hit for name in collections for hit in nearest(self._workspaces.of(name), question, top_k)]
-        return sorted(found, key=lambda hit: -hit.score)
+        return sorted((hit for hit in found if hit.score >= LEAST_SCORE), key=lambda hit: -hit.score)
 
     def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:
         """The prompt that the answer was made from, built again from what was stored."""
@@ -278,5 +283,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _nothing_found(collections: Sequence[str]) -> str:
-    return f"Nothing about this was found in {_listed(collections)}."
+def _nothing_found(collections: Sequence[str], alone: bool) -> str:
+    said = f"Nothing about this was found in {_listed(collections)}."
+    return f"{said} The answer is the model's own." if alone else said

@@ -118,6 +118,15 @@ def test_nothing_found_is_said_without_asking_the_model(talks, workspaces, chat,
     assert engine.requests == [] and answer.sources == ()
 
 
+def test_passages_about_other_things_are_not_found(talks, chat, engine):
+    answer = asked(talks, chat, "Photosynthesis?")
+    assert answer.text == "Nothing about this was found in 'default'." and engine.requests == []
+    answer = asked(talks, chat, "Photosynthesis?", mode="chat")
+    assert answer.text == "It is blue." and not engine.requests[0][0].chunks
+    assert answer.report["notice"].endswith("The answer is the model's own.")
+    assert texts(engine.requests[0][0]).count("<user>") == 1, "what found nothing is no context"
+
+
 def test_chat_mode_talks_without_passages_too(talks, workspaces, chat, engine):
     workspaces.create("empty")
     answer = asked(talks, chat, "Hello!", collections=("empty",), mode="chat")
