@@ -156,8 +156,9 @@ def _asked(words: Words, question: str, sources: Sequence[SourceRow], seen: set[
     if segments:
         segments.append(Literal(SEPARATOR))
     seen |= {source.node_id for source in new}
-    closing = [Literal(words.closing), Literal(" " + question, verbatim=True)]
-    return segments + closing if seen else [Literal(question, verbatim=True)]
+    if not seen:
+        return [Literal(question, verbatim=True)]
+    return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
 
 
 def _with(

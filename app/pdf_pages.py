@@ -101,7 +101,7 @@ def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]])
     boxes = [box for span in spans for box in _boxes(page, span, picture.size)]
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=False, compress_level=6)
-    return PageImage(number, label, out.getvalue(), *picture.size, tuple(boxes))
+    return PageImage(number, label, out.getvalue(), picture.width, picture.height, tuple(boxes))
 
 
 def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
