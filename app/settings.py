@@ -10,11 +10,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES
 
 PREFIX = "RAGBLEND_"
 NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
+
+
+KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,9 @@ class Settings:
     text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
     store_budget_bytes bounds the KV on the disk (None: a quarter of what is free there), memory_budget_bytes and
     device_budget_bytes the copies of what is used, in host memory and on an accelerator (None: a quarter and a tenth of
-    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by.
+    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by. kv_codec `int8`
+    halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
+    one is the cheapest that adds no delay (`controller` in the answer's JSON).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     """
 
@@ -42,6 +48,10 @@ class Settings:
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
     store_policy: str = DEFAULT_POLICY
+    kv_codec: str = "raw"
+    device_usd_per_gb_month: float = USD_PER_GB_MONTH["device"]
+    memory_usd_per_gb_month: float = USD_PER_GB_MONTH["memory"]
+    disk_usd_per_gb_month: float = USD_PER_GB_MONTH["disk"]
     max_new_tokens: int = 256
     temperature: float = 0.0
     system: str | None = None
@@ -65,11 +75,19 @@ class Settings:
             name = f"{key}_budget_bytes"
             budget = getattr(self, name)
             _require(budget is None or budget >= least, name, budget, f"{least} bytes or more")
+        for name, price in self.usd_per_gb_month.items():
+            _require(price >= 0, f"{name}_usd_per_gb_month", price, "a price of 0 USD or more")
         _require(
             self.store_policy in POLICIES, "store_policy", self.store_policy, f"one of {', '.join(POLICIES)}"
         )
+        _require(self.kv_codec in KV_CODECS, "kv_codec", self.kv_codec, f"one of {', '.join(KV_CODECS)}")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
+
+    @property
+    def usd_per_gb_month(self) -> dict[str, float]:
+        """What a GB costs for a month, by tier."""
+        return {name: getattr(self, f"{name}_usd_per_gb_month") for name in USD_PER_GB_MONTH}
 
     @classmethod
     def load(

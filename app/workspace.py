@@ -64,6 +64,8 @@ class Workspace:
             memory_budget_bytes=settings.memory_budget_bytes,
             device_budget_bytes=settings.device_budget_bytes,
             store_policy=settings.store_policy,
+            kv_codec=settings.kv_codec,
+            usd_per_gb_month=settings.usd_per_gb_month,
         )
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from ragblend.engine.controller import Decision
+from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import policy_named
@@ -21,7 +21,9 @@ class EngineConfig:
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
     device (None: a share of what is free, see `kvstore.opening` and `device.default_budgets`); store_policy: what every
-    tier evicts by (None: as the store has it); loader_threads: reads in flight.
+    tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
+    (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
+    loader_threads: reads in flight.
     """
 
     model: str = "default"
@@ -32,6 +34,8 @@ class EngineConfig:
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
     store_policy: str | None = None
+    kv_codec: str | None = None
+    usd_per_gb_month: tuple[tuple[str, float], ...] = ()
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -45,8 +49,22 @@ class EngineConfig:
             raise UsageError("the budgets of memory and device must not be below 0 bytes")
         if self.store_policy is not None:
             policy_named(self.store_policy)
+        if self.kv_codec is not None:
+            from ragblend.kvstore.codec import codec_named  # it needs torch, which nothing else in here does
+
+            codec_named(self.kv_codec)
+        for name, price in self.usd_per_gb_month:
+            if name not in USD_PER_GB_MONTH or price < 0:
+                raise UsageError(
+                    f"a price of {price} for {name!r} makes no sense; tiers are {', '.join(USD_PER_GB_MONTH)}"
+                )
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """USD for a GB and month, by tier."""
+        return USD_PER_GB_MONTH | dict(self.usd_per_gb_month)
 
 
 @dataclass(frozen=True)

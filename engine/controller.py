@@ -8,7 +8,7 @@ profile.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class DeviceProfile:
         """The tier of that name; the slowest known one where it was not measured."""
         slowest = min(self.tiers, key=lambda tier: tier.bytes_per_s)
         return next((tier for tier in self.tiers if tier.name == name), slowest)
+
+    def priced(self, prices: Mapping[str, float]) -> "DeviceProfile":
+        """The same measurements with other prices, by tier; those of other tiers stay."""
+        tiers = (replace(t, usd_per_gb_month=prices.get(t.name, t.usd_per_gb_month)) for t in self.tiers)
+        return replace(self, tiers=tuple(tiers))
 
     def save(self, path: Path) -> None:
         value = asdict(self) | {"prefill": self.prefill.to_json()}

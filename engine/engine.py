@@ -5,7 +5,7 @@ loop) -> policy.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,19 @@ class Engine:
         memory_budget_bytes: int | None = None,
         device_budget_bytes: int | None = None,
         store_policy: str | None = None,
+        kv_codec: str | None = None,
+        usd_per_gb_month: Mapping[str, float] | None = None,
     ) -> "Engine":
         """The engine for that model, home and collection; the same object for the same arguments.
 
         model: `default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file; home: where data lives
-        (RAGBLEND_HOME, or the user's data folder); collection: a namespace. Engines of one model and home share its
-        weights, its queue and its store, whatever their collections. Raises UsageError; a model's own errors come on
-        first use.
+        (RAGBLEND_HOME, or the user's data folder); collection: a namespace; the others are those of `EngineConfig`.
+        Engines of one model and home share its weights, its queue and its store, whatever their collections. Raises
+        UsageError; a model's own errors come on first use.
         """
         budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
-        config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy)
+        prices = tuple(sorted((usd_per_gb_month or {}).items()))
+        config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices)
         folder = resolve_home(home)
         with _opening:
             where = pick_device(device)
@@ -77,6 +80,7 @@ class Engine:
                 _machines[shared] = Machine(config, folder)
             else:
                 _machines[shared].resources.set_budgets(*budgets)
+                _machines[shared].resources.set_codec(kv_codec)
             if (*shared, collection) not in _engines:
                 _engines[*shared, collection] = cls(config, folder, _machines[shared])
             return _engines[*shared, collection]

@@ -27,7 +27,7 @@ from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import METHODS
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.memory import HeldChunk
+from ragblend.kvstore.held import HeldChunk
 
 VERSION = 2  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong

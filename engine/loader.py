@@ -1,9 +1,11 @@
 """The layer loader: stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
@@ -12,7 +14,9 @@ from ragblend.engine.device import Lane
 from ragblend.engine.plan import Span
 from ragblend.engine.rope import move_keys_
 from ragblend.engine.trace import Recorder
+from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import CorruptBlobError
+from ragblend.kvstore.held import Source
 
 
 class LostChunk(Exception):
@@ -80,32 +84,53 @@ class LayerLoader:
         """In a loader's thread: one chunk's layer; the ticket of its delivery."""
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
-            host_keys, host_values = self._landed(span, layer, keys, values)
+            fill = self._fetched(span, layer, keys, values)
         if not self._lane.staged:
             return None
 
         def copies() -> None:
             with self._recorder.device_part("copy", "copy", layer, number):
-                keys.copy_(host_keys, non_blocking=True)
-                values.copy_(host_values, non_blocking=True)
+                fill()
                 self._move(span, layer)
 
         return self._lane.deliver(copies)
 
-    def _landed(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer in memory from which the lane delivers: where it lies already, or staging that was read into."""
-        assert span.reader is not None
-        held = span.reader.layer(layer) if self._lane.staged else None
-        if held is not None:
-            return held
-        host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+    def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+        """Have the layer in memory; what then fills keys and values with it, where the lane says."""
+        reader = span.reader
+        assert reader is not None
         try:
-            span.reader.read_layer(layer, host_keys, host_values)
+            if not self._lane.staged:
+                reader.read_layer(layer, keys, values)
+                return _nothing
+            if reader.in_memory:
+                return partial(reader.read_layer, layer, keys, values)
+            if reader.codec is RAW:
+                host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+                reader.read_layer(layer, host_keys, host_values)
+                return partial(_copy, keys, values, host_keys, host_values)
+            nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
+            packed = self._lane.staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            reader.read_packed(layer, packed)
+            return partial(_unpack, reader, packed, keys, values)
         except CorruptBlobError as damage:
             raise LostChunk(span) from damage
-        return host_keys, host_values
 
     def _move(self, span: Span, layer: int) -> None:
         if self._moves_keys:
             keys, _ = self._cache.span(layer, span.start, span.stop)
             move_keys_(keys, span.delta, self._decoder.rope(layer))
+
+
+def _nothing() -> None:
+    """The layer is where it belongs."""
+
+
+def _copy(keys: Tensor, values: Tensor, host_keys: Tensor, host_values: Tensor) -> None:
+    keys.copy_(host_keys, non_blocking=True)
+    values.copy_(host_values, non_blocking=True)
+
+
+def _unpack(reader: Source, packed: Tensor, keys: Tensor, values: Tensor) -> None:
+    # Half the bytes cross to the device, and are unpacked there.
+    reader.codec.unpack(packed.to(keys.device, non_blocking=True), reader.geometry, keys, values)

@@ -68,7 +68,7 @@ class Machine:
                 with self.queue.turn():
                     encoder = encoder or ChunkEncoder(resources.decoder, prefix)
                     chunk = encoder.encode(passage)
-                resources.store.put(key, chunk)
+                resources.store.put(key, chunk, resources.codec)
                 tokens, encoded = tokens + len(passage), encoded + 1
             if progress is not None:
                 progress(number, len(passages))
@@ -95,7 +95,13 @@ class Machine:
                 raise UsageError(f"{resources.model_name} is not fused, so there is nothing to profile")
             server = resources.server
             server.profile = measure(
-                resources.decoder, server.lane, resources.store, resources.context_window, progress
+                resources.decoder,
+                server.lane,
+                server.pool,
+                resources.store,
+                resources.context_window,
+                resources.config.prices,
+                progress,
             )
             server.profile.save(resources.profile_path)
             return server.profile

@@ -2,28 +2,11 @@
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class StoredChunk(Protocol):
-    """Where one chunk's stored KV is read from; `ChunkReader` and `HeldChunk` of the store are such."""
-
-    @property
-    def start(self) -> int:
-        """Position of the first token when it was encoded."""
-
-    @property
-    def tier(self) -> str:
-        """Where it lies: `disk`, `memory`, `device`."""
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values, (H, T, D), where they lie in memory; to be copied from."""
-
-    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill keys and values, (H, T, D) on the CPU. Raises CorruptBlobError."""
+from ragblend.kvstore.held import Source
 
 
 class Kind(IntEnum):
@@ -44,7 +27,7 @@ class Span:
 
     start: int
     length: int
-    reader: StoredChunk | None
+    reader: Source | None
     exact: bool = False
     held: bool = False
 

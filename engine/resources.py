@@ -20,6 +20,7 @@ from ragblend.engine.model import Checkpoint, LoadedModel, fingerprint, load, lo
 from ragblend.engine.serving import Server
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
@@ -38,6 +39,8 @@ class Resources:
         self.config, self.home = config, home
         self._loading = threading.RLock()
         self._held: dict[str, Any] = {}
+        self._codec = RAW
+        self.set_codec(config.kv_codec)
         self._budgets: dict[str, int | None] = {
             "disk": config.store_budget_bytes,
             "memory": config.memory_budget_bytes,
@@ -107,6 +110,16 @@ class Resources:
             return 1.0
         return profile.prefill.ms_per_token(cached_tokens, new_tokens) / usual
 
+    @property
+    def codec(self) -> Codec:
+        """How KV is packed that is stored from now on."""
+        return self._codec
+
+    def set_codec(self, name: str | None) -> None:
+        """Pack KV so from now on (None: as before); what is stored stays as it is, and is read all the same."""
+        if name is not None:
+            self._codec = codec_named(name)
+
     def set_budgets(self, store: int | None, memory: int | None, device: int | None) -> None:
         """From now on a tier keeps at most that many bytes (None: as before); what is too much goes at its next put.
 
@@ -168,7 +181,8 @@ class Resources:
     def profile(self) -> DeviceProfile | None:
         """What was measured of it; None before that, or if the file is of no use."""
         try:
-            return DeviceProfile.read(self.profile_path)
+            found = DeviceProfile.read(self.profile_path)
+            return found.priced(self.config.prices) if found else None
         except UsageError as error:
             log.warning("%s", error)
             return None

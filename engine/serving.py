@@ -27,7 +27,7 @@ from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
-from ragblend.kvstore.memory import HeldChunk
+from ragblend.kvstore.held import Held, held_nbytes
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
@@ -118,7 +118,7 @@ class Server:
         for span in policy.spans(plan):
             assert span.reader is not None
             tier = span.reader.tier
-            loaded[tier] = loaded.get(tier, 0) + span.length * self.decoder.geometry.token_bytes
+            loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.reader)
         return Workload(
             plan.tokens,
             plan.always_tokens,
@@ -174,7 +174,7 @@ class Server:
 
     def _open(
         self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
-    ) -> tuple[ChunkReader | HeldChunk | None, tuple[int, ...]]:
+    ) -> tuple[ChunkReader | Held | None, tuple[int, ...]]:
         """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
         key = self.key_of(prefix, token_ids, collection)
         if prefix != self.canonical_prefix and self.store.contains(key):

@@ -1,10 +1,11 @@
 """ChunkKV <-> one self-checking file, layers in order.
 
-    fixed    magic, format version, header bytes, file bytes, key digest, start, tokens, geometry
+    fixed    magic, format version and codec, header bytes, file bytes, key digest, start, tokens, geometry
     layers   crc32 of every layer, L uint32
     tokens   the token ids, T uint32
     padding  to 64 bytes, then crc32 of all of the above
-    payload  layer 0: K (H, T, D), V (H, T, D); layer 1: ...   one contiguous run per layer
+    payload  layer 0: K (H, T, D), V (H, T, D), or what the codec makes of them; layer 1: ...
+             one contiguous run per layer
 
 The header repeats the key and the token ids: a file under a wrong name is found out before it is used.
 CRC-32 is there for accidents (3-4 GB/s in zlib); who can write to the folder is trusted (it is 0700).
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor
 
 from ragblend.kvstore.chunks import DTYPES, ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.codec import RAW, Codec, codec_numbered
 from ragblend.kvstore.errors import CorruptBlobError, UsageError
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
-_FIXED = struct.Struct("<8sIIQ32sQ5I8s")
-_LEAD = struct.Struct("<8sIIQ")
+_FIXED = struct.Struct(
+    "<8sHHIQ32sQ5I8s"
+)  # the codec has the upper half of what was a 32-bit version, 0 for raw
+_LEAD = struct.Struct("<8sHHIQ")
 _CRC = struct.Struct("<I")
 _ALIGN = 64
 _MAX_HEADER_BYTES = 64 << 20
@@ -48,6 +52,7 @@ class BlobHeader:
     start: int
     geometry: Geometry
     layer_crcs: tuple[int, ...]
+    codec: Codec = RAW
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +61,7 @@ class BlobHeader:
 
     @property
     def layer_nbytes(self) -> int:
-        return len(self.token_ids) * self.geometry.layer_token_bytes
+        return self.codec.layer_nbytes(self.geometry, len(self.token_ids))
 
     @property
     def file_nbytes(self) -> int:
@@ -72,6 +77,7 @@ class BlobHeader:
         fixed = _FIXED.pack(
             MAGIC,
             FORMAT_VERSION,
+            self.codec.number,
             self.nbytes,
             self.file_nbytes,
             bytes.fromhex(self.key.digest),
@@ -89,7 +95,7 @@ def read_header(pread: Callable[[int, int], bytes], file_nbytes: int) -> BlobHea
     lead = pread(_LEAD.size, 0)
     if len(lead) < _LEAD.size:
         raise BlobDamage("bad-length", f"the file ends after {len(lead)} bytes, inside its header")
-    magic, version, header_nbytes, promised_nbytes = _LEAD.unpack(lead)
+    magic, version, _, header_nbytes, promised_nbytes = _LEAD.unpack(lead)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise BlobDamage(
             "bad-header", f"not a KV file of format {FORMAT_VERSION}: it begins with {lead[:12].hex()}"
@@ -108,10 +114,15 @@ def parse_header(raw: bytes, header_nbytes: int, file_nbytes: int) -> BlobHeader
     if len(raw) < header_nbytes or zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
         raise BlobDamage("bad-header", "the header does not match its checksum")
     fields = _FIXED.unpack_from(raw)
-    digest, start, tokens, layers, heads, key_size, value_size, dtype = fields[4:]
+    digest, start, tokens, layers, heads, key_size, value_size, dtype = fields[5:]
+    codec = codec_numbered(fields[2])
+    if codec is None:
+        raise BlobDamage(
+            "bad-header", f"the KV is packed by codec {fields[2]}, which this version does not know"
+        )
     name = dtype.rstrip(b"\0").decode("ascii", "replace")
     if name not in DTYPES or not (layers and heads and key_size and value_size and tokens):
-        raise BlobDamage("bad-header", f"the header describes an impossible shape: {fields[6:]}")
+        raise BlobDamage("bad-header", f"the header describes an impossible shape: {fields[7:]}")
     crcs_end = _FIXED.size + 4 * layers
     if crcs_end + 4 * tokens + _CRC.size > len(raw):
         raise BlobDamage("bad-header", "the header is shorter than its tables")
@@ -121,6 +132,7 @@ def parse_header(raw: bytes, header_nbytes: int, file_nbytes: int) -> BlobHeader
         start,
         Geometry(layers, heads, key_size, value_size, name),
         struct.unpack_from(f"<{layers}I", raw, _FIXED.size),
+        codec,
     )
     if header.nbytes != header_nbytes or header.file_nbytes != file_nbytes:
         raise BlobDamage(
@@ -138,25 +150,30 @@ def tensor_bytes(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Blob:
-    """A chunk's KV about to be written: the header, and the payload still in the caller's tensors."""
+    """A chunk's KV about to be written: the header, and each layer's payload as contiguous CPU tensors."""
 
     header: BlobHeader
-    chunk: ChunkKV
+    layers: tuple[tuple[Tensor, ...], ...]
 
     @classmethod
-    def of(cls, key: ChunkKey, chunk: ChunkKV) -> "Blob":
-        """Checksum every layer of `chunk`; UsageError if it has no tokens."""
+    def of(cls, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> "Blob":
+        """Pack and checksum every layer of `chunk`; UsageError if it has no tokens.
+
+        A raw layer is not copied. KV that the codec cannot hold is written raw.
+        """
         if not chunk.token_ids or chunk.start < 0:
             raise UsageError(
                 f"cannot store a chunk of {len(chunk.token_ids)} tokens from position {chunk.start}"
             )
-        crcs = []
-        for layer in range(chunk.geometry.layers):
-            crc = 0
-            for piece in layer_pieces(chunk, layer):
-                crc = zlib.crc32(piece, crc)
-            crcs.append(crc)
-        return cls(BlobHeader(key, tuple(chunk.token_ids), chunk.start, chunk.geometry, tuple(crcs)), chunk)
+        layers: list[tuple[Tensor, ...]] = []
+        for keys, values in zip(chunk.keys, chunk.values, strict=True):
+            packed = codec.pack(keys, values)
+            if packed is None:
+                return cls.of(key, chunk)
+            layers.append(packed)
+        crcs = tuple(_crc(packed) for packed in layers)
+        header = BlobHeader(key, tuple(chunk.token_ids), chunk.start, chunk.geometry, crcs, codec)
+        return cls(header, tuple(layers))
 
     @property
     def nbytes(self) -> int:
@@ -165,11 +182,13 @@ class Blob:
     def pieces(self) -> Iterator[memoryview]:
         """The file's bytes in order, payload straight from the tensors."""
         yield memoryview(self.header.pack())
-        for layer in range(self.chunk.geometry.layers):
-            yield from layer_pieces(self.chunk, layer)
+        for packed in self.layers:
+            for tensor in packed:
+                yield memoryview(tensor_bytes(tensor)).cast("B")
 
 
-def layer_pieces(chunk: ChunkKV, layer: int) -> Iterator[memoryview]:
-    """One layer's K and V as flat bytes; copies (one tensor) only what is not contiguous on the CPU."""
-    for tensor in (chunk.keys[layer], chunk.values[layer]):
-        yield memoryview(tensor_bytes(tensor.detach().cpu().contiguous())).cast("B")
+def _crc(packed: tuple[Tensor, ...]) -> int:
+    crc = 0
+    for tensor in packed:
+        crc = zlib.crc32(tensor_bytes(tensor), crc)
+    return crc

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diskcache.core import MODE_BINARY
 
-from ragblend.kvstore import stats, uses
+from ragblend.kvstore import stats, use_rows
 from ragblend.kvstore.disk import INDEX_NAME, digest_in
 from ragblend.kvstore.files import identity, is_same_file
 from ragblend.kvstore.layout import ValueFile
@@ -18,8 +18,14 @@ from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed, integrity, lenient
 
 COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
-_INSERT = """INSERT OR IGNORE INTO Cache (key, raw, store_time, access_time, size, mode, filename)
-    VALUES (?, 1, ?, ?, ?, ?, ?)"""
+_ROW_BYTES = (
+    "SELECT rowid, CAST(key AS BLOB), raw, size, mode, CAST(filename AS BLOB), value IS NOT NULL FROM Cache"
+)
+_DIGEST = slice(len("values/ab/"), len("values/ab/") + 64)  # in the name of a value file
+_INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
+    VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
+_UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, value = NULL,
+    expire_time = NULL, tag = NULL WHERE rowid = ?5"""
 # Kept by diskcache's triggers: counting 100,000 rows takes longer than all the rest of a put.
 _TOTALS = (
     "SELECT SUM(value) FILTER (WHERE key = 'count'), SUM(value) FILTER (WHERE key = 'size') FROM Settings"
@@ -60,7 +66,7 @@ class Index:
             self._sql.text_factory = lenient_text
             for setting in ("secure_delete = 1", "synchronous = 1"):
                 self._sql.execute(f"PRAGMA {setting}")
-            self._sql.executescript(uses.SCHEMA + stats.SCHEMA)
+            self._sql.executescript(use_rows.SCHEMA + stats.SCHEMA)
             self._identity = identity(self.path.stat())
         except BaseException:
             self._sql.close()
@@ -87,6 +93,21 @@ class Index:
         with self.connection() as sql:
             return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY rowid")]
 
+    def rows_amiss(self, sizes: dict[bytes, int]) -> list[Row]:
+        """Rows that cannot be true, given the names and sizes of all files; those of the other rows leave `sizes`.
+
+        For 100,000 rows, so nothing is decoded and no `Row` is made of what is in order.
+        """
+        amiss = []
+        with self.connection() as sql:
+            for rowid, key, raw, size, mode, filename, has_value in sql.execute(_ROW_BYTES):
+                ours = raw == 1 and mode == MODE_BINARY and not has_value
+                if ours and sizes.get(filename) == size and filename[_DIGEST] == key:
+                    del sizes[filename]
+                else:
+                    amiss.append(rowid)
+            return [Row(*sql.execute(f"{_ROW} WHERE rowid = ?", (rowid,)).fetchone()) for rowid in amiss]
+
     def row(self, digest: str) -> Row | None:
         with self.connection() as sql:
             fields = sql.execute(_ROW + " WHERE key = ? AND raw = 1", (digest,)).fetchone()
@@ -95,8 +116,7 @@ class Index:
     def totals(self) -> tuple[int, int]:
         """How many values there are, and their bytes."""
         with self.connection() as sql:
-            count, nbytes = sql.execute(_TOTALS).fetchone()
-        return int(count or 0), int(nbytes or 0)
+            return totals(sql)
 
     def count_anew(self) -> None:
         """Count the rows, for when the totals may be damaged."""
@@ -114,13 +134,13 @@ class Index:
 
     def remove(self, rowid: int) -> bool:
         """Remove a row, found under the writer's lock; False if there is none."""
-        with self.connection() as sql:
-            return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1
+        with self.transaction() as sql:
+            return drop(sql, rowid)
 
     def insert(self, files: Iterable[ValueFile]) -> int:
         """Enter value files that no row names, in one transaction; how many whose key had no row."""
         now = time.time()
-        rows = [(file.digest, now, now, file.nbytes, MODE_BINARY, file.filename) for file in files]
+        rows = [(now, file.nbytes, MODE_BINARY, file.filename, file.digest) for file in files]
         with self.connection() as sql, transaction(sql):
             return sql.executemany(_INSERT, rows).rowcount if rows else 0
 
@@ -141,3 +161,26 @@ class Index:
     def close(self) -> None:
         with self._lock:
             self._sql.close()
+
+
+def totals(sql: sqlite3.Connection) -> tuple[int, int]:
+    """How many values there are, and their bytes."""
+    count, nbytes = sql.execute(_TOTALS).fetchone()
+    return int(count or 0), int(nbytes or 0)
+
+
+def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int) -> str | None:
+    """Let the row of `digest` name that file; which file it named before.
+
+    As diskcache's `set` does, but in a transaction that evicting and counting are part of too.
+    """
+    columns = (time.time(), nbytes, MODE_BINARY, filename)
+    before = sql.execute("SELECT rowid, filename FROM Cache WHERE key = ? AND raw = 1", (digest,)).fetchone()
+    sql.execute(_INSERT if before is None else _UPDATE, (*columns, digest if before is None else before[0]))
+    return before[1] if before else None
+
+
+def drop(sql: sqlite3.Connection, rowid: int) -> bool:
+    """Remove a row, and what is known of the value's use; False if there is none."""
+    sql.execute("DELETE FROM Uses WHERE cache_row = ?", (rowid,))
+    return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1

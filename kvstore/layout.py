@@ -82,12 +82,25 @@ def value_files(root: Path) -> Iterator[ValueFile]:
     for folder in sorted(os.scandir(root / VALUES_FOLDER), key=lambda entry: entry.name):
         inside = list(os.scandir(folder)) if folder.is_dir(follow_symlinks=False) else [folder]
         for entry in sorted(inside, key=lambda entry: entry.name):
-            filename = os.path.relpath(entry.path, root)
+            filename = f"{VALUES_FOLDER}/{'' if entry is folder else folder.name + '/'}{entry.name}"
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
             yield ValueFile(filename, digest_in(filename), status.st_size, status.st_mode & 0o777)
+
+
+def value_sizes(root: Path) -> dict[bytes, int]:
+    """The size of everything in the folders below values/, by name; whose name it is is not looked at."""
+    sizes = {}
+    for folder in os.scandir(os.fsencode(root / VALUES_FOLDER)):
+        within = VALUES_FOLDER.encode() + b"/" + folder.name + b"/"
+        for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
+            try:
+                sizes[within + entry.name] = entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:
+                continue
+    return sizes
 
 
 def files_of(root: Path, digest: str) -> list[Path]:

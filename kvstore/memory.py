@@ -6,78 +6,14 @@ arXiv 2404.12457, section 5.1). Values are checked when they come up from the di
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
 
 import torch
-from torch import Tensor
 
-from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.chunks import ChunkKey, ChunkKV
+from ragblend.kvstore.held import Held, HeldChunk, Source, held_copy, held_nbytes, whole
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Policy
 from ragblend.kvstore.ranking import History, Ranking
 from ragblend.kvstore.stats import Counters, StoreStats
-
-
-class Source(Protocol):
-    """An open value of any tier."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def geometry(self) -> Geometry: ...
-
-    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill keys (H, T, Dk) and values (H, T, Dv)."""
-
-
-@dataclass(frozen=True)
-class HeldChunk:
-    """A value in memory, open for reading; it stays whole when it is evicted meanwhile.
-
-    keys, values: L tensors each, (H, T, D), which nobody may write to. tier: where it lies.
-    """
-
-    token_ids: tuple[int, ...]
-    start: int
-    geometry: Geometry
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    tier: str
-
-    @classmethod
-    def of(cls, chunk: ChunkKV, tier: str = "memory") -> "HeldChunk":
-        """That chunk, not copied."""
-        return cls(chunk.token_ids, chunk.start, chunk.geometry, tuple(chunk.keys), tuple(chunk.values), tier)
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The layer's tensors themselves, to be copied from; None for a tier that has none in memory."""
-        return self.keys[layer], self.values[layer]
-
-    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill keys (H, T, Dk) and values (H, T, Dv), which may be strided and on another device."""
-        assert keys.shape == self.keys[layer].shape, (keys.shape, self.keys[layer].shape)
-        assert values.shape == self.values[layer].shape, (values.shape, self.values[layer].shape)
-        keys.copy_(self.keys[layer])
-        values.copy_(self.values[layer])
-
-    def drop_page_cache(self) -> None:
-        """It has no pages in the kernel's cache."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class MemoryTier:
@@ -99,7 +35,7 @@ class MemoryTier:
         self.device = torch.device("cpu") if device is None else device
         self._pinned = pinned
         self._lock = threading.Lock()
-        self._held: dict[str, HeldChunk] = {}
+        self._held: dict[str, Held] = {}
         self._history, self._ranking = History(policy), Ranking(policy)
         self.counters = Counters()
 
@@ -108,7 +44,7 @@ class MemoryTier:
     def contains(self, key: ChunkKey) -> bool:
         return key.digest in self._held
 
-    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> HeldChunk | None:
+    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> Held | None:
         """The value, its token ids compared; None is a miss."""
         with self._lock:
             found = self.peek(key, token_ids)
@@ -118,7 +54,7 @@ class MemoryTier:
         self.counters.add(**({"misses": 1} if found is None else {"hits": 1}))
         return found
 
-    def peek(self, key: ChunkKey, token_ids: Sequence[int]) -> HeldChunk | None:
+    def peek(self, key: ChunkKey, token_ids: Sequence[int]) -> Held | None:
         """The same, but it counts as no use: for moving values about."""
         found = self._held.get(key.digest)
         return found if found is not None and found.token_ids == tuple(token_ids) else None
@@ -128,8 +64,7 @@ class MemoryTier:
         found = self.open_chunk(key, token_ids)
         if found is None:
             return None
-        keys, values = ([t.to("cpu", copy=True) for t in tensors] for tensors in (found.keys, found.values))
-        return ChunkKV(found.token_ids, found.start, found.geometry, keys, values)
+        return whole(found)
 
     def keys(self) -> Iterator[ChunkKey]:
         with self._lock:
@@ -146,10 +81,10 @@ class MemoryTier:
 
         Raises what reading raises; nothing has changed then.
         """
-        nbytes = len(source.token_ids) * source.geometry.token_bytes
+        nbytes = held_nbytes(source)
         if nbytes > self.budget_bytes:
             return False
-        chunk = self._copied(source)
+        chunk = held_copy(source, self.name, self.device, self._pinned)
         with self._lock:
             self._held[key.digest] = chunk
             self._ranking.rank(self._history.computed(key.digest, nbytes, len(chunk.token_ids), cost))
@@ -177,20 +112,3 @@ class MemoryTier:
         with self._lock:
             entries, nbytes = len(self._held), self._ranking.nbytes
         return self.counters.stats(entries, nbytes, self.budget_bytes)
-
-    def _copied(self, source: Source) -> HeldChunk:
-        """In one piece of memory: an allocator of pinned memory rounds every piece up."""
-        geometry, tokens = source.geometry, len(source.token_ids)
-        flat = torch.empty(
-            tokens * geometry.token_bytes // geometry.torch_dtype.itemsize,
-            dtype=geometry.torch_dtype,
-            device=self.device,
-            pin_memory=self._pinned,
-        )
-        sizes = [geometry.kv_heads * tokens * size for size in (geometry.key_size, geometry.value_size)]
-        parts = flat.split(sizes * geometry.layers)
-        keys = [part.view(geometry.kv_heads, tokens, geometry.key_size) for part in parts[::2]]
-        values = [part.view(geometry.kv_heads, tokens, geometry.value_size) for part in parts[1::2]]
-        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-            source.read_layer(layer, k, v)
-        return HeldChunk(source.token_ids, source.start, geometry, tuple(keys), tuple(values), self.name)

@@ -21,7 +21,7 @@ from ragblend.kvstore.errors import UsageError
 
 # A retrieval counts half after so many others. Shorter follows changing interests, longer tells rarely used values
 # apart better: docs/decisions.md has the measurements.
-HALF_LIFE_USES = 1024.0
+HALF_LIFE_USES = 4096.0
 LARGEST = 2.0**52  # one more is still another number
 LEAST_FREQUENCY = 1e-9  # of a value put without ever being asked for; a logarithm is taken of it
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from ragblend.kvstore.blob import BlobDamage, BlobHeader, read_header, tensor_bytes
 from ragblend.kvstore.chunks import ChunkKey, Geometry
+from ragblend.kvstore.codec import RAW, Codec
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 
 _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
@@ -45,13 +47,19 @@ class ChunkReader:
         return self.header.geometry
 
     @property
+    def codec(self) -> Codec:
+        """How its layers are packed."""
+        return self.header.codec
+
+    @property
     def tier(self) -> str:
         """Where it lies."""
         return "disk"
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The layer's tensors where they lie in memory: not here."""
-        return None
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies in memory, host's or device's: no."""
+        return False
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with a layer's KV.
@@ -61,7 +69,19 @@ class ChunkReader:
         nothing of use).
         """
         self._assert_fits(layer, keys, values)
-        buffers: list[Any] = [tensor_bytes(head) for tensor in (keys, values) for head in tensor]
+        if self.codec is RAW:
+            self._read(layer, [tensor_bytes(head) for tensor in (keys, values) for head in tensor])
+            return
+        packed = torch.empty(self.header.layer_nbytes, dtype=torch.uint8)
+        self.read_packed(layer, packed)
+        self.codec.unpack(packed, self.geometry, keys, values)
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        """Fill packed (layer bytes,), uint8 on the CPU, with a layer as the codec made it. Raises CorruptBlobError."""
+        assert packed.numel() == self.header.layer_nbytes, packed.shape
+        self._read(layer, [tensor_bytes(packed)])
+
+    def _read(self, layer: int, buffers: list[Any]) -> None:
         with self._open_fd() as fd:
             try:
                 found = read_into(fd, buffers, self.header.layer_offset(layer))

@@ -14,7 +14,8 @@ from pathlib import Path
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE
-from ragblend.kvstore.memory import HeldChunk, MemoryTier
+from ragblend.kvstore.held import Held
+from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.reader import ChunkReader, open_verified
 from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
 from ragblend.kvstore.state import StoreState
@@ -37,7 +38,7 @@ class ReadingStore(StoreState):
             return False
         return row is not None and row.digest == key.digest
 
-    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | HeldChunk | None:
+    def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkReader | Held | None:
         """A reader of the fastest tier that has it, key and token ids verified; None is a miss (absent, or damaged)."""
         # What another process deleted is deleted: the index has the last word on whether there is such a value.
         self._uses.used(key.digest)
@@ -62,7 +63,7 @@ class ReadingStore(StoreState):
     def promote(self, key: ChunkKey, token_ids: Sequence[int]) -> None:
         """Bring a value that was used one tier up, if there is one; for when nobody waits."""
         wanting: MemoryTier | None = None
-        source: ChunkReader | HeldChunk | None = None
+        source: ChunkReader | Held | None = None
         for tier in self.tiers:  # the fastest first
             if (source := tier.peek(key, token_ids)) is not None:
                 break

@@ -1,11 +1,12 @@
 """What every part of KVStore works with: its folder, lock, index and tiers, and the two ways to use the index."""
 
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.index import Index
@@ -87,8 +88,9 @@ class StoreState:
     def _counters_by_tier(self) -> dict[str, Counters]:
         return {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
 
-    def _flush(self, record: Callable[[Any], None] | None = None) -> None:
-        """Write what waits in memory, uses and counts, and `record` something, in one transaction. StoreError."""
+    @contextmanager
+    def _recording(self) -> Iterator[sqlite3.Connection]:
+        """A transaction for a change of the index; what was counted goes into it as well. StoreError."""
         counters = self._counters_by_tier()
 
         def committed() -> None:
@@ -97,9 +99,11 @@ class StoreState:
                 each.written()
 
         with self._index.transaction(committed) as sql:
-            if record is None:
-                self._uses.flush(sql)
-            else:
-                record(sql)
+            yield sql
             for tier, each in counters.items():
                 each.write(sql, tier)
+
+    def _flush(self) -> None:
+        """Write what waits in memory, uses and counts."""
+        with self._recording() as sql:
+            self._uses.flush(sql)

@@ -3,7 +3,7 @@
 Errors are raised only for what the caller must know: no room, no access, another format.
 """
 
-import logging
+import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import filterfalse
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
-from ragblend.kvstore.errors import StoreError, StoreFullError
+from ragblend.kvstore.codec import RAW, Codec
+from ragblend.kvstore.errors import StoreFullError
 from ragblend.kvstore.files import write_failed
+from ragblend.kvstore.index import drop, enter, totals
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.opening import default_budget_bytes, open_index
 from ragblend.kvstore.policy import policy_named
 from ragblend.kvstore.reading import ReadingStore
-from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
 from ragblend.kvstore.state import Cost
 from ragblend.kvstore.stats import Counts, StoreStats, read_totals, with_unwritten
 from ragblend.kvstore.upkeep import GcReport, Problem, check_files, collect, remove_files, repair
+from ragblend.kvstore.use_rows import Stored
 from ragblend.kvstore.uses import Uses
-
-log = logging.getLogger(__name__)
 
 
 def same_cost(cached_tokens: int, new_tokens: int) -> float:
@@ -62,13 +62,13 @@ class KVStore(ReadingStore):
 
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
+    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> None:
         """Store (or replace) a value; it is on disk and in the index when this returns.
 
-        Values are evicted only after the new one is safely there. Raises StoreFullError (nothing has changed
-        then), StoreLockedError, StoreError.
+        codec: how its layers are packed; any is read. What the value displaces goes in the same transaction. Raises
+        StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
-        blob = Blob.of(key, chunk)
+        blob = Blob.of(key, chunk, codec)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
                 f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
@@ -76,75 +76,65 @@ class KVStore(ReadingStore):
             )
         cost = self._cost(chunk.start, len(chunk.token_ids))
         with self._changing():
-            self._keep_budget(key.digest)  # whoever was killed here may not have come to it
-            self._write(blob)
+            filename = self._write(blob)
+            try:
+                unnamed = self._enter(blob, filename, cost)
+            except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
+                self._drop_if_unnamed(key.digest, filename)
+                raise
             for tier in self.tiers:  # another value may have lain under this key
                 tier.delete(key)
-            self._keep_budget(key.digest, cost)
+            for name in unnamed:
+                self._cache.disk.remove(name)
 
-    def _keep_budget(self, spare: str, cost: float | None = None) -> None:
-        """Evict what is too much; cost: `spare` is newly stored. What cannot be done the next put does."""
+    def _write(self, blob: Blob) -> str:
+        disk = self._cache.disk
         try:
-            if cost is not None:
-                self._flush(lambda sql: self._uses.stored(sql, spare, cost))
-            if self._evict(spare) > 0:  # rows that nobody has ranked, because of damage or a full disk
-                with self._index.transaction() as sql:
-                    self._uses.settle(sql)
-                self._evict(spare)
-        except StoreError as error:  # the value is stored, if one is
-            log.warning("the KV store may be over its budget: %s", error)
-
-    def _evict(self, spare: str) -> int:
-        """Bytes that are still too much."""
-        excess_bytes = self._index.totals()[1] - self.budget_bytes
-        if excess_bytes <= 0:
-            return 0
-        self._flush()
-        with self._index.connection() as sql:
-            victims = self._uses.victims(sql, excess_bytes, spare)
-        for victim in victims:
-            self._forget_row(victim.digest)
-            self._counters.add(evictions=1)
-        self._flush(lambda sql: self._uses.gone(sql, victims))
-        return excess_bytes - sum(victim.nbytes for victim in victims)
-
-    def _write(self, blob: Blob) -> None:
-        digest = blob.header.key.digest
-        try:
-            self._cache.set(digest, blob)
+            filename: str = disk.store(blob, False, key=blob.header.key.digest)[2]
         except OSError as error:
-            raise write_failed(error, self.root / self._cache.disk.last_written, blob.nbytes) from error
-        except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
-            self._cache.close()  # a failed COMMIT leaves this thread's connection inside its transaction
-            self._drop_if_unnamed(digest, self._cache.disk.last_written)
-            if isinstance(error, SQL_ERRORS):
-                raise index_failed(error, self._index.path) from error
-            raise
+            raise write_failed(error, self.root / disk.last_written, blob.nbytes) from error
+        return filename
 
-    def _drop_if_unnamed(self, digest: str, filename: str | None) -> None:
+    def _enter(self, blob: Blob, filename: str, cost: float) -> list[str | None]:
+        """Name the file in the index and evict what is too much then; the files that no row names any more."""
+        digest = blob.header.key.digest
+        with self._recording() as sql:
+            replaced = enter(sql, digest, filename, blob.nbytes)
+            self._uses.stored(sql, digest, cost)
+            victims = self._victims(sql, spare=digest)
+            for victim in victims:
+                drop(sql, victim.rowid)
+            self._uses.gone(sql, victims)
+        self._counters.add(evictions=len(victims))
+        return [replaced, *(victim.filename for victim in victims)]
+
+    def _victims(self, sql: sqlite3.Connection, spare: str) -> list[Stored]:
+        excess_bytes = totals(sql)[1] - self.budget_bytes
+        victims = self._uses.victims(sql, excess_bytes, spare)
+        if sum(victim.entry.nbytes for victim in victims) < excess_bytes:  # rows that damage has made unknown
+            self._uses.settle(sql)
+            victims = self._uses.victims(sql, excess_bytes, spare)
+        return victims
+
+    def _drop_if_unnamed(self, digest: str, filename: str) -> None:
         row = self._index.row(digest)
         if row is None or row.filename != filename:
             self._cache.disk.remove(filename)
 
     def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, quarantined copies too; bytes freed. StoreError if a file stays."""
+        """Remove every byte of a value, quarantined copies and counts too; bytes freed. StoreError if a file stays."""
         for tier in self.tiers:
             tier.delete(key)
         with self._changing() as index:
             # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
             report = remove_files(files_of(self.root, key.digest))
-            with index.transaction() as sql:
+            row = index.row(key.digest)
+            with self._recording() as sql:
                 self._uses.forget(sql, [key.digest])
-            self._forget_row(key.digest)
+                if row is not None:
+                    drop(sql, row.rowid)
             index.truncate_log()
             return report.bytes
-
-    def _forget_row(self, digest: str) -> None:
-        try:
-            self._cache.delete(digest)  # retry=True would go round for ever on a read-only disk
-        except SQL_ERRORS as error:
-            self._cache.close()
-            raise index_failed(error, self._index.path) from error
 
     # --- looking after
 

@@ -16,6 +16,7 @@ from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.disk import digest_in
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, sync_folder
+from ragblend.kvstore.held import Source
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.layout import (
     QUARANTINE_FOLDER,
@@ -23,8 +24,8 @@ from ragblend.kvstore.layout import (
     keep_evidence,
     move_to_quarantine,
     value_files,
+    value_sizes,
 )
-from ragblend.kvstore.memory import Source
 from ragblend.kvstore.reader import open_verified
 
 
@@ -119,17 +120,11 @@ def layers_of(reader: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def sweep(root: Path, index: Index) -> int:
     """Remove leftovers of killed puts, put aside rows that cannot be true; how many of those there were."""
-    files = {file.filename: file for file in value_files(root)}
-    refused, kept = 0, set()
-    for row in index.rows():
-        file = files.get(str(row.filename))
-        if row.digest and file and file.nbytes == row.size:
-            kept.add(row.filename)
-        elif refuse_row(root, index, row):
-            refused += 1
-    for file in files.values():
-        if file.digest and file.filename not in kept:
-            (root / file.filename).unlink(missing_ok=True)
+    sizes = value_sizes(root)
+    refused = sum(refuse_row(root, index, row) for row in index.rows_amiss(sizes))
+    for leftover in map(os.fsdecode, sizes):
+        if digest_in(leftover) is not None:
+            (root / leftover).unlink(missing_ok=True)
     return refused
 
 

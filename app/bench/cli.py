@@ -89,6 +89,12 @@ Profile = Annotated[
     Path | None, typer.Option("--profile", help="Measured prefill times, JSON; an estimate if absent.")
 ]
 TokenBytes = Annotated[int, typer.Option("--bytes-per-token", min=1, help="KV of one token.")]
+Overhead = Annotated[
+    int | None,
+    typer.Option(
+        "--overhead", min=100, help="Instead: what lookups, admission and opening cost with so many chunks."
+    ),
+]
 LoadSpeed = Annotated[float, typer.Option("--load-mb-per-s", min=0.001, help="How fast stored KV is loaded.")]
 
 
@@ -159,16 +165,23 @@ def store(
     documents: Documents = 1_000,
     retrievals: Retrievals = 6_000,
     seeds: Seeds = 3,
-    half_life: HalfLife = 1_024,
+    half_life: HalfLife = 4_096,
     profile: Profile = None,
     bytes_per_token: TokenBytes = 23_040,
     load_mb_per_s: LoadSpeed = 1_000,
+    overhead: Overhead = None,
     output: Output = Path("bench-results"),
 ) -> None:
     """Replay made-up traces through the store's eviction policies: hit rates, byte hit rates, simulated TTFT."""
+    from ragblend.app.bench.store_overhead import report_overhead
     from ragblend.app.bench.store_report import StoreRequest, report_store
-    from ragblend.app.bench.store_table import print_store
+    from ragblend.app.bench.store_table import print_overhead, print_store
 
+    if overhead is not None:
+        row = report_overhead(overhead)
+        print_overhead(_console(cli), row)
+        _finish(cli, row, {})
+        return
     request = StoreRequest(
         traces, top_k, budgets, policies, lengths, reuse, documents, retrievals, seeds, half_life, profile,
         bytes_per_token, load_mb_per_s, output,

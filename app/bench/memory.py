@@ -87,7 +87,7 @@ def _measure(job: MemoryJob) -> int | None:
 def _answer(engine: "Engine", prompt: "Prompt", job: MemoryJob) -> int | None:
     """The bytes above now at the peak of one answer."""
     options: dict[str, Any] = {} if job.ratio is None else {"ratio": job.ratio}
-    meter = _CudaMeter(engine.device) if engine.device.startswith("cuda") else _HostMeter()
+    meter = _CudaMeter(engine.device) if engine.device.startswith("cuda") else HostMeter()
     result = engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, **options)
     if result.report.misses:
         raise RagBlendError(
@@ -96,7 +96,7 @@ def _answer(engine: "Engine", prompt: "Prompt", job: MemoryJob) -> int | None:
     return meter.peak_bytes()
 
 
-class _HostMeter:
+class HostMeter:
     """Resident memory of this process, as Linux keeps it."""
 
     def __init__(self) -> None:

@@ -19,6 +19,23 @@ def print_store(console: Console, results: dict[str, Any]) -> None:
     console.print(f"Times are simulated. Prefill: {results['settings']['profile']['about']}.")
 
 
+def print_overhead(console: Console, row: Row) -> None:
+    """What `bench store --overhead` measured; what misses its target is red."""
+    from ragblend.app.bench.store_overhead import TARGETS
+
+    title = f"{row['chunks']:,} chunks, {row['requests']} requests of 6: median, 99th percentile, target"
+    table = Table(title=title, title_justify="left")
+    for name in ("what", "median", "p99", "target"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name, found in row.items():
+        if isinstance(found, dict):
+            median, target = found["median"], TARGETS.get(name)
+            cell = f"{median:,}" if target is None or median <= target else f"[red]{median:,}[/red]"
+            table.add_row(name, cell, f"{found['p99']:,}", "" if target is None else f"{target:,}")
+    table.add_row("index_mb", f"{row['index_mb']}", "", f"{TARGETS['index_mb']}")
+    console.print(table)
+
+
 def _outcomes(trace: str, rows: Sequence[Row]) -> Table:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     table = Table(title=f"{trace}: hit rate, byte hit rate, simulated mean TTFT in ms", title_justify="left")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.kvstore.errors import UsageError
 
 PROVIDER = "ragblend"
 SYNONYMS = {
@@ -27,12 +28,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under one name each. Raises ValueError where two names say the same thing."""
+    """The arguments under one name each. Raises UsageError where two names say the same thing."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         known = SYNONYMS.get(name, name)
         if known in result:
-            raise ValueError(f"{name} and {known} mean the same; pass one of them")
+            raise UsageError(f"{name} and {known} mean the same; pass one of them")
         result[known] = value
     return result
 
@@ -131,7 +132,8 @@ class Parameters(BaseModel):
         self, params: LangSmithParams, stop: list[str] | None, arguments: Mapping[str, Any]
     ) -> LangSmithParams:
         """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
-        given = {name: value for name, value in renamed(arguments).items() if value is not None}
+        with framework_errors():
+            given = {name: value for name, value in renamed(arguments).items() if value is not None}
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = given.get("model", self.model)
         params["ls_temperature"] = given.get("temperature", self.temperature)

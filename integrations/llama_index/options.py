@@ -7,6 +7,7 @@ from typing import Any
 from ragblend.engine.config import DecodeOptions
 from ragblend.integrations.llama_index.nodes import named_passages
 from ragblend.integrations.passages import Passage
+from ragblend.kvstore.errors import UsageError
 
 OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
 OURS = ("method", "ratio", "passages", "nodes")
@@ -37,9 +38,21 @@ class Call:
         return cls(ours["method"], ours["ratio"], merged, named_passages(ours["passages"], ours["nodes"]))
 
 
+def _names_of(known: str) -> list[str]:
+    return [known, *(other for other, name in OTHER_NAMES.items() if name == known)]
+
+
 def common_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's names for what users of other LLMs write: max_tokens, do_sample, ..."""
-    named = {OTHER_NAMES.get(name, name): value for name, value in options.items()}
+    """The engine's names for what users of other LLMs write: max_tokens, do_sample, ...
+
+    Raises UsageError where two names say the same thing.
+    """
+    named: dict[str, Any] = {}
+    for name, value in options.items():
+        known = OTHER_NAMES.get(name, name)
+        if known in named:
+            raise UsageError(f"{' and '.join(_names_of(known))} mean the same; pass one of them")
+        named[known] = value
     sampled = named.pop("do_sample", None)
     if sampled is False:  # transformers' way of saying temperature 0
         named["temperature"] = 0.0

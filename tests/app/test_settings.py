@@ -68,9 +68,18 @@ def test_wrong_settings_name_source_key_and_remedy(tmp_path, text, environment, 
         {"memory_budget_bytes": -1},
         {"device_budget_bytes": -1},
         {"store_policy": "lrv"},
+        {"kv_codec": "int3"},
+        {"memory_usd_per_gb_month": -0.5},
         {"model": ""},
     ],
 )
 def test_impossible_values_are_refused(change):
     with pytest.raises(SettingsError, match=next(iter(change))):
         Settings().changed(change)
+
+
+def test_the_codecs_are_the_stores():
+    from ragblend.app.settings import KV_CODECS
+    from ragblend.kvstore.codec import CODECS
+
+    assert set(KV_CODECS) == set(CODECS)

@@ -4,9 +4,12 @@ import json
 
 import pytest
 from benches import make_prompt, make_text
+from test_device import StagedLane
 
 from ragblend import Engine
+from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
+    USD_PER_GB_MONTH,
     DeviceProfile,
     Tier,
     Workload,
@@ -17,6 +20,7 @@ from ragblend.engine.controller import (
     load_ms,
     ttft_ms,
 )
+from ragblend.engine.machine import Machine
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.profile import PrefillProfile
 
@@ -142,3 +146,40 @@ def test_a_ratio_is_a_number_or_auto(fresh):
     for wrong in ("most", 2, -0.1, float("nan")):
         with pytest.raises(UsageError, match="auto"):
             fresh.engine.prefill(make_prompt(TEXTS), ratio=wrong)
+
+
+def test_prices_are_the_settings_and_measurements_stay():
+    measured = profile()
+    found = measured.priced({"memory": 9.0})
+    assert found.tier("memory").usd_per_gb_month == 9.0
+    assert found.tier("memory").bytes_per_s == measured.tier("memory").bytes_per_s
+    assert found.tier("disk") == measured.tier("disk")
+
+
+def test_an_engine_is_priced_as_it_is_opened(model_folder, tmp_path):
+    """A kept profile has the prices of the day it was measured."""
+    folder = str(model_folder("llama"))
+    engine = Engine.open(folder, home=tmp_path, device="cpu", dtype="float32")
+    assert engine.profile().tier("memory").usd_per_gb_month == USD_PER_GB_MONTH["memory"]
+    measured = engine._machine.resources.profile
+    config = EngineConfig(folder, "cpu", "float32", usd_per_gb_month=(("memory", 0.01),))
+    again = Machine(config, engine.home)
+    assert again.resources.profile.tier("memory").usd_per_gb_month == 0.01
+    assert again.resources.profile.tier("memory").bytes_per_s == measured.tier("memory").bytes_per_s
+    engine.close()
+
+
+@pytest.mark.parametrize("prices", [(("tape", 1.0),), (("disk", -1.0),)])
+def test_prices_that_make_no_sense_are_refused(prices):
+    with pytest.raises(UsageError, match=prices[0][0]):
+        EngineConfig(usd_per_gb_month=prices)
+
+
+def test_every_tier_of_a_staged_device_is_measured_through_its_lane(fresh, monkeypatch):
+    """Before an accelerator memory is not read but copied, and the device's own tier was not measured at all."""
+    lane = StagedLane()
+    monkeypatch.setattr(fresh.engine._resources.server, "lane", lane)
+    measured = fresh.engine.profile()
+    assert [tier.name for tier in measured.tiers] == ["device", "memory", "disk"]
+    assert len(lane.delivered) >= 3 * fresh.engine._resources.decoder.geometry.layers
+    assert not list(fresh.engine.store.keys())

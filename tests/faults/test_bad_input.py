@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_values import VALUE_BYTES, key_of, put, token_ids, version_read
+from fault_values import SHAPE, VALUE_BYTES, key_of, put, same, token_ids, value, version_read
 
 from ragblend.kvstore import mounts
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
+from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.store import KVStore
 
 BUDGET = 1 << 20
@@ -63,6 +64,20 @@ def test_a_value_of_another_format_is_a_counted_miss(root):
         path.write_bytes(data)
         assert version_read(store, 1, {None}) is None
         assert (store.stats().misses, store.stats().quarantined) == (1, 1)
+
+
+def test_a_store_made_by_another_model(root):
+    """The same texts: plain misses that harm nothing, and both models' values live side by side."""
+    with KVStore.open(root, BUDGET) as store:
+        put(store, 1)
+    other = chunk_key(ModelFingerprint("cc" * 32, "bb" * 32, SHAPE, "{}"), (1, 2), "", token_ids(1))
+    with KVStore.open(root, BUDGET) as store:
+        assert store.get(other, token_ids(1)) is None
+        assert (store.stats().misses, store.stats().quarantined) == (1, 0)
+        store.put(other, value(1, 5))
+        assert same(store.get(other, token_ids(1)), value(1, 5))
+        assert version_read(store, 1, {0}) == 0
+        assert store.check() == []
 
 
 @pytest.mark.parametrize(

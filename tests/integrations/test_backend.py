@@ -204,3 +204,18 @@ def test_adapters_command_line_and_page_share_one_engine(backend):
     assert ChatRAGBlend(**place).backend().engine is LangChainLLM(**place).backend().engine is engine
     with Workspace.open(**place) as workspace:
         assert workspace.engine is engine
+
+
+def test_who_is_told_the_text_may_end_the_answer(backend, prompts):
+    """A loop that is closed answers so: the device must not go on for nobody, and the next request must get it."""
+    pieces = []
+    result = backend.engine.generate(prompts[0], max_new_tokens=6, on_text=pieces.append)
+    assert "".join(pieces) == result.text == backend.generate(prompts[0], max_new_tokens=6).text
+
+    def refuse(piece):
+        raise ConnectionError("nobody listens")
+
+    with pytest.raises(ConnectionError):
+        backend.engine.generate(prompts[0], max_new_tokens=6, on_text=refuse)
+    assert is_free(backend)
+    assert backend.generate(prompts[0], max_new_tokens=6).text == result.text

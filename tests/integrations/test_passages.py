@@ -11,7 +11,9 @@ import threading
 
 import pytest
 
+from ragblend.integrations import passage_rows
 from ragblend.integrations import passages as module
+from ragblend.integrations.passage_rows import PassageRows
 from ragblend.integrations.passages import Found, Passage, PassageRegistry, node_id_of
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 
@@ -164,8 +166,8 @@ def test_changes_of_others_are_noticed(registry, other):
 
 def test_only_what_is_new_is_read(registry, other, monkeypatch):
     read = []
-    unpack = module._unpack
-    monkeypatch.setattr(module, "_unpack", lambda packed: read.append(packed) or unpack(packed))
+    unpack = passage_rows._unpack
+    monkeypatch.setattr(passage_rows, "_unpack", lambda packed: read.append(packed) or unpack(packed))
     registry.add([Passage(f"{n} {HARBOUR}", str(n)) for n in range(50)])
     registry.find(HARBOUR)
     assert len(read) == 50
@@ -181,8 +183,8 @@ def test_what_another_process_removed_is_asked_for_once(registry, other, monkeyp
     assert names(registry.find(HARBOUR)) == ["h"]
     other.remove(["h"])
     asked = []
-    rows = PassageRegistry._rows
-    monkeypatch.setattr(PassageRegistry, "_rows", lambda *given: asked.append(given) or rows(*given))
+    claims = PassageRows.claims
+    monkeypatch.setattr(PassageRows, "claims", lambda *given: asked.append(given) or claims(*given))
     assert registry.find(HARBOUR) == registry.find(HARBOUR) == []
     assert len(asked) == 1
 
@@ -197,7 +199,7 @@ def test_what_was_removed_does_not_pile_up(registry, monkeypatch):
 
 def test_the_file_holds_no_text_and_deleting_leaves_nothing(registry):
     registry.add([Passage(HARBOUR, "secret-node"), Passage(HARBOUR, "secret-other"), Passage(CRANE, "kept")])
-    (whole, hashes, proof) = registry._sql.execute(
+    (whole, hashes, proof) = registry._file.sql.execute(
         "SELECT whole, hashes, proof FROM Passages WHERE node_id = ?", (b"secret-node",)
     ).fetchone()
 
@@ -244,12 +246,12 @@ def test_a_ruined_file_is_made_anew(home, registry, ruin, use, caplog):
 def test_a_file_that_is_ruined_in_use(registry, caplog):
     registry.add([Passage(f"{n} {HARBOUR}", str(n)) for n in range(500)])
     assert names(registry.find(f"7 {HARBOUR}")) == ["7"]
-    registry._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    registry._file.sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     size = registry.path.stat().st_size
     with registry.path.open("r+b") as file:
         file.seek(4096)
         file.write(random.Random(0).randbytes(size - 4096))
-    registry._sql.execute("PRAGMA shrink_memory")  # or it would answer from its cache
+    registry._file.sql.execute("PRAGMA shrink_memory")  # or it would answer from its cache
     registry._changed = True
     assert registry.find(f"8 {HARBOUR}") == []
     assert "damaged" in caplog.text
@@ -257,10 +259,24 @@ def test_a_file_that_is_ruined_in_use(registry, caplog):
     assert names(registry.find(HARBOUR)) == ["h"]
 
 
+def test_a_schema_that_is_no_text_any_more(registry, caplog):
+    """SQLite quotes it in its message, which Python cannot decode: the error is none of sqlite3's own."""
+    registry.add([Passage(HARBOUR, "h")])
+    sql = sqlite3.connect(registry.path, isolation_level=None)
+    sql.execute("PRAGMA writable_schema = ON")
+    sql.execute("UPDATE sqlite_master SET sql = CAST(X'4352454154452054FFFE' AS TEXT) WHERE type = 'table'")
+    sql.execute("PRAGMA schema_version = 4711")
+    sql.close()
+    assert registry.find(HARBOUR) == []
+    assert caplog.text.count("damaged") == 1
+    assert registry.add([Passage(HARBOUR, "h")]) == 1
+    assert names(registry.find(HARBOUR)) == ["h"]
+
+
 def test_a_new_file_in_the_place_of_the_old_one_is_used(registry, other):
     registry.add([Passage(HARBOUR, "h")])
     assert names(other.find(HARBOUR)) == ["h"]
-    registry._make_anew()
+    registry._file.make_anew()
     registry.add([Passage(CRANE, "c")])
     assert names(other.find(HARBOUR + CRANE)) == ["c"]
 
@@ -292,7 +308,7 @@ def test_a_flipped_bit_finds_nothing_wrong(registry):
 
 def test_another_format_is_refused_but_no_question_fails(registry, caplog):
     registry.add([Passage(HARBOUR, "h")])
-    registry._sql.execute("PRAGMA user_version = 99")
+    registry._file.sql.execute("PRAGMA user_version = 99")
     registry.close()
     with pytest.raises(StoreFormatError, match=r"99.*Remove"):
         registry.add([])
@@ -314,7 +330,7 @@ def test_all_or_none(registry, monkeypatch):
 
     registry.add([Passage(HARBOUR, "h")])
     with monkeypatch.context() as patched:
-        patched.setattr(module, "fingerprints", broken)  # the old text of "h" is deleted by then
+        patched.setattr(passage_rows, "fingerprints", broken)  # the old text of "h" is deleted by then
         with pytest.raises(RuntimeError):
             registry.add([Passage(CRANE, "h"), Passage(CRANE, "c")])
     assert names(registry.find(HARBOUR + CRANE)) == ["h"]

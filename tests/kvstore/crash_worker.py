@@ -64,7 +64,7 @@ def read(root: str, stop: str) -> None:
     samples = [make_sample(seed, 20) for seed in range(8)]
     with KVStore.open(Path(root), 1 << 30) as store:
         say("open")
-        while not Path(stop).exists():
+        while not Path(stop).exists() and Path(root).exists():  # whoever asked may have been killed
             for key, chunk in samples:
                 found = store.get(key, chunk.token_ids)
                 hits += found is not None

@@ -90,7 +90,7 @@ def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch)
         (sqlite3.SQLITE_BUSY, StoreLockedError),
     ],
 )
-@pytest.mark.parametrize("step", ["_row_insert", "_cull"])
+@pytest.mark.parametrize("step", ["enter", "Uses.stored", "Uses.victims", "Uses.gone"])
 def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
     old, new = sample(1), sample(2)
     store.put(*old)
@@ -101,7 +101,7 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store._cache, step, broken)
+        patch.setattr(f"ragblend.kvstore.store.{step}", broken)
         with pytest.raises(kind, match=r"cache\.db"):
             store.put(*new)
     assert len(list(root.glob("values/*/*"))) == 1
@@ -111,28 +111,28 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
 
 
 class FailingCommit:
-    """diskcache's connection of this thread, with no room for the commit."""
+    """The index's connection, with no room for the first commit."""
 
     def __init__(self, real):
         self.real, self.failed = real, False
 
     def execute(self, statement, *args):
-        if statement == "COMMIT":
+        if statement == "COMMIT" and not self.failed:
             self.failed = True
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
         return self.real.execute(statement, *args)
 
-    def close(self):
-        self.real.close()
+    def __getattr__(self, name):
+        return getattr(self.real, name)
 
 
 def test_a_commit_that_fails_ends_its_transaction(store, sample, same, root):
-    """diskcache neither commits nor rolls back then: the next put would begin inside the same transaction."""
+    """Else the next put would begin inside the same transaction."""
     old, new = sample(1), sample(2)
     store.put(*old)
-    failing_commit = store._cache._local.con = FailingCommit(store._cache._con)
+    failing_commit = store._index._sql = FailingCommit(store._index._sql)
     with pytest.raises(StoreFullError, match="disk is full"):
         store.put(*new)
     assert failing_commit.failed
@@ -142,8 +142,9 @@ def test_a_commit_that_fails_ends_its_transaction(store, sample, same, root):
     assert store.check() == []
 
 
-def test_an_eviction_that_fails_does_not_fail_the_put(open_store, sample, same, caplog):
-    old, new, newer = (sample(seed) for seed in range(3))
+def test_a_put_whose_eviction_fails_changes_nothing(open_store, sample, same, root):
+    """Both are one transaction: the budget is kept, and what was there before is there."""
+    old, new = sample(0), sample(1)
     store = open_store(budget_bytes=Blob.of(*old).nbytes)
     store.put(*old)
 
@@ -151,12 +152,13 @@ def test_an_eviction_that_fails_does_not_fail_the_put(open_store, sample, same, 
         raise sqlite3.OperationalError("disk trouble")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store._cache, "delete", broken)
-        store.put(*new)
-    assert "over its budget" in caplog.text
-    assert same(store.get(new[0], new[1].token_ids), new[1])
-    store.put(*newer)
-    assert list(store.keys()) == [newer[0]]
+        patch.setattr("ragblend.kvstore.store.drop", broken)
+        with pytest.raises(StoreError, match="disk trouble"):
+            store.put(*new)
+    assert same(store.get(old[0], old[1].token_ids), old[1])
+    assert store.check() == [] and store.stats().evictions == 0
+    store.put(*new)
+    assert list(store.keys()) == [new[0]] and len(list(root.glob("values/*/*"))) == 1
 
 
 def test_the_lock_is_taken_on_a_full_disk_too(store, sample, monkeypatch):
@@ -170,7 +172,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._cache, "_row_insert", interrupted)
+        patch.setattr("ragblend.kvstore.store.enter", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.put(*sample(1))
     assert list(root.glob("values/*/*")) == []

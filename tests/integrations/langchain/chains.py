@@ -1,7 +1,7 @@
 """The calling styles that people have, each as a function from a model and a retriever to something that takes a
 question. Only the model is ours."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -113,15 +113,24 @@ REACT = PromptTemplate.from_template(
 )
 
 
+SEARCH = ChatGenerationChunk(message=AIMessageChunk("I should look.\nAction: search\nAction Input: the bell"))
+
+
 class Searching(ChatRAGBlend):
-    """Decides to search first, as a model that keeps to the ReAct format would; the bundled one does not."""
+    """Decides to search first, as a model that keeps to the ReAct format would."""
 
     def _stream(self, messages: Any, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         if "Observation:" in messages[-1].text:
             yield from super()._stream(messages, *args, **kwargs)
         else:
-            decision = "I should look.\nAction: search\nAction Input: the bell"
-            yield ChatGenerationChunk(message=AIMessageChunk(decision))
+            yield SEARCH
+
+    async def _astream(self, messages: Any, *args: Any, **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
+        if "Observation:" in messages[-1].text:
+            async for chunk in super()._astream(messages, *args, **kwargs):
+                yield chunk
+        else:
+            yield SEARCH
 
 
 def react_agent(llm: Any, retriever: Any) -> Any:

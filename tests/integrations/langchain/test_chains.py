@@ -18,7 +18,7 @@ from ragblend.integrations.langchain import RAGBlendLLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The apply_and_parse method is deprecated"),
+    pytest.mark.filterwarnings("ignore:The a?apply_and_parse method is deprecated"),
 ]
 QUESTION = {"input": "What is the ringer of the bell paid in?"}
 # Places of documents in the prompts of one question on three documents; every one is resolved and reused.
@@ -54,11 +54,37 @@ def test_a_stock_chain(name, smollm2, retriever, documents, watcher):
     asks_as_the_engine(watcher, smollm2, documents)
 
 
+@pytest.mark.parametrize("name", CHAT_CHAINS)
+def test_a_stock_chain_in_a_task(name, smollm2, retriever, documents, watcher):
+    asyncio.run(CHAT_CHAINS[name](smollm2, retriever).ainvoke(QUESTION, {"callbacks": [watcher]}))
+    assert watcher.share() == (SHARES[name],) * 3
+    asks_as_the_engine(watcher, smollm2, documents)
+
+
 @pytest.mark.parametrize("name", TEXT_CHAINS)
 def test_a_stock_chain_on_the_text_model(name, text_model, retriever, documents, watcher):
     TEXT_CHAINS[name](text_model, retriever).invoke(QUESTION, {"callbacks": [watcher]})
     assert watcher.share() == (3, 3, 3)
     asks_as_the_engine(watcher, text_model, documents)
+
+
+def test_a_chains_events_carry_the_pieces_the_documents_and_what_was_reused(smollm2, retriever, documents):
+    async def heard():
+        return [
+            event
+            async for event in retrieval_chain(smollm2, retriever).astream_events(QUESTION, version="v2")
+        ]
+
+    events = asyncio.run(heard())
+    pieces = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
+    [ended] = [event["data"]["output"] for event in events if event["event"] == "on_chat_model_end"]
+    [found] = [event["data"]["output"] for event in events if event["event"] == "on_retriever_end"]
+    assert "".join(piece.text for piece in pieces) == ended.text != ""
+    assert len([piece for piece in pieces if piece.text]) > 1
+    assert [bool(piece.response_metadata) for piece in pieces].count(True) == 1
+    assert {document.id for document in found} == {document.id for document in documents}
+    assert ended.response_metadata["kv"]["hits"] == 3
+    assert ended.usage_metadata["input_token_details"]["cache_read"] > 0
 
 
 @pytest.mark.parametrize("make", [lcel, retrieval_chain, our_retrieval_chain], ids=lambda make: make.__name__)

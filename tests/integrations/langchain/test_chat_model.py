@@ -274,7 +274,7 @@ def test_usual_names_and_overrides(tiny_options):
     for longer in ({"max_tokens": 5}, {"max_new_tokens": 5}):
         assert model.invoke("hello", **longer).usage_metadata["output_tokens"] == 5
     assert model.bind(max_tokens=2).invoke("hello").usage_metadata["output_tokens"] == 2
-    with pytest.raises(ValueError, match="mean the same"):
+    with pytest.raises(ModelInvalidRequestError, match="mean the same"):
         model.invoke("hello", max_tokens=5, max_new_tokens=6)
 
 
@@ -430,6 +430,26 @@ def test_a_prompt_over_the_window(tiny):
         asyncio.run(tiny.ainvoke("why " * 3000))
 
 
+@pytest.mark.parametrize("way", ["invoke", "stream", "ainvoke", "astream"])
+def test_callbacks_hear_of_an_error_once_and_of_no_end(tiny, watcher, way):
+    asked = ("why " * 3000, {"callbacks": [watcher]})
+
+    async def read():
+        return [chunk async for chunk in tiny.astream(*asked)]
+
+    ask = {
+        "invoke": lambda: tiny.invoke(*asked),
+        "stream": lambda: list(tiny.stream(*asked)),
+        "ainvoke": lambda: asyncio.run(tiny.ainvoke(*asked)),
+        "astream": lambda: asyncio.run(read()),
+    }[way]
+    with pytest.raises(ContextOverflowError):
+        ask()
+    [seen] = watcher.calls
+    assert isinstance(seen.error, ContextOverflowError)
+    assert (seen.text, seen.tokens) == ("", [])
+
+
 def test_tools_are_not_declared(tiny):
     assert ChatRAGBlend.bind_tools is BaseChatModel.bind_tools
     with pytest.raises(NotImplementedError):
@@ -524,6 +544,15 @@ def test_dropping_a_stream_stops_the_device(tiny, passes):
     assert next(stream) is not None
     del stream
     assert device_stopped(tiny, passes)
+
+
+def test_leaving_an_async_stream_stops_the_device(tiny, passes):
+    async def leave():
+        async for _ in tiny.astream("hello", max_tokens=1900):
+            break
+        return await asyncio.to_thread(device_stopped, tiny, passes)
+
+    assert asyncio.run(leave())
 
 
 @pytest.mark.parametrize("way", ["ainvoke", "astream"])

@@ -14,11 +14,15 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_adapter_imports_no_langchain():
-    found = modules_after("import ragblend.integrations.llama_index")
+MODELS = {"torch", "transformers", "sentence_transformers"}
+
+
+@pytest.mark.parametrize("made", ["", "; m.RAGBlendLLM(max_new_tokens=4, ratio=0.2); m.RAGBlendEmbedding()"])
+def test_the_adapter_imports_no_langchain_and_no_library_of_models(made):
+    found = modules_after(f"import ragblend.integrations.llama_index as m{made}")
     assert "llama_index" in found
     assert {name for name in found if name.startswith("lang")} == set()
-    assert not found & {"transformers", "chromadb", "gradio", "sentence_transformers"}
+    assert not found & (MODELS | {"chromadb", "gradio"})
 
 
 @pytest.mark.parametrize("statement", ["import ragblend", "import ragblend.integrations.backend"])

@@ -123,6 +123,12 @@ def test_options_of_one_call_win_over_generate_kwargs_and_those_over_fields(make
     }
 
 
+def test_two_names_of_one_option_at_once_are_refused(make_llm):
+    with pytest.raises(ValueError, match="max_new_tokens and max_tokens mean the same"):
+        make_llm()._call({"max_tokens": 5, "max_new_tokens": 6})
+    assert make_llm(max_new_tokens=5)._call({"max_tokens": 6}).decoding["max_new_tokens"] == 6
+
+
 def test_options_of_one_call_reach_the_engine(llm):
     assert call(llm, "complete", QUESTION, max_tokens=3)[0].raw["usage"]["completion_tokens"] == 3
     assert call(llm, "chat", QUESTION, method="full")[0].raw["kv"]["method"] == "full"

@@ -246,7 +246,7 @@ def test_registering_known_nodes_again_writes_nothing(deaf):
     """It happens at every retrieval, in the event loop of those who retrieve in one."""
     nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
     deaf.remember(nodes)
-    written = deaf.backend.registry._sql.total_changes
+    written = deaf.backend.registry._file.sql.total_changes
     assert written >= len(nodes)
     deaf.remember(nodes)
-    assert deaf.backend.registry._sql.total_changes == written
+    assert deaf.backend.registry._file.sql.total_changes == written

@@ -1,0 +1,130 @@
+"""How one layer's KV becomes bytes: as it is, or eight bits a number.
+
+A codec is a table row. What it packs is one run of bytes a layer, which can be unpacked on any device, so that fewer
+bytes cross to an accelerator as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import UsageError
+
+LEVELS = 255  # of an unsigned byte, less one
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One row of the table. number stands in the file's header and never changes its meaning.
+
+    layer_nbytes(geometry, tokens): of one packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
+    tensors, whose bytes in order are the layer; None for numbers that it cannot hold. unpack(packed, geometry, keys,
+    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on.
+    """
+
+    name: str
+    number: int
+    layer_nbytes: Callable[[Geometry, int], int]
+    pack: Callable[[Tensor, Tensor], tuple[Tensor, ...] | None]
+    unpack: Callable[[Tensor, Geometry, Tensor, Tensor], None]
+
+
+def raw_layer(packed: Tensor, geometry: Geometry, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (H, T, D) as views of a raw layer's bytes."""
+    key_nbytes = geometry.kv_heads * tokens * geometry.key_size * geometry.torch_dtype.itemsize
+    keys, values = packed[:key_nbytes], packed[key_nbytes:]
+    return (
+        keys.view(geometry.torch_dtype).view(geometry.kv_heads, tokens, geometry.key_size),
+        values.view(geometry.torch_dtype).view(geometry.kv_heads, tokens, geometry.value_size),
+    )
+
+
+def _raw_nbytes(geometry: Geometry, tokens: int) -> int:
+    return tokens * geometry.layer_token_bytes
+
+
+def _pack_raw(keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    return keys.detach().cpu().contiguous(), values.detach().cpu().contiguous()
+
+
+def _unpack_raw(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor) -> None:
+    found = raw_layer(packed, geometry, keys.shape[1])
+    keys.copy_(found[0], non_blocking=True)
+    values.copy_(found[1], non_blocking=True)
+
+
+def _int8_nbytes(geometry: Geometry, tokens: int) -> int:
+    return sum(nbytes for nbytes, _ in _int8_parts(geometry, tokens))
+
+
+def _int8_parts(geometry: Geometry, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Bytes and shape of: keys' least and step, values' least and step (float16), keys' and values' codes."""
+    heads, key_size, value_size = geometry.kv_heads, geometry.key_size, geometry.value_size
+    by_channel, by_token = (heads, 1, key_size), (heads, tokens, 1)
+    scales = [(2 * heads * size, shape) for size, shape in ((key_size, by_channel), (tokens, by_token))]
+    codes = [(heads * tokens * size, (heads, tokens, size)) for size in (key_size, value_size)]
+    return [scales[0], scales[0], scales[1], scales[1], *codes]
+
+
+def _pack_int8(keys: Tensor, values: Tensor) -> tuple[Tensor, ...] | None:
+    key_parts, value_parts = _quantised(keys, dim=1), _quantised(values, dim=2)
+    scales = (*key_parts[:2], *value_parts[:2])
+    if not all(bool(scale.isfinite().all()) for scale in scales):  # beyond float16, or not numbers
+        return None
+    return (*scales, key_parts[2], value_parts[2])
+
+
+def _quantised(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Least and step along `dim` (float16), and the codes (uint8); number = least + step * code."""
+    numbers = tensor.detach().cpu().float()
+    infinity = torch.tensor(torch.inf, dtype=torch.float16)
+    # Rounded outwards: what lies beyond the first or the last code would be cut off.
+    least = torch.nextafter(numbers.amin(dim, keepdim=True).half(), -infinity)
+    step = (numbers.amax(dim, keepdim=True) - least.float()).div_(LEVELS)
+    step = torch.nextafter(step.half(), infinity)
+    codes = (numbers - least.float()).div_(step.float()).round_().clamp_(0, LEVELS)
+    return least, step, codes.to(torch.uint8)
+
+
+def _unpack_int8(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor) -> None:
+    parts = _int8_parts(geometry, keys.shape[1])
+    pieces = packed.split([nbytes for nbytes, _ in parts])
+    shaped = [piece.view(torch.float16) for piece in pieces[:4]] + list(pieces[4:])
+    key_least, key_step, value_least, value_step, key_codes, value_codes = (
+        piece.view(shape) for piece, (_, shape) in zip(shaped, parts, strict=True)
+    )
+    _restore(keys, key_codes, key_least, key_step)
+    _restore(values, value_codes, value_least, value_step)
+
+
+def _restore(out: Tensor, codes: Tensor, least: Tensor, step: Tensor) -> None:
+    # In float32, cast once: half the precision of bfloat16's would be lost otherwise.
+    out.copy_(torch.addcmul(least.float(), codes.float(), step.float()))
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("raw", 0, _raw_nbytes, _pack_raw, _unpack_raw),
+        # Asymmetric; keys a scale a channel, whose outliers are in few channels, values a scale a token: KIVI (ICML'24,
+        # arXiv 2402.02750), section 3, there with 2 bits and groups.
+        Codec("int8", 1, _int8_nbytes, _pack_int8, _unpack_int8),
+    )
+}
+RAW = CODECS["raw"]
+_BY_NUMBER = {codec.number: codec for codec in CODECS.values()}
+
+
+def codec_named(name: str) -> Codec:
+    """Raises UsageError for a name that is not in the table."""
+    if name not in CODECS:
+        raise UsageError(f"the KV codec {name!r} is unknown; there are {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+def codec_numbered(number: int) -> Codec | None:
+    """The codec of a file's header; None for a number that this version does not know."""
+    return _BY_NUMBER.get(number)

@@ -1,0 +1,170 @@
+"""Values held in memory, open for reading: as tensors, or packed by a codec."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.codec import RAW, Codec
+
+
+class Source(Protocol):
+    """An open value of any tier."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def start(self) -> int:
+        """Position of the first token when it was encoded."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def codec(self) -> Codec:
+        """How its layers are packed."""
+
+    @property
+    def tier(self) -> str:
+        """Where it lies: `disk`, `memory`, `device`."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file."""
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill keys (H, T, Dk) and values (H, T, Dv). Raises CorruptBlobError."""
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        """Fill packed (layer bytes,) uint8, as the codec made it. Raises CorruptBlobError."""
+
+
+class _Open:
+    """What needs no closing, as a context manager."""
+
+    def drop_page_cache(self) -> None:
+        """It has no pages in the kernel's cache."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class HeldChunk(_Open):
+    """A value in memory, open for reading; it stays whole when it is evicted meanwhile.
+
+    keys, values: L tensors each, (H, T, D), which nobody may write to. tier: where it lies.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    geometry: Geometry
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    tier: str
+
+    in_memory = True
+    codec = RAW
+
+    @classmethod
+    def of(cls, chunk: ChunkKV, tier: str = "memory") -> "HeldChunk":
+        """That chunk, not copied."""
+        return cls(chunk.token_ids, chunk.start, chunk.geometry, tuple(chunk.keys), tuple(chunk.values), tier)
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill keys (H, T, Dk) and values (H, T, Dv), which may be strided and on another device.
+
+        From pinned memory the copy to a device is only given to the current stream.
+        """
+        assert keys.shape == self.keys[layer].shape, (keys.shape, self.keys[layer].shape)
+        assert values.shape == self.values[layer].shape, (values.shape, self.values[layer].shape)
+        keys.copy_(self.keys[layer], non_blocking=True)
+        values.copy_(self.values[layer], non_blocking=True)
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        """Fill packed (layer bytes,) uint8 with keys, then values."""
+        parts = [t.contiguous().view(-1).view(torch.uint8) for t in (self.keys[layer], self.values[layer])]
+        packed.copy_(torch.cat(parts))
+
+
+@dataclass(frozen=True)
+class PackedChunk(_Open):
+    """A value in memory as its codec packed it: fewer bytes to hold, and to send to a device.
+
+    layers: L tensors (layer bytes,) uint8, which nobody may write to.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    geometry: Geometry
+    codec: Codec
+    layers: tuple[Tensor, ...]
+    tier: str
+
+    in_memory = True
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill keys (H, T, Dk) and values (H, T, Dv): unpacked on the device that they are on."""
+        packed = self.layers[layer].to(keys.device, non_blocking=True)
+        self.codec.unpack(packed, self.geometry, keys, values)
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        """Fill packed (layer bytes,) uint8."""
+        packed.copy_(self.layers[layer], non_blocking=True)
+
+
+Held = HeldChunk | PackedChunk
+
+
+def held_nbytes(source: Source) -> int:
+    """Bytes that a copy of it takes in memory."""
+    return source.geometry.layers * source.codec.layer_nbytes(source.geometry, len(source.token_ids))
+
+
+def held_copy(source: Source, tier: str, device: torch.device, pinned: bool) -> Held:
+    """What `source` reads, in one piece of memory: an allocator of pinned memory rounds every piece up."""
+    if device.type != "cpu" and not source.in_memory:  # files are read into the host's memory
+        source = held_copy(source, tier, torch.device("cpu"), pinned=False)
+    geometry, tokens = source.geometry, len(source.token_ids)
+    if source.codec is RAW:
+        flat = _memory(
+            held_nbytes(source) // geometry.torch_dtype.itemsize, geometry.torch_dtype, device, pinned
+        )
+        sizes = [geometry.kv_heads * tokens * size for size in (geometry.key_size, geometry.value_size)]
+        parts = flat.split(sizes * geometry.layers)
+        keys = [part.view(geometry.kv_heads, tokens, geometry.key_size) for part in parts[::2]]
+        values = [part.view(geometry.kv_heads, tokens, geometry.value_size) for part in parts[1::2]]
+        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+            source.read_layer(layer, k, v)
+        return HeldChunk(source.token_ids, source.start, geometry, tuple(keys), tuple(values), tier)
+    flat = _memory(held_nbytes(source), torch.uint8, device, pinned)
+    layers = flat.view(geometry.layers, -1).unbind()
+    for layer, packed in enumerate(layers):
+        source.read_packed(layer, packed)
+    return PackedChunk(source.token_ids, source.start, geometry, source.codec, layers, tier)
+
+
+def whole(held: Held) -> ChunkKV:
+    """All of it, on the CPU, in memory that the caller owns."""
+    g, tokens = held.geometry, len(held.token_ids)
+    keys = [torch.empty((g.kv_heads, tokens, g.key_size), dtype=g.torch_dtype) for _ in range(g.layers)]
+    values = [torch.empty((g.kv_heads, tokens, g.value_size), dtype=g.torch_dtype) for _ in range(g.layers)]
+    for layer in range(g.layers):
+        held.read_layer(layer, keys[layer], values[layer])
+    return ChunkKV(held.token_ids, held.start, g, keys, values)
+
+
+def _memory(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> Tensor:
+    return torch.empty(numbers, dtype=dtype, device=device, pin_memory=pinned)

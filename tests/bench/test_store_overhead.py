@@ -1,0 +1,33 @@
+"""`bench store --overhead`: on a store of few chunks, made of rows, every lookup hits and every admission evicts."""
+
+import json
+
+from typer.testing import CliRunner
+
+from ragblend.app.bench.store_large import SCOPE, key_of, make_large_home, token_ids_of
+from ragblend.app.cli import app
+from ragblend.kvstore.nodes import NodeIndex
+from ragblend.kvstore.store import KVStore
+
+
+def test_the_store_that_is_made_is_one(tmp_path):
+    make_large_home(tmp_path, 30, lambda done, of: None)
+    with KVStore.open(tmp_path / "kv", 1 << 40) as store, NodeIndex.open(tmp_path / "nodes.sqlite") as nodes:
+        assert (store.stats().entries, store.stats().quarantined) == (30, 0)
+        assert len(nodes.node_ids(SCOPE)) == 30
+        for number in (0, 29):
+            with store.open_chunk(key_of(number), token_ids_of(number)) as reader:
+                assert reader.token_ids == nodes.get(SCOPE, f"node-{number}")
+        priorities = {row[0] for row in store._index._sql.execute("SELECT priority FROM Uses")}
+        assert len(priorities) == 30  # there is an order to evict in
+
+
+def test_it_measures_hits_and_evictions(tmp_path, monkeypatch):
+    monkeypatch.setattr("ragblend.app.bench.store_overhead.tempfile.tempdir", str(tmp_path))
+    done = CliRunner().invoke(app, ["bench", "store", "--overhead", "100", "--json"])
+    assert done.exit_code == 0, done.stderr
+    row = json.loads(done.stdout)
+    row = row.get("rows", row)
+    assert (row["chunks"], row["entries"]) == (100, 100)
+    assert row["evicted"] == 6 * row["requests"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,70 @@
+"""An engine whose KV is packed: half the bytes, nearly the same logits, on the CPU and before a staged lane."""
+
+import pytest
+import torch
+from benches import make_prompt, make_text
+from test_device import StagedLane
+
+from ragblend import Engine
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.layout import value_files
+
+TEXTS = [make_text(seed) for seed in range(3)]
+
+
+@pytest.fixture
+def packed(model_folder, tmp_path):
+    engine = Engine.open(
+        str(model_folder("llama")), home=tmp_path, device="cpu", dtype="float32", kv_codec="int8"
+    )
+    engine.encode(TEXTS)
+    yield engine
+    engine.close()
+
+
+def test_logits_are_near_those_of_unpacked_kv(packed, fresh):
+    fresh.engine.encode(TEXTS)
+    expected = fresh.engine.prefill(make_prompt(TEXTS), method="reuse").logits
+    found = packed.prefill(make_prompt(TEXTS), method="reuse")
+    assert found.report.hits == len(TEXTS)
+    distance = (found.logits - expected).norm() / expected.norm()
+    assert 0 < distance < 0.02
+    assert packed.prefill(make_prompt(TEXTS), method="full").logits.argmax() == found.logits.argmax()
+
+
+def test_files_take_a_third_of_float32(packed, fresh):
+    fresh.engine.encode(TEXTS)
+    of = lambda engine: sum(file.nbytes for file in value_files(engine.store.root))  # noqa: E731
+    assert of(packed) < 0.4 * of(fresh.engine)
+
+
+def test_a_staged_lane_gets_the_packed_bytes_and_unpacks_them_itself(packed, monkeypatch):
+    expected = packed.prefill(make_prompt(TEXTS), method="cacheblend").logits
+    lane, shapes = StagedLane(), []
+    monkeypatch.setattr(
+        lane, "staging", lambda like: shapes.append((like.dim(), like.dtype)) or _staged(like)
+    )
+    monkeypatch.setattr(packed._resources.server, "lane", lane)
+    assert torch.equal(packed.prefill(make_prompt(TEXTS), method="cacheblend").logits, expected)
+    assert set(shapes) == {(1, torch.uint8)}
+
+
+def _staged(like):
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+def test_what_is_stored_is_read_whatever_the_codec_is_now(packed):
+    again = Engine.open(
+        str(packed.config.model), home=packed.home, device="cpu", dtype="float32", kv_codec="raw"
+    )
+    assert again is packed
+    report = again.encode([*TEXTS, make_text(9)])
+    assert (report.encoded, report.skipped) == (1, len(TEXTS))
+    assert again.prefill(make_prompt([*TEXTS, make_text(9)]), method="reuse").report.misses == 0
+    sizes = {round(file.nbytes / 1000) for file in value_files(again.store.root)}
+    assert max(sizes) > 2 * min(sizes)
+
+
+def test_an_unknown_codec_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UsageError, match="int3"):
+        Engine.open(home=tmp_path, kv_codec="int3")

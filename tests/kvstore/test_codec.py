@@ -1,0 +1,164 @@
+"""KV packed in fewer bytes: every number within half a step, damage seen, any codec read by any store."""
+
+import pytest
+import torch
+
+from ragblend.kvstore.blob import Blob
+from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.codec import CODECS, RAW, codec_named
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.held import HeldChunk, PackedChunk, held_copy, held_nbytes
+from ragblend.kvstore.layout import value_files
+from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.store import KVStore
+
+INT8 = CODECS["int8"]
+SHAPE = Geometry(layers=2, kv_heads=3, key_size=16, value_size=24, dtype="bfloat16")
+
+
+def make_chunk(seed=0, tokens=40, geometry=SHAPE, scale=1.0):
+    """Numbers as KV has them: channels of very different size, tokens of very different size."""
+    random = torch.Generator().manual_seed(seed)
+
+    def numbers(size):
+        shape = (geometry.kv_heads, tokens, size)
+        channels = torch.rand((geometry.kv_heads, 1, size), generator=random) * 20
+        return (torch.randn(shape, generator=random) * channels * scale).to(geometry.torch_dtype)
+
+    keys = [numbers(geometry.key_size) for _ in range(geometry.layers)]
+    values = [numbers(geometry.value_size) for _ in range(geometry.layers)]
+    return ChunkKV(tuple(range(tokens)), 7, geometry, keys, values)
+
+
+KEY = ChunkKey("ab" * 32)
+
+
+def through(codec, chunk, layer=0):
+    """One layer, packed and unpacked again."""
+    packed = torch.cat(
+        [t.reshape(-1).view(torch.uint8) for t in codec.pack(chunk.keys[layer], chunk.values[layer])]
+    )
+    assert packed.numel() == codec.layer_nbytes(chunk.geometry, len(chunk.token_ids))
+    keys, values = torch.empty_like(chunk.keys[layer]), torch.empty_like(chunk.values[layer])
+    codec.unpack(packed, chunk.geometry, keys, values)
+    return keys, values
+
+
+def half_step(tensor, dim):
+    spread = tensor.float().amax(dim, keepdim=True) - tensor.float().amin(dim, keepdim=True)
+    return spread / 255 / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_int8_is_within_half_a_step_of_a_channels_keys_and_a_tokens_values(dtype):
+    """A reference from KIVI's section 3: asymmetric, keys by channel, values by token. 5% for scales in float16."""
+    chunk = make_chunk(geometry=Geometry(1, 3, 16, 24, dtype))
+    keys, values = through(INT8, chunk)
+    rounding = 2**-8 if dtype == "bfloat16" else 2**-10
+    for found, expected, dim in ((keys, chunk.keys[0], 1), (values, chunk.values[0], 2)):
+        error = (found.float() - expected.float()).abs()
+        assert (error <= 1.05 * half_step(expected, dim) + rounding * expected.float().abs() + 1e-6).all()
+        assert error.max() > 0
+
+
+def test_a_scale_for_every_channel_is_what_keeps_small_channels_alive():
+    """One scale a token for keys as well would round a channel of small numbers to nothing."""
+    chunk = make_chunk()
+    chunk.keys[0][:, :, 0] = torch.linspace(0.001, 0.002, 40).to(torch.bfloat16)
+    keys, _ = through(INT8, chunk)
+    assert torch.allclose(keys[:, :, 0].float(), chunk.keys[0][:, :, 0].float(), rtol=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_equal_numbers_come_back_nearly_equal(tokens):
+    chunk = make_chunk(tokens=tokens)
+    for tensor in (*chunk.keys, *chunk.values):
+        tensor.fill_(3.0)
+    keys, values = through(INT8, chunk)
+    assert torch.allclose(keys.float(), torch.tensor(3.0), rtol=2e-3)
+    assert torch.allclose(values.float(), torch.tensor(3.0), rtol=2e-3)
+
+
+def test_the_raw_codec_changes_no_bit():
+    chunk = make_chunk()
+    keys, values = through(RAW, chunk)
+    assert torch.equal(keys, chunk.keys[0]) and torch.equal(values, chunk.values[0])
+
+
+def test_int8_takes_about_half_the_bytes():
+    geometry = Geometry(30, 3, 64, 64, "bfloat16")
+    assert INT8.layer_nbytes(geometry, 512) < 0.53 * RAW.layer_nbytes(geometry, 512)
+
+
+def test_what_int8_cannot_hold_is_stored_raw(root, same):
+    chunk = make_chunk()
+    chunk.values[1][0, 0, 0] = 1e30
+    assert Blob.of(KEY, chunk, INT8).header.codec is RAW
+    with KVStore.open(root, 1 << 30) as store:
+        store.put(KEY, chunk, INT8)
+        assert same(store.get(KEY, chunk.token_ids), chunk)
+
+
+def test_any_store_reads_any_codec(root, same):
+    chunk, other = make_chunk(1), make_chunk(2)
+    with KVStore.open(root, 1 << 30) as store:
+        store.put(KEY, chunk, INT8)
+        store.put(ChunkKey("cd" * 32), other)
+        packed = store.get(KEY, chunk.token_ids)
+        assert same(store.get(ChunkKey("cd" * 32), other.token_ids), other)
+        assert store.check() == []
+    with KVStore.open(root, 1 << 30) as store:
+        assert same(store.get(KEY, chunk.token_ids), packed)
+    assert not same(packed, chunk)
+    for layer in range(SHAPE.layers):
+        keys, values = through(INT8, chunk, layer)
+        assert torch.equal(packed.keys[layer], keys) and torch.equal(packed.values[layer], values)
+
+
+def test_a_flipped_bit_of_a_packed_layer_is_a_miss(root):
+    chunk = make_chunk()
+    with KVStore.open(root, 1 << 30) as store:
+        store.put(KEY, chunk, INT8)
+        (file,) = value_files(root)
+        path = root / file.filename
+        raw = bytearray(path.read_bytes())
+        raw[-20] ^= 4
+        path.write_bytes(raw)
+        assert store.get(KEY, chunk.token_ids) is None
+        assert store.stats().quarantined == 1
+
+
+def test_a_codec_of_a_later_version_is_a_miss(root, monkeypatch):
+    chunk = make_chunk()
+    with KVStore.open(root, 1 << 30) as store:
+        store.put(KEY, chunk, INT8)
+        monkeypatch.setattr("ragblend.kvstore.blob.codec_numbered", lambda number: None)
+        assert store.get(KEY, chunk.token_ids) is None
+
+
+def test_a_memory_tier_holds_the_packed_bytes_and_reads_the_same(root, same):
+    chunk = make_chunk()
+    tier = MemoryTier("memory", 1 << 20)
+    with KVStore.open(root, 1 << 30, tiers=[tier]) as store:
+        store.put(KEY, chunk, INT8)
+        from_disk = store.get(KEY, chunk.token_ids)
+        store.promote(KEY, chunk.token_ids)
+        assert isinstance(tier.peek(KEY, chunk.token_ids), PackedChunk)
+        assert tier.stats().bytes == SHAPE.layers * INT8.layer_nbytes(SHAPE, 40)
+        assert same(store.get(KEY, chunk.token_ids), from_disk)
+
+
+def test_held_copies_climb_from_tier_to_tier_unchanged():
+    first = held_copy(HeldChunk.of(make_chunk()), "memory", torch.device("cpu"), pinned=False)
+    again = held_copy(first, "device", torch.device("cpu"), pinned=False)
+    assert held_nbytes(first) == held_nbytes(again) == len(first.token_ids) * SHAPE.token_bytes
+    assert all(torch.equal(a, b) for a, b in zip(first.keys, again.keys, strict=True))
+    packed, expected = (torch.empty(RAW.layer_nbytes(SHAPE, 40), dtype=torch.uint8) for _ in range(2))
+    again.read_packed(1, packed)
+    expected.copy_(torch.cat([t.reshape(-1).view(torch.uint8) for t in (first.keys[1], first.values[1])]))
+    assert torch.equal(packed, expected)
+
+
+def test_an_unknown_codec_is_refused_by_name():
+    with pytest.raises(UsageError, match="int3"):
+        codec_named("int3")
