@@ -11,7 +11,7 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Span
 from ragblend.engine.prompt import Chunk, Prompt
-from ragblend.kvstore.memory import HeldChunk
+from ragblend.kvstore.held import HeldChunk
 
 
 @dataclass(frozen=True)
