@@ -159,7 +159,7 @@ def _connect(tab: "ChatTab", parts: Parts) -> None:
     parts.stop.click(tab.stop, None, None, **quick)
     opened = [*streamed, parts.source]
     parts.new.click(tab.new, None, opened, **quick)
-    parts.search.input(
+    parts.search.change(
         tab.search,
         [parts.search, parts.chat_id, parts.limit],
         [parts.chats],

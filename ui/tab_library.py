@@ -12,6 +12,7 @@ from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import render_library
 from ragblend.ui.context import Context, drawn
 from ragblend.ui.render_text import problem
+from ragblend.ui.uploads import discard
 
 Updates = dict[Any, Any]
 PAGE = 50
@@ -126,7 +127,7 @@ def _connect(tab: "LibraryTab", parts: Parts) -> None:
     drawn = [parts.documents, parts.offset]
     listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
     parts.collection.change(tab.first_page, view[:3], drawn, **quick)
-    parts.search.input(tab.first_page, view[:3], drawn, trigger_mode="always_last", **quick)
+    parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **quick)
     parts.state.change(tab.first_page, view[:3], drawn, **quick)
     parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **slow)
     parts.add_folder.click(
@@ -149,7 +150,9 @@ class LibraryTab:
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]
-        return self._after(lambda: self._desk.jobs.upload(paths, view[0]), view) | {self._parts.files: None}
+        updates = self._after(lambda: self._desk.jobs.upload(paths, view[0]), view)
+        discard(paths)
+        return updates | {self._parts.files: None}
 
     def add_folder(self, folder: str, watch: bool, *view: Any) -> Updates:
         def work() -> Any:

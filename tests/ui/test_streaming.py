@@ -6,6 +6,7 @@ import pytest
 
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.sessions import Sessions
+from ragblend.ui.uploads import discard
 
 
 def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
@@ -88,3 +89,15 @@ def test_a_page_that_goes_away_stops_its_answer() -> None:
     assert not sessions.shows("page", 3)
     sessions.end("page", turn)
     assert not sessions.stop("page")
+
+
+def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "temporary"))
+    mine, other = tmp_path / "temporary" / "hash" / "a.txt", tmp_path / "documents" / "b.txt"
+    for path in (mine, other):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    discard([mine, other, tmp_path / "temporary" / "c.txt"])
+    assert not mine.parent.exists()
+    assert other.exists()
+    assert (tmp_path / "temporary").exists()
