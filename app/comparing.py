@@ -1,4 +1,4 @@
-"""One question answered in two ways over the same prompt: the answers, when they began, how far they are from full prefill.
+"""One question answered in two ways over one prompt: the answers, when they began, how far from full prefill they are.
 
 Full prefill is read as well, whatever the two are: the divergences are taken along its greedy answer, as in
 `bench quality`.
@@ -101,7 +101,7 @@ class _Lab:
         self._full: Compared | None = None
 
     def prefill(self, side: Side) -> "Prefilled":
-        ratio = {} if side.ratio is None else {"ratio": side.ratio}
+        ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
         return self._engine.prefill(self._prompt, side.method, cancel=self._cancel, **ratio)
 
     def read_full(self) -> Compared:

@@ -1,4 +1,4 @@
-"""What a change of settings would cost before it is made: which passages would be read again, and for how long. Pure."""
+"""What a change of settings would cost, before it is made: what would be read again, and for how long. Pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """What every tab needs: the app, what the open pages are doing, and places for drawn HTML."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 # Every click in drawn HTML carries what it means; the page's script hands it over.
 BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
+
+# How callbacks are called: at once, or in Gradio's queue, where they may take their time and yield.
+QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
+QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
 
 
 @dataclass(frozen=True)

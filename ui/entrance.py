@@ -5,7 +5,6 @@ import secrets
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope
 
@@ -98,7 +97,3 @@ def page_without_token(asks_password: bool, problem: str = "") -> str:
         "padding:.45rem .7rem}input{display:block;width:100%;box-sizing:border-box}</style></head>"
         f"<body><h1>RAGBlend</h1><p>This page is private.</p>{note}{form if asks_password else advice}</body></html>"
     )
-
-
-def is_html_wanted(headers: Headers) -> bool:
-    return "text/html" in headers.get("accept", "")

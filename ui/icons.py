@@ -10,7 +10,8 @@ def _icon(paths: str) -> str:
 
 EDIT = _icon('<path d="M10.8 2.7l2.5 2.5L5.6 12.9l-3.1.6.6-3.1z"/>')
 COPY = _icon(
-    '<rect x="5.5" y="5.5" width="8" height="8" rx="1.5"/><path d="M10.5 3.2V3A.9.9 0 0 0 9.6 2.1H3A.9.9 0 0 0 2.1 3v6.6a.9.9 0 0 0 .9.9h.2"/>'
+    '<rect x="5.5" y="5.5" width="8" height="8" rx="1.5"/><path d="M10.5 3.2V3A.9.9 0 0 0 9.6 '
+    '2.1H3A.9.9 0 0 0 2.1 3v6.6a.9.9 0 0 0 .9.9h.2"/>'
 )
 AGAIN = _icon('<path d="M13.5 8A5.5 5.5 0 1 1 11.6 3.8"/><path d="M13.6 1.9v2.7h-2.7"/>')
 GAUGE = _icon('<path d="M2.3 11.5a6 6 0 1 1 11.4 0"/><path d="M8 9.5l2.7-3.2"/>')

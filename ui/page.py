@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 
 from ragblend.ui import render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
-from ragblend.ui.context import Context, drawn
+from ragblend.ui.context import QUICK, Context, drawn
 
 TICK_S = 1.5
 
@@ -36,7 +36,6 @@ def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
     chat, library = frame.chat_parts, frame.library_parts
     view = [library.collection, library.search, library.state, library.offset]
     drawn_there = [library.queue, library.jobs, library.watched, library.documents, library.offset]
-    quick: dict[str, Any] = {"show_progress": "hidden", "queue": False}
     first = [
         frame.header,
         frame.banner,
@@ -47,13 +46,13 @@ def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
         library.collection,
         frame.compared,
     ]
-    page.load(frame.load, None, [*first, *drawn_there], **quick)
-    library_tab.select(frame.library.refresh, view, drawn_there, **quick)
+    page.load(frame.load, None, [*first, *drawn_there], **QUICK)
+    library_tab.select(frame.library.refresh, view, drawn_there, **QUICK)
     gr.Timer(TICK_S).tick(
         frame.tick,
         [frame.seen, chat.chat_id, *view],
         [frame.seen, frame.header, frame.banner, chat.transcript, *drawn_there],
-        **quick,
+        **QUICK,
     )
     page.unload(frame.gone)
 

@@ -29,12 +29,18 @@ def transcript(messages: Sequence["Message"], cited: Sequence["Cited | None"]) -
 def user_turn(message: "Message") -> str:
     edit = button(icons.EDIT, "edit-open", title="Edit and send again", kind="icon", id=message.id)
     text = f'<div class="rb-text"{attributes(data_raw=message.text)}>{_lines(message.text)}</div>'
-    return f'<article class="rb-turn user" data-message="{message.id}" aria-label="Your question">{text}{edit}</article>'
+    return (
+        f'<article class="rb-turn user" data-message="{message.id}" aria-label="Your '
+        f'question">{text}{edit}</article>'
+    )
 
 
 def pending_turn(question: str) -> str:
     """A question whose answer is on its way."""
-    return f'<article class="rb-turn user" aria-label="Your question"><div class="rb-text">{_lines(question)}</div></article>'
+    return (
+        '<article class="rb-turn user" aria-label="Your question"><div '
+        f'class="rb-text">{_lines(question)}</div></article>'
+    )
 
 
 def answer_turn(message: "Message", cited: "Cited", is_last: bool = False) -> str:
@@ -55,7 +61,10 @@ def live_turn(question: str, text: str, status: str, notice: str | None = None) 
     said = problem(notice, "info") if notice else ""
     dots = '<span class="rb-dots" aria-hidden="true"><i></i><i></i><i></i></span>' if not text else ""
     state = f'<div class="rb-status" role="status">{dots}{escape(status)}</div>'
-    answer = f'<article class="rb-turn answer live" aria-label="Answer, being written">{said}{body if text else ""}{state}</article>'
+    answer = (
+        '<article class="rb-turn answer live" aria-label="Answer, being '
+        f'written">{said}{body if text else ""}{state}</article>'
+    )
     return f'<div class="rb-turns">{pending_turn(question) if question else ""}{answer}</div>'
 
 
@@ -112,7 +121,8 @@ def _source(source: "SourceRow", message_id: int) -> str:
     return (
         f'<li value="{source.number}"><button type="button" class="rb-source"{values}>'
         f'<span class="name">{escape(source.document)}</span> <span class="where">{escape(source.location)}</span>'
-        f'<span class="score" title="Similarity to the question, at most 1">{source.score:.2f}</span></button>{earlier}</li>'
+        '<span class="score" title="Similarity to the question, at most '
+        f'1">{source.score:.2f}</span></button>{earlier}</li>'
     )
 
 
@@ -163,7 +173,8 @@ def welcome(documents: int, questions: Sequence[str] = ()) -> str:
 def reading_samples() -> str:
     """What stands there while the sample documents are being read."""
     return (
-        '<div class="rb-welcome"><h2>Reading the sample documents</h2><p>A tramway on an invented island, in eight files. '
+        '<div class="rb-welcome"><h2>Reading the sample documents</h2><p>A tramway on an invented '
+        "island, in eight files. "
         "You can ask as soon as the first is ready; the Library tab shows how far they are.</p>"
         '<span class="rb-dots" aria-hidden="true"><i></i><i></i><i></i></span></div>'
     )

@@ -27,7 +27,8 @@ LABELS = {
 def comparison(found: "Comparison", running: bool) -> str:
     """As far as it has come: full prefill's figures, then both sides with where their answers differ."""
     parts = [
-        f'<p class="rb-small">{plural(found.passages, "passage")}, {found.prompt_tokens:,} tokens, the same for both.</p>'
+        f'<p class="rb-small">{plural(found.passages, "passage")}, {found.prompt_tokens:,} tokens, '
+        "the same for both.</p>"
     ]
     if found.notice:
         parts.append(problem(found.notice, "info"))
@@ -37,7 +38,8 @@ def comparison(found: "Comparison", running: bool) -> str:
         done = (found.full is not None) + len(found.sides)
         word = "Reading it in full, as the reference …" if not done else "Reading it the next way …"
         parts.append(
-            f'<div class="rb-status" role="status"><span class="rb-dots" aria-hidden="true"><i></i><i></i><i></i></span>{word}</div>'
+            '<div class="rb-status" role="status"><span class="rb-dots" '
+            f'aria-hidden="true"><i></i><i></i><i></i></span>{word}</div>'
         )
     return "".join(parts)
 
@@ -54,7 +56,8 @@ def _side(one: "Compared", found: "Comparison") -> str:
         ("same next token", f"{100 * one.same_next:.0f}%", "along full prefill's answer"),
     ]
     made = "".join(
-        f'<div><dt>{escape(what)}</dt><dd><b>{escape(value)}</b> <span class="rb-small">{escape(more)}</span></dd></div>'
+        f"<div><dt>{escape(what)}</dt><dd><b>{escape(value)}</b> <span "
+        f'class="rb-small">{escape(more)}</span></dd></div>'
         for what, value, more in cards
     )
     warning = problem(one.warning, "warning") if one.warning else ""

@@ -37,7 +37,10 @@ def fingerprint(overview: "Overview") -> str:
     """Another text as soon as there is anything new to draw; how many are finished stands before the colon."""
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()
-    return f"{overview.finished}:{overview.total} {overview.paused} {overview.waiting} {sorted(overview.counts.items())} {now}"
+    return (
+        f"{overview.finished}:{overview.total} {overview.paused} {overview.waiting} "
+        f"{sorted(overview.counts.items())} {now}"
+    )
 
 
 def finished_in(fingerprint: str) -> str:

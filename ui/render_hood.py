@@ -1,7 +1,7 @@
 """Under the hood of one answer: what the context was made of, what it cost, what ran when. All pure."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ragblend.ui.render_text import attributes, button, escape, milliseconds, plural, size, words
 from ragblend.ui.render_timeline import timeline
@@ -114,13 +114,15 @@ def context_table(segments: Sequence["HoodSegment"]) -> str:
     rows = "".join(_row(segment) for segment in segments)
     return (
         '<details class="rb-table"><summary>Context as a table</summary><div class="scroll"><table><thead><tr>'
-        f'<th scope="col">part</th><th scope="col">tokens</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+        '<th scope="col">part</th><th '
+        f'scope="col">tokens</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
 
 
 def _row(segment: "HoodSegment") -> str:
     number = f"[{segment.number}] " if segment.number is not None else ""
-    cells = "".join(f"<td>{segment.counts.get(kind, 0):,}</td>" for kind in KINDS)
+    counts: Mapping[Any, int] = segment.counts
+    cells = "".join(f"<td>{counts.get(kind, 0):,}</td>" for kind in KINDS)
     start = segment.text if len(segment.text) <= TEXT_START else segment.text[:TEXT_START] + "…"
     return (
         f'<tr><th scope="row" title="{escape(start)}">{number}{escape(segment.label)}</th>'

@@ -1,14 +1,15 @@
 """The library as HTML: documents by page, the ingest queue, watched folders. All pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragblend.ui import icons
 from ragblend.ui.render_chat import day
 from ragblend.ui.render_text import attributes, button, duration, escape, plural, problem, size
 
 if TYPE_CHECKING:
-    from ragblend.app.jobs import Added, FileJob, Overview
+    from ragblend.app.job_store import FileJob
+    from ragblend.app.jobs import Added, Overview
     from ragblend.app.listing import DocumentPage, ListedDocument
     from ragblend.app.watching import Watched
 
@@ -24,8 +25,10 @@ def documents(page: "DocumentPage", offset: int, limit: int, search: str = "") -
         return f'<p class="rb-empty">{words}</p>'
     rows = "".join(_document(document) for document in page.documents)
     return (
-        '<div class="scroll"><table class="rb-documents"><thead><tr><th scope="col">Document</th><th scope="col">State</th>'
-        '<th scope="col" class="number">Passages</th><th scope="col" class="number">Size</th><th scope="col">Changed</th>'
+        '<div class="scroll"><table class="rb-documents"><thead><tr><th scope="col">Document</th><th '
+        'scope="col">State</th>'
+        '<th scope="col" class="number">Passages</th><th scope="col" class="number">Size</th><th '
+        'scope="col">Changed</th>'
         f'<th scope="col"><span class="rb-hidden">Actions</span></th></tr></thead><tbody>{rows}</tbody></table></div>'
         f"{pager(page.total, offset, limit, 'document')}"
     )
@@ -46,7 +49,8 @@ def _document(document: "ListedDocument") -> str:
     )
     where = "a copy in the library" if document.uploaded else document.path
     return (
-        f'<tr class="s-{escape(document.state)}"><td><span class="name" title="{escape(document.path)}">{escape(document.name)}'
+        f'<tr class="s-{escape(document.state)}"><td><span class="name" '
+        f'title="{escape(document.path)}">{escape(document.name)}'
         f'</span>{tag}<div class="where">{escape(where)}</div>{reason}</td>'
         f'<td><span class="rb-state s-{escape(document.state)}">{state}</span></td>'
         f'<td class="number">{document.passages:,}</td><td class="number">{size(max(document.size, 0))}</td>'
@@ -81,7 +85,8 @@ def queue(overview: "Overview") -> str:
     parts.append(
         f'<div class="head"><strong>{"Paused" if overview.paused else "Reading documents"}</strong>'
         f"<span>{done:,} of {plural(total, 'file')}{_pace(overview)}</span></div>"
-        f'<div class="rb-progress" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share:.0f}" '
+        '<div class="rb-progress" role="progressbar" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{share:.0f}" '
         f'aria-label="Files read"><i style="width:{share:.1f}%"></i></div>'
     )
     if overview.current is not None and not overview.paused:
@@ -111,7 +116,7 @@ def _current(job: "FileJob") -> str:
     )
 
 
-def _finished(counts: Mapping[str, int]) -> str:
+def _finished(counts: Mapping[Any, int]) -> str:
     said = ", ".join(f"{count:,} {escape(state)}" for state, count in counts.items() if count)
     retry = ""
     if counts.get("failed") or counts.get("cancelled"):
@@ -128,7 +133,10 @@ def jobs(rows: Sequence["FileJob"], total: int) -> str:
         return ""
     made = "".join(_job(job) for job in rows)
     more = f'<p class="rb-small">and {total - len(rows):,} more</p>' if total > len(rows) else ""
-    return f'<details class="rb-jobs"><summary>{plural(total, "file")} in the queue</summary><ul>{made}</ul>{more}</details>'
+    return (
+        f'<details class="rb-jobs"><summary>{plural(total, "file")} in the '
+        f"queue</summary><ul>{made}</ul>{more}</details>"
+    )
 
 
 def _job(job: "FileJob") -> str:
@@ -140,7 +148,8 @@ def _job(job: "FileJob") -> str:
         tools = button(icons.CLOSE, "cancel-job", title="Cancel", kind="icon", id=job.id)
     return (
         f'<li><span class="name" title="{escape(job.path)}">{escape(job.name)}</span>'
-        f'<span class="rb-state s-{escape(job.state)}">{escape(PHASES.get(job.state, job.state))}</span>{tools}{reason}</li>'
+        '<span class="rb-state '
+        f's-{escape(job.state)}">{escape(PHASES.get(job.state, job.state))}</span>{tools}{reason}</li>'
     )
 
 

@@ -17,12 +17,14 @@ def source_view(source: "SourceRow", found: "Highlight") -> str:
     """The panel for one citation."""
     kind = type(found).__name__  # by name, so that this module needs nothing that draws PDFs
     views = {"PageHighlight": _pages, "TextHighlight": _text, "NotLocated": _not_located}
-    return f'<section class="rb-passage" aria-label="Source {source.number}">{_head(source)}{views[kind](found)}</section>'  # type: ignore[operator]
+    inner = _head(source) + views[kind](found)  # type: ignore[operator]
+    return f'<section class="rb-passage" aria-label="Source {source.number}">{inner}</section>'
 
 
 def _head(source: "SourceRow") -> str:
     return (
-        f'<header><span class="rb-cite model" aria-hidden="true">{source.number}</span><div><h3>{escape(source.document)}</h3>'
+        '<header><span class="rb-cite model" '
+        f'aria-hidden="true">{source.number}</span><div><h3>{escape(source.document)}</h3>'
         f"<p>{escape(source.location)} · similarity {source.score:.2f}</p></div></header>"
     )
 

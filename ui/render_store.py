@@ -28,7 +28,10 @@ def overview(stats: dict[str, Any], documents: int, passages: int) -> str:
         for value, what in cards
     )
     tiers = "".join(tier(name, found) for name, found in stats["tiers"].items() if "bytes" in found)
-    return f'<div class="rb-cards">{made}</div>{tiers}<p class="rb-small">Full tiers evict by {escape(stats["policy"])}.</p>'
+    return (
+        f'<div class="rb-cards">{made}</div>{tiers}<p class="rb-small">Full tiers evict by '
+        f"{escape(stats['policy'])}.</p>"
+    )
 
 
 def hit_rate(hits: int, misses: int) -> str:
@@ -42,10 +45,13 @@ def tier(name: str, found: dict[str, Any]) -> str:
     now = found["this_process"]
     said = f"{size(found['bytes'])} of {size(budget)}" if budget else "off"
     counts = f"since start: {now['hits']:,} found, {now['misses']:,} not, {now['evictions']:,} evicted"
+    label = TIERS.get(name, name)
+    meter = attributes(
+        role="meter", aria_label=label, aria_valuenow=round(share), aria_valuemin="0", aria_valuemax="100"
+    )
     return (
-        f'<div class="rb-tier"><div class="head"><strong>{escape(TIERS.get(name, name))}</strong><span>{said} · {counts}</span></div>'
-        f'<div class="rb-progress"{attributes(role="meter", aria_label=TIERS.get(name, name), aria_valuenow=round(share), aria_valuemin="0", aria_valuemax="100")}>'
-        f'<i style="width:{share:.1f}%"></i></div></div>'
+        f'<div class="rb-tier"><div class="head"><strong>{escape(label)}</strong><span>{said} · {counts}</span></div>'
+        f'<div class="rb-progress"{meter}><i style="width:{share:.1f}%"></i></div></div>'
     )
 
 
@@ -61,7 +67,8 @@ def hit_rates(samples: Sequence["Sample"]) -> str:
     path = " ".join(f"{100 * (at - first) / span:.2f},{40 - 38 * rate:.2f}" for at, rate in points)
     label = f"Share of passages found over time, now {100 * points[-1][1]:.0f}%"
     return (
-        f'<svg class="rb-spark" viewBox="0 0 100 42" preserveAspectRatio="none" role="img"{attributes(aria_label=label)}>'
+        '<svg class="rb-spark" viewBox="0 0 100 42" preserveAspectRatio="none" '
+        f'role="img"{attributes(aria_label=label)}>'
         f'<line x1="0" y1="2" x2="100" y2="2"/><line x1="0" y1="40" x2="100" y2="40"/><path d="M{path}"/></svg>'
         f'<p class="rb-small">{escape(label)}.</p>'
     )
@@ -81,7 +88,8 @@ def findings(found: Sequence["Finding"]) -> str:
     if not found:
         return problem("Everything is sound.", "info")
     rows = "".join(f"<li><b>{escape(each.part)}</b> {escape(each.message)}</li>" for each in found)
-    return f'{problem(plural(len(found), "problem") + " found. Repair makes again what can be made.", "warning")}<ul class="rb-checks">{rows}</ul>'
+    said = f"{plural(len(found), 'problem')} found. Repair makes again what can be made."
+    return f'{problem(said, "warning")}<ul class="rb-checks">{rows}</ul>'
 
 
 def repaired(done: "Repaired") -> str:

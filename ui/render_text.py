@@ -98,7 +98,8 @@ def attributes(**values: object) -> str:
 def button(label: str, act: str, *, title: str | None = None, kind: str = "quiet", **data: object) -> str:
     """A button that the page's script hands to Python: `act` says what it is for, data what it is about."""
     named = {f"data_{name}": value for name, value in data.items()}
-    return f'<button type="button"{attributes(class_=f"rb-button {kind}", data_act=act, title=title, **named)}>{label}</button>'
+    values = attributes(class_=f"rb-button {kind}", data_act=act, title=title, **named)
+    return f'<button type="button"{values}>{label}</button>'
 
 
 def milliseconds(value: float | None) -> str:

@@ -93,7 +93,8 @@ def _axis(end: float, scale: float, height: float) -> str:
         anchor = "start" if tick == 0 else "end" if tick == TICKS else "middle"
         made.append(
             f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - 16:.0f}"/>'
-            f'<text class="tick" x="{x:.1f}" y="{height - 4:.0f}" text-anchor="{anchor}">{milliseconds(at) if at else "0"}</text>'
+            f'<text class="tick" x="{x:.1f}" y="{height - 4:.0f}" '
+            f'text-anchor="{anchor}">{milliseconds(at) if at else "0"}</text>'
         )
     return "".join(made)
 

@@ -6,6 +6,7 @@ plain ASGI, so that it sees every route there is, also those that Gradio adds, a
 
 import ipaddress
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.ui.document import SECURITY_HEADERS, Rewriter
+from ragblend.ui.document import Rewriter
 from ragblend.ui.entrance import Entrance
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -82,10 +83,8 @@ class Safety:
             if rewriter.started or not meter.exceeded:  # what is made of half a body is not worth sending
                 await rewriter(message)
 
-        try:
+        with suppress(TooLarge):
             await self._app(scope, meter, answer)
-        except TooLarge:
-            pass
         if meter.exceeded and not rewriter.started:
             await too_large(meter.limit)(scope, receive, rewriter)
 
@@ -183,6 +182,3 @@ def is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = ["SECURITY_HEADERS", "Rules", "Safety", "refuse"]

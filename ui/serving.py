@@ -52,7 +52,8 @@ class Address:
 
 
 def open_entrance(home: Path, address: Address) -> Entrance:
-    """The launch token, and the password where the page can be reached from elsewhere. Raises UsageError without one."""
+    """The launch token, and the password where the page can be reached from elsewhere. Raises "
+    "UsageError without one."""
     password = None if address.is_loopback else read_password(password_path(home))
     if not address.is_loopback and password is None:
         raise UsageError(
@@ -165,7 +166,8 @@ def write_landing(folder: Path, url: str) -> Path:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(
-            f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={url}"><title>RAGBlend</title>'
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
+            f'content="0;url={url}"><title>RAGBlend</title>'
         )
     return path
 

@@ -15,11 +15,11 @@ from ragblend.app.hood import Hood
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import render_chat, render_hood, render_passage
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import Context, drawn
+from ragblend.ui.context import QUEUED, QUICK, Context, drawn
 from ragblend.ui.render_text import problem
 
 if TYPE_CHECKING:
-    from ragblend.app.conversation import Turn
+    from ragblend.app.turn import Turn
 
 Updates = dict[Any, Any]
 SOURCE, HOOD = "source", "hood"
@@ -152,19 +152,17 @@ def _connect(tab: "ChatTab", parts: Parts) -> None:
         parts.panel,
         parts.export,
     ]
-    quick = {"queue": False, "show_progress": "hidden"}
-    slow = {"concurrency_limit": 8, "show_progress": "hidden"}
-    parts.send.click(tab.send, [parts.question, *choices], streamed, **slow)
-    parts.transcript.submit(tab.again, choices, streamed, **slow)
-    parts.stop.click(tab.stop, None, None, **quick)
+    parts.send.click(tab.send, [parts.question, *choices], streamed, **QUEUED)
+    parts.transcript.submit(tab.again, choices, streamed, **QUEUED)
+    parts.stop.click(tab.stop, None, None, **QUICK)
     opened = [*streamed, parts.source]
-    parts.new.click(tab.new, None, opened, **quick)
+    parts.new.click(tab.new, None, opened, **QUICK)
     parts.search.change(
         tab.search,
         [parts.search, parts.chat_id, parts.limit],
         [parts.chats],
         trigger_mode="always_last",
-        **quick,
+        **QUICK,
     )
     parts.chats.click(
         tab.in_list,

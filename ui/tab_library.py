@@ -10,7 +10,7 @@ from ragblend.app import samples
 from ragblend.app.listing import list_documents
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import render_library
-from ragblend.ui.context import Context, drawn
+from ragblend.ui.context import QUEUED, QUICK, Context, drawn
 from ragblend.ui.render_text import problem
 from ragblend.ui.uploads import discard
 
@@ -121,25 +121,23 @@ def build(context: Context) -> Parts:
 
 
 def _connect(tab: "LibraryTab", parts: Parts) -> None:
-    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-    slow: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
     view = [parts.collection, parts.search, parts.state, parts.offset]
     drawn = [parts.documents, parts.offset]
     listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
-    parts.collection.change(tab.first_page, view[:3], drawn, **quick)
-    parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **quick)
-    parts.state.change(tab.first_page, view[:3], drawn, **quick)
-    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **slow)
+    parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
+    parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
+    parts.state.change(tab.first_page, view[:3], drawn, **QUICK)
+    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **QUEUED)
     parts.add_folder.click(
-        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **slow
+        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED
     )
-    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **slow)
-    parts.samples.click(tab.add_samples, view, listed, **slow)
+    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED)
+    parts.samples.click(tab.add_samples, view, listed, **QUEUED)
     parts.create.click(
-        tab.create, [parts.new_name], [parts.collection, parts.new_name, parts.message], **quick
+        tab.create, [parts.new_name], [parts.collection, parts.new_name, parts.message], **QUICK
     )
     for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
-        drawing.click(tab.act, view, listed, **slow)
+        drawing.click(tab.act, view, listed, **QUEUED)
 
 
 class LibraryTab:
@@ -213,7 +211,7 @@ class LibraryTab:
         elif act in ("retry-job", "cancel-job"):
             (jobs.retry if act == "retry-job" else jobs.cancel)([int(event.id)])
         else:
-            plain = {
+            plain: dict[str, Any] = {
                 "pause": jobs.pause,
                 "resume": jobs.resume,
                 "cancel": jobs.cancel,

@@ -8,11 +8,10 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.reencoding import Cost, cost_of
-from ragblend.app.settings import Settings
 from ragblend.app.settings_file import save_settings
 from ragblend.kvstore.errors import RagBlendError, SettingsError
 from ragblend.ui import render_settings
-from ragblend.ui.context import Context, drawn
+from ragblend.ui.context import QUICK, Context, drawn
 from ragblend.ui.render_text import problem
 from ragblend.ui.tab_compare import CHOICES
 
@@ -114,12 +113,11 @@ def _connect(
     cost: gr.HTML,
     save: gr.Button,
 ) -> None:
-    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-    tab.select(acts.fill, None, [*form.all, meaning, cost], **quick)
+    tab.select(acts.fill, None, [*form.all, meaning, cost], **QUICK)
     tab.select(None, None, theme, js=GET_THEME)
     theme.input(None, theme, theme, js=SET_THEME)
     for field in form.all:
-        field.input(acts.price, form.all, [form.ratio, meaning, cost], trigger_mode="always_last", **quick)
+        field.input(acts.price, form.all, [form.ratio, meaning, cost], trigger_mode="always_last", **QUICK)
     save.click(acts.save, form.all, [cost], concurrency_limit=1, show_progress="hidden")
 
 
@@ -231,6 +229,3 @@ def _meaning(mode: str, ratio: float) -> str:
             '<p class="rb-small">As much is computed again as loading hides on this device, 15% at least.</p>'
         )
     return f'<p class="rb-small">{render_settings.ratio_meaning(ratio)}</p>'
-
-
-__all__ = ["Settings", "build"]

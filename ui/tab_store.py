@@ -11,7 +11,7 @@ from ragblend.app.cli_store import stats_value
 from ragblend.app.settings_file import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import render_store
-from ragblend.ui.context import Context, drawn
+from ragblend.ui.context import QUEUED, Context, drawn
 from ragblend.ui.render_text import problem
 
 Updates = dict[Any, Any]
@@ -58,11 +58,10 @@ def build(context: Context, tab: gr.Tab) -> Parts:
         message = drawn("rb-store-message", acts=False)
     parts = Parts(overview, rates, budget, set_budget, check, repair, message)
     acts = StoreTab(context, parts)
-    slow: dict[str, Any] = {"concurrency_limit": 2, "show_progress": "hidden"}
-    tab.select(acts.refresh, None, [overview, rates, budget, message], **slow)
-    set_budget.click(acts.set_budget, [budget], [message, overview], **slow)
-    check.click(acts.check, None, [message], **slow)
-    repair.click(acts.repair, None, [message, overview], **slow)
+    tab.select(acts.refresh, None, [overview, rates, budget, message], **QUEUED)
+    set_budget.click(acts.set_budget, [budget], [message, overview], **QUEUED)
+    check.click(acts.check, None, [message], **QUEUED)
+    repair.click(acts.repair, None, [message, overview], **QUEUED)
     return parts
 
 

@@ -88,8 +88,10 @@ def test_first_run_to_the_highlighted_passage(open_page, server) -> None:
     mine.tab("Chat")
     page.wait_for_selector(".suggestion")
     page.evaluate(
-        "() => { window.seen = new Set(); new MutationObserver(() => { const text = document.querySelector('#rb-live .rb-prose');"
-        " if (text) window.seen.add(text.textContent); }).observe(document.body, {subtree: true, childList: true, characterData: true}); }"
+        "() => { window.seen = new Set(); new MutationObserver(() => { const text = "
+        "document.querySelector('#rb-live .rb-prose');"
+        " if (text) window.seen.add(text.textContent); }).observe(document.body, {subtree: true, "
+        "childList: true, characterData: true}); }"
     )
     mine.ask(QUESTION)
     assert page.evaluate("window.seen.size") > 1  # it came in pieces

@@ -298,9 +298,16 @@ def test_a_ratio_has_a_meaning(ratio, word) -> None:
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (milliseconds(4.25), "4.2 ms"), (milliseconds(870), "870 ms"), (milliseconds(1240), "1.24 s"), (milliseconds(None), "–"),
-        (milliseconds(12_345), "12.3 s"), (size(1536), "1.5 KiB"), (size(5), "5 bytes"), (duration(40), "40 s"), (duration(7500), "2 h 5 min"),
+        (milliseconds(4.25), "4.2 ms"),
+        (milliseconds(870), "870 ms"),
+        (milliseconds(1240), "1.24 s"),
+        (milliseconds(None), "–"),
+        (milliseconds(12_345), "12.3 s"),
+        (size(1536), "1.5 KiB"),
+        (size(5), "5 bytes"),
+        (duration(40), "40 s"),
+        (duration(7500), "2 h 5 min"),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_written_for_people(made, expected) -> None:
     assert made == expected

@@ -33,11 +33,30 @@ def message(text, role="assistant", report=None):
 def hood(text):
     segment = HoodSegment(text, 1, 5, (Run("reused", 3), Run("recomputed", 2)), text)
     return Hood(
-        model=text, device=text, dtype=text, method=text, ratio=0.15, segments=(segment,), tokens={"prompt": 5, "reused": 3},
-        retrieve_ms=1.0, load_ms=1.0, stall_ms=0.0, prefill_ms=1.0, ttft_ms=2.0, total_ms=3.0, tokens_per_s=4.0,
-        full_prefill_ms=None, full_prefill_is="", full_prefill_why=text, timeline=(Event(text, text, 0.0, 1.0, 1, 0),),
-        memory_bytes={text: 5}, hits=1, misses=0, notice=text, stopped=False,
-    )  # fmt: skip
+        model=text,
+        device=text,
+        dtype=text,
+        method=text,
+        ratio=0.15,
+        segments=(segment,),
+        tokens={"prompt": 5, "reused": 3},
+        retrieve_ms=1.0,
+        load_ms=1.0,
+        stall_ms=0.0,
+        prefill_ms=1.0,
+        ttft_ms=2.0,
+        total_ms=3.0,
+        tokens_per_s=4.0,
+        full_prefill_ms=None,
+        full_prefill_is="",
+        full_prefill_why=text,
+        timeline=(Event(text, text, 0.0, 1.0, 1, 0),),
+        memory_bytes={text: 5},
+        hits=1,
+        misses=0,
+        notice=text,
+        stopped=False,
+    )
 
 
 class Anything:

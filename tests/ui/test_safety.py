@@ -23,7 +23,10 @@ async def echo(request):
 
 
 async def page(request):
-    head = '<meta property="og:image" content="https://example.org/x.png"/><link rel="manifest" href="/manifest.json" />'
+    head = (
+        '<meta property="og:image" content="https://example.org/x.png"/><link rel="manifest" '
+        'href="/manifest.json" />'
+    )
     return HTMLResponse(
         f"<html><head>{head}</head><body><script>1</script><script type='module'>2</script><gradio-app/></body></html>"
     )
@@ -79,11 +82,27 @@ def test_a_browser_with_a_session_gets_through(ask) -> None:
 
 
 SPOOFED_HOSTS = [
-    "evil.example", "evil.example:7860", "127.0.0.1", "127.0.0.1:7861", "127.0.0.1.evil.example:7860", "localhost",
-    "localhost:80", "localhost.evil.example:7860", "0.0.0.0:7860", "192.168.1.4:7860", "[::1]:1", "[fe80::1]:7860",
-    "127.0.0.1:7860@evil.example", "127.0.0.1:7860.evil.example", "127.1:7860", "2130706433:7860", "",
-    "localhost:7860:7860", "evil.example#127.0.0.1:7860", "LOCALHOST.evil.example:7860",
-]  # fmt: skip
+    "evil.example",
+    "evil.example:7860",
+    "127.0.0.1",
+    "127.0.0.1:7861",
+    "127.0.0.1.evil.example:7860",
+    "localhost",
+    "localhost:80",
+    "localhost.evil.example:7860",
+    "0.0.0.0:7860",
+    "192.168.1.4:7860",
+    "[::1]:1",
+    "[fe80::1]:7860",
+    "127.0.0.1:7860@evil.example",
+    "127.0.0.1:7860.evil.example",
+    "127.1:7860",
+    "2130706433:7860",
+    "",
+    "localhost:7860:7860",
+    "evil.example#127.0.0.1:7860",
+    "LOCALHOST.evil.example:7860",
+]
 
 
 @pytest.mark.parametrize("host", SPOOFED_HOSTS)
@@ -98,12 +117,27 @@ def test_the_loopback_names_are_known(ask, host) -> None:
 
 
 SPOOFED_ORIGINS = [
-    "http://evil.example", "https://evil.example:7860", "null", "http://127.0.0.1", "http://127.0.0.1:7861",
-    "http://localhost:7860", "file://", "http://127.0.0.1:7860.evil.example", "ftp://127.0.0.1:7860",
-    "http://user@127.0.0.1:7860", "http://[::1]:7860", "chrome-extension://abc", "", "http://127.0.0.1:07860",
-    "data:text/html,x", "blob:http://127.0.0.1:7860/x", "http://127.0.0.1:7860 http://evil.example", "//127.0.0.1:7860",
-    "http:127.0.0.1:7860", "javascript:1",
-]  # fmt: skip
+    "http://evil.example",
+    "https://evil.example:7860",
+    "null",
+    "http://127.0.0.1",
+    "http://127.0.0.1:7861",
+    "http://localhost:7860",
+    "file://",
+    "http://127.0.0.1:7860.evil.example",
+    "ftp://127.0.0.1:7860",
+    "http://user@127.0.0.1:7860",
+    "http://[::1]:7860",
+    "chrome-extension://abc",
+    "",
+    "http://127.0.0.1:07860",
+    "data:text/html,x",
+    "blob:http://127.0.0.1:7860/x",
+    "http://127.0.0.1:7860 http://evil.example",
+    "//127.0.0.1:7860",
+    "http:127.0.0.1:7860",
+    "javascript:1",
+]
 
 
 @pytest.mark.parametrize("origin", SPOOFED_ORIGINS)
@@ -213,10 +247,18 @@ class send_raw:
             (b"cookie", f"{entrance.cookie_name}={entrance._session}".encode()),
         ]
         scope = {
-            "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "headers": headers,
-            "path": unquote(raw_path.decode()), "raw_path": raw_path, "query_string": b"", "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", PORT), "root_path": "",
-        }  # fmt: skip
+            "type": "http",
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "headers": headers,
+            "path": unquote(raw_path.decode()),
+            "raw_path": raw_path,
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", PORT),
+            "root_path": "",
+        }
         self.status = None
 
         async def receive():

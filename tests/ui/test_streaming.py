@@ -24,8 +24,7 @@ def test_an_error_comes_after_the_text_before_it() -> None:
 
     seen = []
     with pytest.raises(ValueError, match="gone"):
-        for piece in coalesced(source()):
-            seen.append(piece)
+        seen.extend(coalesced(source()))
     assert "".join(seen) == "ab"
 
 
