@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragblend.app.lock import writer_lock
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import Entrance
 from ragblend.ui.password import read_password
@@ -186,7 +187,9 @@ def serve(
     from ragblend.ui.server import Server
 
     rules = Rules.of(address.host, address.port, address.names, max_upload_bytes=max_upload_bytes)
-    with gradio_environment(desk.workspaces.home.root) as folder:
+    root = desk.workspaces.home.root
+    # A second page would take up the first one's running file as one that a kill had left.
+    with writer_lock(root / "ui-page.lock", "ragblend ui"), gradio_environment(root) as folder:
         context = Context(desk)
         app = build_app(context, rules, entrance, max_upload_bytes)
         config = uvicorn.Config(

@@ -302,6 +302,7 @@ class ChatTab:
                 chats.rename(int(event.id), str(event.text))
             if event.act == "delete-chat":
                 chats.delete(int(event.id))
+                self._desk.conversations.forget(int(event.id))
                 if int(event.id) == chat_id:
                     return self._open(request, None)
         except RagBlendError as error:
@@ -343,15 +344,17 @@ class ChatTab:
 
     def welcome(self) -> str:
         workspaces = self._desk.workspaces
-        counts = [len(workspaces.of(name).library.documents(name)) for name in workspaces.names()]
+        library = workspaces.of(workspaces.settings.collection).library
+        ready = sum(library.counts_by_state(name).get("done", 0) for name in workspaces.names())
         questions = [each.question for each in samples.questions()] if self._has_samples() else []
-        return render_chat.welcome(sum(counts), questions)
+        return render_chat.welcome(ready, questions)
 
     def _has_samples(self) -> bool:
-        folder = str(samples.documents_folder())
+        """Whether questions about the samples make sense: their documents are in the library."""
         settings = self._desk.workspaces.settings
-        documents = self._desk.workspaces.of(settings.collection).library.documents(settings.collection)
-        return any(document.path.startswith(folder) for document in documents)
+        library = self._desk.workspaces.of(settings.collection).library
+        files = [str(path) for path in samples.documents_folder().iterdir()]
+        return any(library.document(settings.collection, path) for path in files)
 
     # --- one answer
 

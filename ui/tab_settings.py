@@ -158,7 +158,7 @@ class SettingsTab:
         before, changes = workspaces.settings, chosen(values)
         wanted = before.changed(changes)
         library, names = workspaces.of(before.collection).library, workspaces.names()
-        documents = sum(len(library.documents(name)) for name in names)
+        documents = sum(sum(library.counts_by_state(name).values()) for name in names)
         passages = sum(library.count_passages(name) for name in names)
         return changes, cost_of(before, wanted, documents, passages, self._profile())
 

@@ -93,7 +93,7 @@ class StoreTab:
 
     def _overview(self) -> str:
         library, names = self._workspace.library, self._desk.workspaces.names()
-        documents = sum(len(library.documents(name)) for name in names)
+        documents = sum(sum(library.counts_by_state(name).values()) for name in names)
         passages = sum(library.count_passages(name) for name in names)
         return render_store.overview(stats_value(self._workspace.engine.store), documents, passages)
 
