@@ -1,5 +1,6 @@
 """`ragblend ui`: the page, on this machine only unless a password was set."""
 
+import contextlib
 import getpass
 import sys
 from importlib import import_module
@@ -65,7 +66,8 @@ def ui(
             if browser:
                 _open_browser(serving.write_landing(folder, link))
 
-        serving.serve(desk, address, entrance, ready, max_upload_mib * MIB)
+        with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
+            serving.serve(desk, address, entrance, ready, max_upload_mib * MIB)
     return 0
 
 
