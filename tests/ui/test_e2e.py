@@ -182,6 +182,24 @@ def test_stop_keeps_what_came_and_the_next_question_works(open_page, server) -> 
     assert mine.answers() == 2
 
 
+def test_closing_the_tab_ends_the_answer(chromium, server, open_page) -> None:
+    """What came is kept as stopped; without the stop it would have been finished, and kept as a whole."""
+    context = chromium.new_context()
+    leaving = Watched(context, server)
+    leaving.begin("Tell me all about the bell, the keepers, the causeway and the tamarisk.")
+    leaving.page.wait_for_selector("#rb-transcript .rb-turn.user")
+    context.close()
+    page = open_page().page
+    page.click(".rb-chat-open:has-text('Tell me all about the bell')")
+    page.wait_for_selector(".rb-turn.user")
+    while not page.locator("#rb-transcript .rb-turn.answer").count():
+        page.click("#rb-new")
+        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.click(".rb-chat-open:has-text('Tell me all about the bell')")
+        page.wait_for_selector(".rb-turn.user")
+    assert "Stopped." in page.inner_text("#rb-transcript")
+
+
 def test_two_tabs_at_once_get_each_their_own_answer(open_page) -> None:
     first, second = open_page(), open_page()
     first.begin("What does the locomotive Dunlin burn?")
