@@ -48,7 +48,7 @@ def find(text: str, page: Folded) -> list[tuple[int, int]] | None:
 
 
 def _by_lines(text: str, page: Folded) -> list[tuple[int, int]] | None:
-    """Readers may take columns and foot lines in another order: each line must be there, behind the last one or once."""
+    """Readers may take columns and foot lines in another order: each line must be there, behind the last or once."""
     found: list[tuple[int, int]] = []
     behind = 0
     for line in text.split("\n"):

@@ -146,9 +146,7 @@ class Engine:
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
-        if (
-            node_ids is not None
-        ):  # before there is any KV: whoever stops in between can still `forget` what there is
+        if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
             keys = self._machine.keys_of(ids, behind, self.config.collection)
             named = [
                 (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
