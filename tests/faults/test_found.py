@@ -218,15 +218,16 @@ def test_a_disk_that_fails_once_while_an_index_is_made_anew_loses_no_value(three
 def test_a_disk_that_fails_at_the_lock_as_well_is_a_named_error(three, monkeypatch):
     """Closing the lock's file failed too, while the first failure was on its way out: a bare OSError."""
 
-    def refuse(*arguments, **named):
+    def refuse(*arguments):
+        failing.append(True)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    real, closed, read_bytes, sound = os.close, [], Path.read_bytes, iter([True])
+    failing, closed, real, read_bytes, sound = [], [], os.close, Path.read_bytes, iter([True])
 
     def close(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         real(descriptor)
-        if name.endswith(".lock"):
+        if failing and name.endswith(".lock"):
             closed.append(descriptor)
             refuse()
 
