@@ -64,8 +64,8 @@ def row_blocks(
     return blocks
 
 
-def register() -> None:
-    """Make both attentions known to transformers. Doing so twice changes nothing."""
+def register() -> str:
+    """Make both attentions known to transformers; returns NAME. Doing so twice changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -73,6 +73,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     AttentionInterface.register(EAGER, eager_attention)
     AttentionMaskInterface.register(EAGER, eager_mask)
+    return NAME
 
 
 def rows_attention(
@@ -115,7 +116,7 @@ def eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The eager attention of the model's own module (soft caps, sinks), whose weights are at hand anyway."""
-    own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    own = sys.modules[type(module).__module__].eager_attention_forward
     attended: tuple[Tensor, Tensor] = own(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )

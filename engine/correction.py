@@ -35,7 +35,7 @@ class Correction:
         open_rows = plan.candidates if done is None else plan.candidates & ~done
         where = open_rows.nonzero().squeeze(1)
         self._start, self._stop = (int(where[0]), int(where[-1]) + 1) if where.numel() else (0, 0)
-        self._gets = open_rows[self._start : self._stop, None]  # (n, 1)
+        self._gets = self._exceptions(open_rows)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
@@ -63,13 +63,21 @@ class Correction:
         if shift is not None:
             moved = self._turned(layer, shift.keys, run)
             # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
-            keys[:, run] += moved.masked_fill_(~self._gets, 0)
-            values[:, run] += shift.values.masked_fill(~self._gets, 0)
+            changed = shift.values
+            if self._gets is not None:
+                moved, changed = moved.masked_fill_(~self._gets, 0), changed.masked_fill(~self._gets, 0)
+            keys[:, run] += moved
+            values[:, run] += changed
+
+    def _exceptions(self, open_rows: Tensor) -> Tensor | None:
+        """(n, 1) bool: rows of the run that may be changed; None if the others are all written over anyway."""
+        gets = (open_rows | self._plan.always)[self._start : self._stop, None]
+        return None if bool(gets.all()) else gets
 
     def _turned(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int = 1) -> Tensor:
         """Keys (H, n, D) turned from position 0 to theirs (sign 1) or back (-1): float32, a tensor of its own."""
         cos, sin = self._table(layer)
-        turned = keys.float() if keys.dtype != torch.float32 else keys.clone()
+        turned = keys.to(torch.float32, copy=True)
         turn_(turned, cos[positions], sign * sin[positions], self._decoder.rope(layer))
         return turned
 

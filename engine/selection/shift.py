@@ -5,7 +5,7 @@ What a chunk's KV lacks is in part the same for all its tokens: the text before 
 change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
 value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`). Nothing is
 learnt beforehand: every prompt, layer and head has its own regression. Ours; measured in docs/methods.md. Cost: one
-pass over the layer's KV and, of `linear`, a system of F = 2 D + 3 unknowns a head and a product (T, F) by (F, 2 D).
+pass over the layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and products (T, F) by (F, D).
 """
 
 import torch
@@ -27,16 +27,16 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
     """The shift of that form; None where no row was computed."""
     if change.rows.numel() == 0:
         return None
-    chunks = chunk_of(plan)
-    changes = torch.cat([change.keys, change.values], dim=-1)  # (H, C, D + D)
+    chunks, count = chunk_of(plan), len(plan.spans)
     if form == "linear":
-        shift = _linear(plan, change, changes, chunks)
+        places = _places(plan, chunks)
+        keys = _linear(change, change.stored_keys, change.keys, chunks, places)
+        values = _linear(change, change.stored_values, change.values, chunks, places)
     else:
         shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
-        means = _means(changes, chunks[change.rows], len(plan.spans), shrink)
-        shift = means[:, chunks[change.start : change.stop].clamp_min(0)]
-    keys, values = (strength * shift).split([change.keys.shape[-1], change.values.shape[-1]], dim=-1)
-    return Shift(keys, values)
+        picked, of_rows = chunks[change.rows], chunks[change.start : change.stop].clamp_min(0)
+        keys, values = (_means(of, picked, count, shrink)[:, of_rows] for of in (change.keys, change.values))
+    return Shift(keys.mul_(strength), values.mul_(strength))
 
 
 def chunk_of(plan: Plan) -> Tensor:
@@ -57,30 +57,35 @@ def _means(changes: Tensor, picked: Tensor, chunks: int, shrink: float) -> Tenso
     return (sums + shrink * common) / (counts + shrink).clamp_min(1)[None, :, None]
 
 
-def _linear(plan: Plan, change: Change, changes: Tensor, chunks: Tensor) -> Tensor:
-    """(H, n, D + D): the chunk's mean and, by regression on the computed rows, what a row's features add to it."""
-    picked, features = chunks[change.rows], _features(plan, change)
-    means = _means(changes, picked, len(plan.spans), SHRINK_ROWS)
-    known = features[:, change.rows - change.start]  # (H, C, F)
+def _linear(change: Change, stored: Tensor, changes: Tensor, chunks: Tensor, places: Tensor) -> Tensor:
+    """(H, n, D): the chunk's mean, and what a row's stored key or value and its place say beside that.
+
+    stored (H, n, D); changes (H, C, D); places (T, 3). By regression on the computed rows.
+    """
+    run, count = slice(change.start, change.stop), int(chunks.max()) + 1
+    known = stored[:, change.rows - change.start]  # (H, C, D)
+    places = places * PLACE_SCALE * known.std()
+    known = torch.cat([known, places[change.rows].expand(known.shape[0], -1, -1)], dim=-1)
     centre = known.mean(1, keepdim=True)
-    weights = _ridge(known - centre, changes - means[:, picked])
-    means = means - centre @ weights  # (H, chunks, D + D)
-    return means[:, chunks[change.start : change.stop].clamp_min(0)].baddbmm_(features, weights)
+    means = _means(changes, chunks[change.rows], count, SHRINK_ROWS)
+    weights = _ridge(known - centre, changes - means[:, chunks[change.rows]])  # (H, D + 3, D)
+    by_chunk = means - centre @ weights
+    # One product for all that is the same in every head: which chunk a row is of, and its place.
+    static = torch.cat([places[run], _one_hot(chunks[run], count)], dim=-1)
+    of_static = torch.cat([weights[:, stored.shape[-1] :], by_chunk], dim=1)
+    return (static @ of_static).baddbmm_(stored, weights[:, : stored.shape[-1]])
 
 
-def _features(plan: Plan, change: Change) -> Tensor:
-    """(H, n, F): what a row's change may depend on: its stored key and value, its place in chunk and prompt."""
-    stored = torch.cat([change.stored_keys, change.stored_values], dim=-1)
-    place = torch.zeros(plan.tokens)
-    for span in plan.spans:
-        place[span.start : span.stop] = torch.arange(span.length)
-    place = place[change.start : change.stop].to(stored.device)
-    where = torch.arange(change.start, change.stop, device=stored.device) / plan.tokens
-    places = torch.stack(
-        [1 / (1 + place), place.log1p() / 6, where], dim=-1
-    )  # (n, 3), each from 0 to about 1
-    places = places * PLACE_SCALE * stored[:, change.rows - change.start].std()
-    return torch.cat([stored, places.expand(stored.shape[0], -1, -1)], dim=-1)
+def _places(plan: Plan, chunks: Tensor) -> Tensor:
+    """(T, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position."""
+    starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
+    where = torch.arange(plan.tokens, device=chunks.device)
+    place = (where - starts[chunks.clamp_min(0)]).clamp_min(0).float()
+    return torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
+
+
+def _one_hot(chunks: Tensor, count: int) -> Tensor:
+    return (chunks[:, None] == torch.arange(count, device=chunks.device)).float()
 
 
 def _ridge(known: Tensor, wanted: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ def test_keys_normed_after_their_rotation_are_refused(decoder, monkeypatch):
 def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
     blocks = decoder_module.row_blocks
 
-    def future(rows, window, dtype):
-        found = blocks(rows, window, dtype)
+    def future(*arguments):
+        found = blocks(*arguments)
         for block in found:
             block.mask.zero_()
         return found

@@ -104,25 +104,25 @@ def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkey
         out[:size] = turned(out[:size], sign * row, inv_freq)
         return out
 
-    kv = {
-        row: torch.stack(
-            [torch.cat([turned_row(stale[0][h, row], row, -1), stale[1][h, row].double()]) for h in (0, 1)]
-        )
-        for row in chunk
-    }
-    spread = torch.stack([kv[row] for row in picked], 1).std()
-    for head in (0, 1):
+    size = stale[0].shape[-1]
+    for head, kind in ((0, 0), (1, 0), (0, 1), (1, 1)):  # keys and values alone say what becomes of them
 
-        def features(row, head=head):
+        def held(row, head=head, kind=kind):
+            own = stale[kind][head, row]
+            return own.double() if kind else turned_row(own, row, -1)
+
+        spread = torch.stack([torch.stack([held(row, h) for row in picked]) for h in (0, 1)]).std()
+
+        def features(row, spread=spread, held=held):
             place = row - places[chunk[row]][0]
             where = torch.tensor([1 / (1 + place), math.log1p(place) / 6, row / tokens], dtype=torch.float64)
-            return torch.cat([kv[row][head], 3 * spread * where])
+            return torch.cat([held(row), 3 * spread * where])
 
-        def change(row, head=head):
-            keys, values = (truth[i][head, row] - stale[i][head, row] for i in (0, 1))
-            return torch.cat([turned_row(keys, row, -1), values.double()])
+        def change(row, head=head, kind=kind):
+            by = truth[kind][head, row] - stale[kind][head, row]
+            return by.double() if kind else turned_row(by, row, -1)
 
-        def mean(number):
+        def mean(number, change=change):
             own = [change(row) for row in picked if chunk[row] == number]
             common = sum(change(row) for row in picked) / len(picked)
             return (sum(own) + 16 * common) / (len(own) + 16) if own else common
@@ -130,18 +130,16 @@ def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkey
         centre = sum(features(row) for row in picked) / len(picked)
         system = torch.stack([features(row) - centre for row in picked])
         wanted = torch.stack([change(row) - mean(chunk[row]) for row in picked])
-        ridge = 4 * system.shape[1] / len(picked) * float((system**2).sum(0).mean()) + 1e-6
-        damped = torch.cat([system, math.sqrt(ridge) * torch.eye(system.shape[1], dtype=torch.float64)])
-        weights = torch.linalg.lstsq(
-            damped, torch.cat([wanted, torch.zeros(len(damped) - len(wanted), wanted.shape[1])])
-        ).solution
+        ridge = 4 * (size + 3) / len(picked) * float((system**2).sum(0).mean()) + 1e-6
+        damped = torch.cat([system, math.sqrt(ridge) * torch.eye(size + 3, dtype=torch.float64)])
+        right = torch.cat([wanted, torch.zeros(size + 3, size, dtype=torch.float64)])
+        weights = torch.linalg.lstsq(damped, right).solution
         for row in left:
             shift = 0.5 * (mean(chunk[row]) + (features(row) - centre) @ weights)
-            size = stale[0].shape[-1]
-            keys, values = (found.span(1, row, row + 1)[i][head, 0] for i in (0, 1))
-            assert largest_error(keys, stale[0][head, row] + turned_row(shift[:size], row, 1)) < 1e-3
-            assert largest_error(values, stale[1][head, row] + shift[size:]) < 1e-3
-            assert largest_error(values, stale[1][head, row]) > 1e-3
+            shift = shift if kind else turned_row(shift, row, 1)
+            now, before = found.span(1, row, row + 1)[kind][head, 0], stale[kind][head, row]
+            assert largest_error(now, before + shift) < 1e-3
+            assert largest_error(now, before) > 1e-3
 
 
 @pytest.mark.parametrize("form", [*FORMS, "linear"])
