@@ -4,7 +4,7 @@
 #   make test     the tests                               (one folder: make test TESTS=tests/engine)
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
-#   make bench    small quality and time-to-first-token benches, into bench-results/
+#   make bench    small quality and time-to-first-token benches and their report, into bench-results/
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
 #
@@ -79,7 +79,7 @@ layers: $(WHEEL)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench ttft --home $(BENCH_HOME) --output $(BENCH_OUT) --ratios 0.15 --repeats 3
-	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
+	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) --inspect 2 \
 	    --methods full,naive,reuse,random,cacheblend --ratios 0.15
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app import cli_demo, cli_docs, cli_doctor, cli_models, cli_store
+from ragblend.app import cli_demo, cli_docs, cli_doctor, cli_models, cli_store, cli_tune, cli_ui
 from ragblend.app.cli_ask import register as register_ask
 from ragblend.app.cli_common import Cli, command, plural
 from ragblend.kvstore.errors import RagBlendError, UsageError
@@ -69,6 +69,8 @@ cli_store.register(app)
 cli_doctor.register(app)
 cli_models.register(app)
 cli_demo.register(app)
+cli_tune.register(app)
+cli_ui.register(app)
 
 
 def _add_bench() -> None:

@@ -30,7 +30,7 @@ def discover(paths: Sequence[Path]) -> Discovery:
             if path.is_dir():
                 folders.append(path)
                 for file in _walk(path, failed):
-                    if _is_known(file):
+                    if is_known(file):
                         files[file] = None
                     else:
                         skipped.append(file)
@@ -48,7 +48,7 @@ def _absolute(path: Path) -> Path:
 def _checked(path: Path) -> Path:
     if not os.path.lexists(path):
         raise DocumentNotFoundError(f"Looking for {path}: there is no such file or folder. Check the path.")
-    if not _is_known(path):
+    if not is_known(path):
         known = ", ".join(READERS)
         raise UnreadableDocumentError(
             f"Reading {path}: {path.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
@@ -56,7 +56,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _is_known(path: Path) -> bool:
+def is_known(path: Path) -> bool:
+    """Whether its suffix is one that is read."""
     return path.suffix.lower() in READERS
 
 

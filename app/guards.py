@@ -48,13 +48,7 @@ KIND_OF = {".pdf": "pdf", ".docx": "docx", ".epub": "epub"}  # every other suffi
 
 def check_file(path: Path) -> None:
     """Refuse what no parser should open. Raises the DocumentError that says what is wrong with it."""
-    size = _check_regular(path)
-    promised = KIND_OF.get(path.suffix.lower(), "text")
-    limit = MAX_TEXT_BYTES if promised == "text" else MAX_FILE_BYTES
-    if size > limit:
-        raise OversizedDocumentError(
-            f"Reading {path}: it has {size / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB. Split it into parts."
-        )
+    promised = check_size(path)
     found = _kind(path)
     if promised == "docx" and found == "ole":
         raise EncryptedDocumentError(
@@ -64,6 +58,18 @@ def check_file(path: Path) -> None:
         raise UnreadableDocumentError(_mislabelled(path, promised, found))
     if promised in {"docx", "epub"}:
         check_zip(path)
+
+
+def check_size(path: Path) -> str:
+    """The kind of file that its suffix promises. Raises DocumentError for no file, or one too large for its kind."""
+    size = _check_regular(path)
+    promised = KIND_OF.get(path.suffix.lower(), "text")
+    limit = MAX_TEXT_BYTES if promised == "text" else MAX_FILE_BYTES
+    if size > limit:
+        raise OversizedDocumentError(
+            f"Reading {path}: it has {size / MIB:.0f} MiB, the limit is {limit / MIB:.0f} MiB. Split it into parts."
+        )
+    return promised
 
 
 def check_zip(path: Path) -> None:

@@ -46,6 +46,19 @@ class Home:
         return self.root / "settings.toml"
 
     @property
+    def chats(self) -> Path:
+        return self.root / "chats.sqlite"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs.sqlite"
+
+    @property
+    def originals(self) -> Path:
+        """Files that came by upload: the home has the only copy of ours."""
+        return self.root / "originals"
+
+    @property
     def lock(self) -> Path:
         return self.root / "writer.lock"
 

@@ -18,6 +18,7 @@ from ragblend.app.documents import Document, FileFacts, Passage, State
 from ragblend.app.guards import check_file
 from ragblend.app.library import Embeddings
 from ragblend.app.progress import Meter, Stage, silent
+from ragblend.app.watch import Watch
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, UnreadableDocumentError
 
@@ -66,11 +67,23 @@ def ingest(
     return run.report
 
 
+def ingest_file(workspace: Workspace, path: Path, watch: Watch) -> IngestReport:
+    """Ingest one file, for a caller that holds the writer lock and decides what comes next.
+
+    Raises DocumentError, Cancelled when the watch says so, and what stops a whole run.
+    """
+    run = _Run(workspace, silent, watch)
+    run.one(path)
+    return run.report
+
+
 class _Run:
     """One ingest run: the documents in turn, and the report on them."""
 
-    def __init__(self, workspace: Workspace, on_progress: Callable[[Stage, int, int], None]) -> None:
-        self._workspace = workspace
+    def __init__(
+        self, workspace: Workspace, on_progress: Callable[[Stage, int, int], None], watch: Watch | None = None
+    ) -> None:
+        self._workspace, self._watch = workspace, watch or Watch()
         self._library = workspace.library
         self._collection = workspace.settings.collection
         self._meter = Meter(on_progress)
@@ -83,13 +96,13 @@ class _Run:
         self._meter.expect("parse", len(found.files))
         for path in found.files:
             try:
-                self._one(path)
+                self.one(path)
             except DocumentError as error:
                 self._note_failure(path, error)
             self._meter.add("parse", 1)
         self.report.gone = self._gone(found.folders)
 
-    def _one(self, path: Path) -> None:
+    def one(self, path: Path) -> None:
         name = _storable(path)
         known = self._library.document(self._collection, name)
         current = known is not None and known.state is State.DONE and known.recipe == self._recipe
@@ -105,6 +118,7 @@ class _Run:
         self._take_in(path, facts, known, cut_before=bool(known and same and known.passages))
 
     def _take_in(self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool) -> None:
+        self._watch.phase("parsing", 0, 0)
         document = self._library.begin(self._collection, str(path))
         if not cut_before:
             try:
@@ -119,9 +133,11 @@ class _Run:
 
     def _cut_and_embed(self, path: Path, document: str, facts: FileFacts, known: Document | None) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
-        parts = readers.read_document(path)
         cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
-        passages = cut_document(document, parts, engine.count_tokens, cut)
+        count = engine.count_tokens
+        passages = self._watch.leavable(
+            lambda: cut_document(document, readers.read_document(path), count, cut)
+        )
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         embeddings = self._embed(passages, known)
@@ -135,7 +151,8 @@ class _Run:
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
         with self._meter.stage("embed", len(new)) as progress:
-            rows = embedder.embed_passages([passage.text for passage in new], progress) if new else []
+            texts, progress = [p.text for p in new], self._watch.follow("embedding", len(new), progress)
+            rows = embedder.embed_passages(texts, progress) if new else []
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
         return [earlier[passage.node_id] for passage in passages]
@@ -152,6 +169,7 @@ class _Run:
         texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
         known.add([Known(passage.text, passage.node_id) for passage in passages])
         with self._meter.stage("encode", len(passages)) as progress:
+            progress = self._watch.follow("encoding", len(passages), progress)
             encoded = engine.encode(texts, node_ids=nodes, progress=progress)
         if stale:
             known.remove(stale)

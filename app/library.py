@@ -50,6 +50,35 @@ class Library:
         rows = self._rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
         return _document(rows[0]) if rows else None
 
+    def counts_by_state(self, collection: str) -> dict[str, int]:
+        """How many documents are in each state."""
+        query = "SELECT state, count(*) AS n FROM documents WHERE collection = ? GROUP BY state"
+        found = {row["state"]: row["n"] for row in self._rows(query, collection)}
+        return {state.value: found.get(state.value, 0) for state in State}
+
+    def ids_where(
+        self, where: str, values: Sequence[object], order: str, limit: int = -1, offset: int = 0
+    ) -> list[str]:
+        """The ids of documents that fulfil the condition (SQL, over the table's columns), in that order; -1: of all."""
+        query = f"SELECT id FROM documents WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        return [row["id"] for row in self._rows(query, *values, limit, offset)]
+
+    def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
+        """The documents with these ids; ids that nobody knows are left out."""
+        found: dict[str, Document] = {}
+        for batch in _batches(ids):
+            rows = self._rows(f"SELECT {COLUMNS} WHERE id IN ({','.join('?' * len(batch))})", *batch)
+            found |= {row["id"]: _document(row) for row in rows}
+        return found
+
+    def paths_below(self, collection: str, folder: str) -> list[str]:
+        """The paths of all documents in a folder, however deep."""
+        query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
+        start = folder.rstrip("/") + "/"
+        return [
+            row["path"] for row in self._rows(query, collection, start, start[:-1] + "0")
+        ]  # "0" follows "/"
+
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
         known = self.documents(collection)
@@ -106,6 +135,23 @@ class Library:
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
         with self._mutex:  # else the deleted text would live on in the write-ahead log
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # --- collections -----------------------------------------------------------------------------
+
+    def collections(self) -> list[str]:
+        """All that hold documents or were made to hold some, by name."""
+        query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
+        return [row["name"] for row in self._rows(query)]
+
+    def keep_collection(self, name: str) -> None:
+        """Remember a collection although nothing is in it."""
+        with self._transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO collections VALUES (?)", (name,))
+
+    def forget_collection(self, name: str) -> None:
+        """Not to be remembered when nothing is in it."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM collections WHERE name = ?", (name,))
 
     # --- passages --------------------------------------------------------------------------------
 
@@ -170,6 +216,11 @@ class Library:
         for document in self.documents(collection):
             if document.passages:
                 yield self.embeddings_of(document.id)
+
+    def has_passages(self, collection: str) -> bool:
+        """Whether there is anything to search."""
+        query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
+        return bool(self._rows(query, collection))
 
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"

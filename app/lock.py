@@ -7,10 +7,12 @@ lock first. The operating system lets go of it when the holder dies, however it 
 import fcntl
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,29 +21,44 @@ from ragblend.app.home import FILE_MODE
 from ragblend.kvstore.errors import StoreLockedError
 
 
+@dataclass(frozen=True)
+class Hold:
+    """One time of writing. before: the mark that the last writer left, None if it was killed; mark: what we leave."""
+
+    before: str | None
+    mark: str
+
+
 @contextmanager
-def writer_lock(path: Path, command: str | None = None) -> Iterator[None]:
+def writer_lock(path: Path, command: str | None = None) -> Iterator[Hold]:
     """Hold the home for writing. Raises StoreLockedError, naming the holder, if another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         _take(descriptor, path)
-        _write_holder(descriptor, command or " ".join(sys.argv))
+        hold = Hold(_read(path).get("mark"), secrets.token_hex(8))
+        _write(descriptor, _holder(command or " ".join(sys.argv)))
         try:
-            yield
+            yield hold
         finally:
             # The file stays: unlinking it would let two processes hold locks on two files of one name.
-            os.ftruncate(descriptor, 0)
+            with suppress(OSError):  # a full disk: no mark is as good as that of a killed writer
+                _write(descriptor, {"mark": hold.mark})
     finally:
         os.close(descriptor)
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Who wrote the lock file last and has not let go; None when nobody has."""
+    found = _read(path)
+    return found if "pid" in found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return holder if isinstance(holder, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _take(descriptor: int, path: Path) -> None:
@@ -51,15 +68,18 @@ def _take(descriptor: int, path: Path) -> None:
         raise StoreLockedError(_held_message(path)) from error
 
 
-def _write_holder(descriptor: int, command: str) -> None:
-    holder = {
+def _holder(command: str) -> dict[str, Any]:
+    return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "command": command,
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+
+
+def _write(descriptor: int, value: dict[str, Any]) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    os.pwrite(descriptor, json.dumps(value).encode(), 0)
 
 
 def _held_message(path: Path) -> str:

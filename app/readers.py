@@ -19,6 +19,7 @@ from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, Unreadabl
 INVISIBLE = dict.fromkeys(
     map(ord, "\u00ad\u200b\ufeff")
 )  # soft hyphen, zero-width space, stray byte order mark
+SCANNED = "it is probably scanned"  # how such a file is known by its failure
 VERSION = 1  # part of a document's recipe: raise it when the text that comes out changes
 
 
@@ -127,7 +128,7 @@ READERS: dict[str, Callable[[Path], list[Part]]] = {
 def _no_text(path: Path) -> str:
     if path.suffix.lower() == ".pdf":
         return (
-            f"Reading {path}: its pages hold no text, so it is probably scanned. Run text recognition over it "
+            f"Reading {path}: its pages hold no text, so {SCANNED}. Run text recognition over it "
             "first, for example `ocrmypdf in.pdf out.pdf`."
         )
     return f"Reading {path}: there is no text in it. Nothing of it was ingested."

@@ -1,6 +1,7 @@
 """Taking one document out: vectors, hashes, KV, then the registry's row, so that a stop in between can be taken up."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ragblend.app.documents import Document
 from ragblend.app.workspace import Workspace
@@ -8,7 +9,7 @@ from ragblend.app.workspace import Workspace
 
 @dataclass(frozen=True)
 class Removed:
-    """What went. bytes_freed counts KV files; KV that another document shares stays."""
+    """What went. bytes_freed counts KV files (what another document shares stays) and an uploaded original."""
 
     path: str
     passages: int
@@ -26,4 +27,17 @@ def remove_document(workspace: Workspace, document: Document) -> Removed:
         workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
     library.remove(document.id)
-    return Removed(document.path, len(nodes), freed)
+    return Removed(document.path, len(nodes), freed + _remove_original(workspace, document))
+
+
+def _remove_original(workspace: Workspace, document: Document) -> int:
+    """The home's own copy of a file that was uploaded; bytes freed. A file elsewhere is its owner's."""
+    path = Path(document.path)
+    if not path.is_relative_to(workspace.home.originals):
+        return 0
+    try:
+        size = path.stat().st_size
+        path.unlink()
+    except OSError:
+        return 0
+    return size

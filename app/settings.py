@@ -1,15 +1,19 @@
-"""Settings: `settings.toml` in the home, then `RAGBLEND_*` in the environment, then the command line."""
+"""Settings: `settings.toml` in the home, then `RAGBLEND_*` in the environment, then the command line.
+
+Where none of them names a method, what `ragblend tune` chose for the model comes before the default.
+"""
 
 import difflib
 import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ragblend.app.tuned import choice_for, tuned_file
 from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES
@@ -99,7 +103,9 @@ class Settings:
         """Merge the file, the environment and what the caller gives (None = not given). Raises SettingsError."""
         values = _from_file(path)
         values |= _from_environment(os.environ if environment is None else environment)
-        return cls(**values).changed(overrides or {})
+        given = {key: value for key, value in (overrides or {}).items() if value is not None}
+        model = given.get("model") or values.get("model") or cls.model
+        return cls(**(_tuned(path, str(model), values.keys() | given.keys()) | values)).changed(given)
 
     def changed(self, overrides: Mapping[str, Any]) -> "Settings":
         """These settings with others instead (None = leave it). Raises SettingsError."""
@@ -116,6 +122,16 @@ TYPES: dict[str, type] = {
 
 
 WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
+
+
+def _tuned(path: Path, model: str, given: Set[str]) -> dict[str, Any]:
+    """What was chosen for the model, unless a method is given: a ratio belongs to the method it was measured with."""
+    if "method" in given:
+        return {}
+    choice = choice_for(tuned_file(path), model)
+    if choice is None:
+        return {}
+    return {"method": choice.method} | ({} if choice.ratio is None else {"ratio": choice.ratio})
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.home import Home, make_private
 from ragblend.app.library import Library
-from ragblend.app.lock import writer_lock
+from ragblend.app.lock import Hold, writer_lock
 from ragblend.app.settings import Settings
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ class Workspace:
         return PassageRegistry.open(self.home.root, self.settings.collection)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[Hold]:
         """Be the one writer of this home. Raises StoreLockedError, naming who is."""
-        with writer_lock(self.home.lock):
+        with writer_lock(self.home.lock) as hold:
             try:
-                yield
+                yield hold
             finally:
                 if self.home.chroma.exists():
                     make_private(self.home.chroma)  # Chroma makes its files readable for all

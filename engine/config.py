@@ -157,7 +157,8 @@ class Report:
 
     decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
     fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
-    averaged over layers, as a share of the prompt (full prefill is 1).
+    averaged over layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt:
+    `r`eused, re`c`omputed, `f`resh, `m`issing.
     """
 
     method: str
@@ -172,3 +173,4 @@ class Report:
     trace: Trace | None = None
     probe_rows: int = 0
     computed_fraction: float = 1.0
+    served: str = ""

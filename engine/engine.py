@@ -24,6 +24,7 @@ from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.serving import DEFAULT_RATIO, Request
+from ragblend.engine.session import Session
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 from ragblend.kvstore.nodes import Scope
@@ -145,13 +146,14 @@ class Engine:
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self._check_length(len(behind) + len(passage), "a passage behind its prefix")
-        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
-        if node_ids is not None:
+        if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
+            keys = self._machine.keys_of(ids, behind, self.config.collection)
             named = [
                 (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
                 for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
             ]
             self._bury(self._resources.nodes.put_many(self._scope, named))
+        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def forget(self, node_ids: Sequence[str]) -> int:
@@ -245,10 +247,14 @@ class Engine:
         prompt: Prompt,
         method: str | Policy = DEFAULT_METHOD,
         ratio: float | str = DEFAULT_RATIO,
+        session: Session | None = None,
         **options: Any,
     ) -> Stream:
-        """Answer the prompt, piece by piece. Wrong arguments raise here, what goes wrong later in the iteration."""
-        request, chosen = self._generation(prompt, method, ratio, options)
+        """Answer the prompt, piece by piece. Wrong arguments raise here, what goes wrong later in the iteration.
+
+        session: what it holds of the prompt's beginning is not read again, and it holds this prompt and answer next.
+        """
+        request, chosen = self._generation(prompt, method, ratio, options, session)
 
         def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
             with self._queue.turn(cancel):
@@ -270,6 +276,11 @@ class Engine:
     def profile(self, progress: Progress | None = None) -> DeviceProfile:
         """Measure this model on this device, and keep that for the loading controller: `ratio="auto"` needs it."""
         return self._machine.measure(progress)
+
+    @property
+    def known_profile(self) -> DeviceProfile | None:
+        """What `profile` measured, now or earlier; None before that."""
+        return self._resources.profile
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until the chunks that were missing have been encoded; False if that took too long."""
@@ -303,12 +314,28 @@ class Engine:
         """With the device in hand."""
 
         def prefill() -> Prefilled:
-            return self._machine.prefill(request, cancel, answering=True)
+            read.append(self._machine.prefill(request, cancel, answering=True))
+            return read[0]
 
-        return run(self._resources, prefill, options, on_text, cancel)
+        read: list[Prefilled] = []
+        answered: tuple[int, ...] = ()
+        try:
+            result = run(self._resources, prefill, options, on_text, cancel)
+            answered = result.token_ids
+            return result
+        finally:  # also of an answer that was stopped: its prompt has been read
+            if request.session is not None and read and read[0].cache is not None:
+                ids = (*request.prompt.token_ids, *answered)
+                request.session.keep(ids, read[0].cache, self._resources.decoder)
 
     def _request(
-        self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int, room: int = 64
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        seed: int,
+        room: int = 64,
+        session: Session | None = None,
     ) -> Request:
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.checked(ratio)
@@ -317,13 +344,19 @@ class Engine:
         if tokens == 0:
             raise UsageError("the prompt is empty; give it at least one token")
         self._check_length(tokens, "the prompt")
-        return Request(tokenized, policy, share, self.config.collection, seed, room)
+        return Request(tokenized, policy, share, self.config.collection, seed, room, session)
 
     def _generation(
-        self, prompt: Prompt, method: str | Policy, ratio: float | str, options: dict[str, Any]
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        options: dict[str, Any],
+        session: Session | None = None,
     ) -> tuple[Request, DecodeOptions]:
         chosen = DecodeOptions.of(options)
-        request = self._request(prompt, method, ratio, chosen.seed or 0, room=min(chosen.max_new_tokens, 256))
+        room = min(chosen.max_new_tokens, 256)
+        request = self._request(prompt, method, ratio, chosen.seed or 0, room, session)
         return request, chosen
 
     def _check_length(self, tokens: int, what: str) -> None:

@@ -36,6 +36,7 @@ class Spent:
 
     layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens, in probes, that were
     computed again after them. recomputed: stored tokens computed through the last layer. probe_rows: of all probes.
+    rows: (R,) those that the last layer or a probe's computed.
     """
 
     layer_rows: float = 0.0
@@ -43,6 +44,7 @@ class Spent:
     again_layer_rows: float = 0.0
     recomputed: int = 0
     probe_rows: int = 0
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -119,6 +121,9 @@ def fused_prefill(
             run.check_cancelled()
             work = _layer(run, layer, _joined(run, layer, work))
         run.spent.recomputed += work.stored
+        run.spent.rows = work.rows
+        if run.computed is not None:
+            run.spent.rows = torch.cat([run.computed.nonzero().squeeze(1), work.rows])
         with recorder.device_part("head", "device"):
             return decoder.head(work.hidden[:, -1:])[0], run.spent
     finally:

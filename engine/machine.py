@@ -47,7 +47,8 @@ class Machine:
         if prefilled.report.misses and request.policy.name != "full":
             for chunk in request.prompt.chunks:
                 if chunk.token_ids:
-                    self.chores.add(partial(self._encode_later, chunk.token_ids, request.collection))
+                    collection = chunk.collection or request.collection
+                    self.chores.add(partial(self._encode_later, chunk.token_ids, collection))
         if prefilled.report.hits and resources.store.tiers:
             self.chores.add(partial(self._promote, request))
         if prefilled.report.hits:
@@ -59,25 +60,32 @@ class Machine:
     ) -> tuple[list[ChunkKey | None], int, int]:
         """The keys, tokens encoded, chunks encoded. The device is given back between chunks."""
         resources = self.resources
-        with self.queue.turn():
-            if not resources.gate.passed:
-                return [None] * len(passages), 0, 0
-            encoder: ChunkEncoder | None = None
-        keys: list[ChunkKey | None] = []
+        keys = self.keys_of(passages, prefix, collection)
+        encoder: ChunkEncoder | None = None
         tokens = encoded = 0
-        for passage in passages:
-            fits = passage and resources.refusal(len(prefix) + len(passage)) is None
-            key = resources.key_of(prefix, passage, collection) if fits else None
+        for number, (passage, key) in enumerate(zip(passages, keys, strict=True), start=1):
             if key is not None and not resources.store.contains(key):
                 with self.queue.turn():
                     encoder = encoder or ChunkEncoder(resources.decoder, prefix)
                     chunk = encoder.encode(passage)
                 resources.store.put(key, chunk, resources.codec)
                 tokens, encoded = tokens + len(passage), encoded + 1
-            keys.append(key)
             if progress is not None:
-                progress(len(keys), len(passages))
+                progress(number, len(passages))
         return keys, tokens, encoded
+
+    def keys_of(
+        self, passages: Sequence[TokenIds], prefix: TokenIds, collection: str
+    ) -> list[ChunkKey | None]:
+        """Under which key each passage's KV is or will be stored; None where none can be."""
+        resources = self.resources
+        with self.queue.turn():
+            passed = resources.gate.passed
+
+        def fits(passage: TokenIds) -> bool:
+            return passed and bool(passage) and resources.refusal(len(prefix) + len(passage)) is None
+
+        return [resources.key_of(prefix, p, collection) if fits(p) else None for p in passages]
 
     def measure(self, progress: Progress | None = None) -> DeviceProfile:
         """Profile this model on this device, keep that, and use it from now on."""
@@ -124,7 +132,8 @@ class Machine:
         for chunk in prompt.chunks:
             for prefix in {prompt.prefix_ids, resources.canonical_prefix}:
                 if chunk.token_ids:
-                    key = resources.key_of(prefix, chunk.token_ids, request.collection)
+                    collection = chunk.collection or request.collection
+                    key = resources.key_of(prefix, chunk.token_ids, collection)
                     resources.store.promote(key, chunk.token_ids)
 
     def _encode_later(self, token_ids: TokenIds, collection: str) -> None:

@@ -20,12 +20,16 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """One chunk in the prompt: its place, and its stored KV if there is any. exact: it was encoded right here."""
+    """One chunk in the prompt: its place, and its stored KV if there is any. exact: it was encoded right here.
+
+    held: no chunk, but what a session holds of the prompt's beginning.
+    """
 
     start: int
     length: int
     reader: Source | None
     exact: bool = False
+    held: bool = False
 
     @property
     def stop(self) -> int:

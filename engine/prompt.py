@@ -21,11 +21,15 @@ class Literal:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A passage whose KV may be stored; named by its text, by its node id, or by its token ids."""
+    """A passage whose KV may be stored; named by its text, by its node id, or by its token ids.
+
+    collection: whose KV it is, where that is not the engine's own.
+    """
 
     text: str | None = None
     node_id: str | None = None
     token_ids: tuple[int, ...] | None = None
+    collection: str | None = None
 
     def __post_init__(self) -> None:
         if self.text is None and self.node_id is None and self.token_ids is None:
@@ -101,4 +105,4 @@ def with_ids(segment: Segment, token_ids: Sequence[int]) -> Segment:
     ids = tuple(int(i) for i in token_ids)
     if isinstance(segment, Literal):
         return Literal(segment.text, ids, segment.verbatim)
-    return Chunk(segment.text, segment.node_id, ids)
+    return Chunk(segment.text, segment.node_id, ids, segment.collection)

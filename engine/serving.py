@@ -19,10 +19,11 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
 from ragblend.engine.fusion import Spent, fused_prefill
 from ragblend.engine.loader import LayerLoader, LostChunk
-from ragblend.engine.plan import Plan, Span, make_plan
+from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import Policy
+from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
@@ -47,6 +48,7 @@ class Request:
     collection: str
     seed: int = 0
     room_tokens: int = 256
+    session: Session | None = None
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Server:
         trace = recorder.finish()
         report = Report(
             request.policy.name,
-            plan.ratio if request.policy.fixed_ratio is None else None,
+            decision.ratio if request.policy.fixed_ratio is None else None,
             _counts(plan, spent),
             _fraction(plan, spent),
             _timings(trace, prefill_ms),
@@ -91,6 +93,7 @@ class Server:
             trace=trace,
             probe_rows=spent.probe_rows,
             computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
+            served=_served(plan, spent),
         )
         return Prefilled(request.prompt, logits, cache, report)
 
@@ -107,7 +110,10 @@ class Server:
         fixed = request.policy.fixed_ratio
         asked = request.ratio if fixed is None else fixed
         decision = decide(self.profile, self._workload(plan, request.policy), asked, DEFAULT_RATIO)
-        return replace(plan, ratio=decision.ratio), decision
+        # What a session holds is no reason to recompute more of the chunks that are new.
+        held = sum(span.length for span in spans if span.held)
+        share = 1 - held / plan.stored_tokens if held and fixed is None else 1.0
+        return replace(plan, ratio=decision.ratio * share), decision
 
     def _workload(self, plan: Plan, policy: Policy) -> Workload:
         loaded: dict[str, int] = {}
@@ -149,16 +155,24 @@ class Server:
         prompt, spans = request.prompt, []
         prefix = prompt.prefix_ids
         everything = prompt.token_ids
+        held = self._held(request)
         for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
-            if not isinstance(segment, Chunk) or not segment.token_ids:
+            if not isinstance(segment, Chunk) or not segment.token_ids or (held and offset < held.stop):
                 continue
-            reader, behind = self._open(prefix, segment.token_ids, request.collection)
+            collection = segment.collection or request.collection
+            reader, behind = self._open(prefix, segment.token_ids, collection)
             if reader is not None:
                 readers.enter_context(reader)
             exact = reader is not None and behind == everything[:offset]
             spans.append(Span(offset, len(segment.token_ids), reader, exact))
         hits = sum(span.reader is not None for span in spans)
-        return tuple(spans), hits, len(spans) - hits
+        return (held, *spans) if held else tuple(spans), hits, len(spans) - hits
+
+    def _held(self, request: Request) -> Span | None:
+        """What the conversation has in memory of this prompt's beginning; `full` reads all the same."""
+        if request.session is None or request.policy.name == "full":
+            return None
+        return request.session.span(request.prompt, self.decoder)
 
     def _open(
         self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
@@ -199,7 +213,7 @@ def left_to_generate(request: Request, warning: str) -> Prefilled:
 def _native_report(request: Request, timings: Timings, warning: str) -> Report:
     tokens = len(request.prompt.token_ids)
     counts = TokenCounts(prompt=tokens, fresh=tokens)
-    return Report("full", None, counts, 0.0, timings, warning=warning)
+    return Report("full", None, counts, 0.0, timings, warning=warning, served="f" * tokens)
 
 
 def _counts(plan: Plan, spent: Spent) -> TokenCounts:
@@ -211,6 +225,17 @@ def _counts(plan: Plan, spent: Spent) -> TokenCounts:
         fresh=plan.always_tokens - plan.missing_tokens,
         missing=plan.missing_tokens,
     )
+
+
+def _served(plan: Plan, spent: Spent) -> str:
+    """How each token was served, a letter each."""
+    kinds = plan.kinds.cpu()
+    letters = torch.full(kinds.shape, ord("r"), dtype=torch.uint8)
+    if spent.rows is not None:
+        letters[spent.rows.cpu()] = ord("c")
+    letters[kinds == Kind.FRESH] = ord("f")
+    letters[kinds == Kind.MISSING] = ord("m")
+    return bytes(letters.tolist()).decode("ascii")
 
 
 def _fraction(plan: Plan, spent: Spent) -> float:

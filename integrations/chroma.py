@@ -5,6 +5,7 @@ Chroma is rebuildable: texts and embeddings live in the registry. Only the holde
 """
 
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ FOREIGN = "an older version or another program has made it"
 NODE = "node"  # the metadata key that says whose a vector is
 VECTORS_A_HIT = 4  # how many vectors to ask for, for each node wanted
 DELETE_NODES = 500  # in one filter
+_starting = (
+    threading.RLock()
+)  # Chroma shares one system a folder, and hands it to other threads while it still starts
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,16 @@ class VectorIndex:
         return total
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        with _starting:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
 
     def _connect(self) -> Any:
+        with _starting:
+            return self._connected()
+
+    def _connected(self) -> Any:
         if self._client is None:
             import chromadb
             from chromadb.config import Settings

@@ -75,5 +75,8 @@ class WriterLock:
     def close(self) -> None:
         with self._threads:
             if self._fd >= 0:
-                os.close(self._fd)
+                with suppress(
+                    OSError
+                ):  # nothing was written that matters, and the descriptor is gone either way
+                    os.close(self._fd)
                 self._fd = -1

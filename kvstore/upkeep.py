@@ -3,6 +3,7 @@
 `sweep`, `collect` and `adopt` need the writer's lock: only then is a file without a row surely a leftover.
 """
 
+import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -157,9 +158,11 @@ def _is_sound(root: Path, file: ValueFile) -> bool:
         open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
     except (CorruptBlobError, FileNotFoundError):
         return False
-    except OSError as error:
+    except OSError as error:  # what is not entered is swept away
+        if error.errno == errno.EIO:
+            return True  # it may be readable the next time: its use will judge it, as it does any other value
         if error.errno not in DAMAGE:
-            raise  # what is not entered is swept away, and this value may well be sound
+            raise
         return False
     return True
 

@@ -11,7 +11,8 @@ from ragblend.app.cli_common import Cli, command
 if TYPE_CHECKING:
     from rich.console import Console
 
-QUALITY_METHODS = "full,naive,reuse,random,heads,cacheblend,cacheblend-k,cacheblend-gradual"
+    from ragblend.app.settings import Settings
+
 STORE_POLICIES = "lru,lfu,gdsf,gdsf-size,pgdsf,fading,fading-hits"
 TTFT_METHODS = "full,prefix,reuse,cacheblend"
 
@@ -33,13 +34,64 @@ Data = Annotated[
         "--data", help="A JSON list of {ctxs: [{title, text}], question, answers}; the samples if absent."
     ),
 ]
+QuestionFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", help="A file of questions; what it may be: see --format. The samples if nothing is given."
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format", help="cacheblend, longbench, samsum or squad; found out by its fields if absent."
+    ),
+]
+Generate = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--generate",
+        help="Made-up questions with exact answers: `ruler:multi_value,tokens=4000,n=20`; `ruler` for all of its "
+        "tasks, or `two_hop`. More settings: chunk, seed, items, hops, chains. May be given several times.",
+    ),
+]
+Docs = Annotated[
+    str | None,
+    typer.Option(
+        "--docs", help="Questions from ingested documents: those under this folder or file, or `all`."
+    ),
+]
+Collection = Annotated[
+    str | None, typer.Option("--collection", help="Of --docs; as in the settings if absent.")
+]
+Skip = Annotated[
+    bool,
+    typer.Option(
+        "--skip", help="Leave out what cannot be measured (no question, over the window), and say what."
+    ),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare", help="Two methods, A,B or A@0.05,B@0.15: paired bootstrap. May be given several times."
+    ),
+]
+Inspect = Annotated[
+    int,
+    typer.Option("--inspect", min=0, help="How many prompts the report shows token by token, with figures."),
+]
+MostTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens", min=1, help="How long an answer may be [32, or what an exact one needs]."
+    ),
+]
 Methods = Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")]
 MethodsAndModes = Annotated[
     str,
     typer.Option(
         "--methods",
-        help="Methods, separated by commas; also LangChain's map_reduce, map_rerank and refine, and, as in "
-        "refine+cacheblend, with calls that are read by a method.",
+        help="Methods, separated by commas, or `all` policies; also LangChain's map_reduce, map_rerank and refine, "
+        "and, as in refine+cacheblend, with calls that are read by a method.",
     ),
 ]
 Ratios = Annotated[
@@ -101,31 +153,45 @@ LoadSpeed = Annotated[float, typer.Option("--load-mb-per-s", min=0.001, help="Ho
 @command(bench_app, "quality")
 def quality(
     cli: Cli,
-    data: Data = None,
-    methods: MethodsAndModes = QUALITY_METHODS,
+    data: QuestionFile = None,
+    form: Format = None,
+    generate: Generate = None,
+    docs: Docs = None,
+    collection: Collection = None,
+    methods: MethodsAndModes = "all",
     ratios: Ratios = "0.05,0.15,0.3",
+    compare: Compare = None,
     limit: Limit = None,
     seed: Seed = None,
     passages: Passages = None,
-    max_new_tokens: AnswerTokens = 32,
+    skip: Skip = False,
+    max_new_tokens: MostTokens = None,
+    inspect: Inspect = 1,
     output: Output = Path("bench-results"),
     fresh: Fresh = False,
     keep_kv: KeepKV = False,
 ) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     from ragblend.app.bench.quality_report import QualityRequest, report_quality
+    from ragblend.app.bench.sources import Source
     from ragblend.app.bench.table import print_quality
 
-    engine = _engine_arguments(cli)
+    engine = engine_arguments(cli)
+    chosen = _settings(cli, collection=collection).collection
+    source = Source(
+        data, form, tuple(generate or ()), docs, cli.home, chosen, limit, seed, passages, skip
+    )  # fmt: skip
     request = QualityRequest(
-        data, engine, methods, ratios, limit, seed, passages, max_new_tokens, output, fresh, keep_kv
+        source, engine, methods, ratios, max_new_tokens, output, fresh, keep_kv, tuple(compare or ()), inspect
     )
     try:
         results = report_quality(request)
     except KeyboardInterrupt:
         cli.note("Stopped. What was measured is kept; run the same command again to go on.")
         raise typer.Exit(1) from None
-    print_quality(_console(cli), results["rows"], results["comparisons"])
+    for skipped in results["settings"]["skipped"]:
+        cli.note(f"left out  {skipped['reason']}")
+    print_quality(_console(cli), results["rows"], results["comparisons"], results["tasks"])
     _finish(cli, results["rows"], results["files"])
 
 
@@ -146,7 +212,7 @@ def ttft(
     from ragblend.app.bench.table import print_ttft
     from ragblend.app.bench.ttft_report import TtftRequest, report_ttft
 
-    engine = _engine_arguments(cli)
+    engine = engine_arguments(cli)
     request = TtftRequest(data, engine, methods, ratios, chunks, tokens, caches, repeats, memory, output)
     results = report_ttft(request)
     print_ttft(_console(cli), results["rows"])
@@ -191,20 +257,26 @@ def store(
     _finish(cli, {name: results[name] for name in ("rows", "comparisons", "settings")}, results["files"])
 
 
-def _engine_arguments(cli: Cli) -> dict[str, Any]:
+def engine_arguments(cli: Cli) -> dict[str, Any]:
     """What `Engine.open` is called with, here and in the child processes: plain JSON values.
 
     What is not given comes from the settings, as for every other command. The collection is the benches' own: its
     name is in every key, so nothing that a bench stores or removes is the user's.
     """
     from ragblend.app.home import Home
+
+    settings = _settings(cli)
+    names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
+    chosen = {name: getattr(settings, name) for name in names}
+    return {"home": str(Home.resolve(cli.home).root), "collection": "bench", **chosen}
+
+
+def _settings(cli: Cli, **more: Any) -> "Settings":
+    from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
-    home = Home.resolve(cli.home)
-    overrides = {"model": cli.model, "device": cli.device, "dtype": cli.dtype}
-    settings = Settings.load(home.settings, overrides=overrides)
-    chosen = {name: getattr(settings, name) for name in ("model", "device", "dtype", "store_budget_bytes")}
-    return {"home": str(home.root), "collection": "bench", **chosen}
+    overrides = {"model": cli.model, "device": cli.device, "dtype": cli.dtype, **more}
+    return Settings.load(Home.resolve(cli.home).settings, overrides=overrides)
 
 
 def _console(cli: Cli) -> "Console":

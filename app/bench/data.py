@@ -1,7 +1,7 @@
-"""Questions with their passages and gold answers, in the JSON format of the CacheBlend artifact.
+"""Questions with their passages and gold answers, and the JSON format of the CacheBlend artifact.
 
 The file is one list of `{"ctxs": [{"title": str, "text": str}, ...], "question": str, "answers": [str,
-...]}`.
+...]}`. Other formats are read by `data_formats.py`.
 """
 
 import hashlib
@@ -14,20 +14,49 @@ from typing import Any
 from ragblend.kvstore.errors import UsageError
 
 
+class UnusableError(UsageError):
+    """A record that is well formed and cannot be measured; `--skip` leaves it out, and says so."""
+
+
 @dataclass(frozen=True)
 class Question:
-    """One question: the passages to read (title and text in one), and the answers that count as right."""
+    """One question: the passages to read (title and text in one), and the answers that count as right.
+
+    instruction: what follows the question, None for the benches' own words; required: what an exact answer must hold,
+    all of it (empty: the data does not say); task: what kind of question it is, for tables.
+    """
 
     index: int
     text: str
     passages: tuple[str, ...]
     answers: tuple[str, ...]
+    instruction: str | None = None
+    required: tuple[str, ...] = ()
+    task: str = ""
 
     @property
     def digest(self) -> str:
         """What the question says, whatever its place in the file: records are kept under it."""
-        content = json.dumps([self.text, self.passages, self.answers], ensure_ascii=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        content: list[Any] = [self.text, self.passages, self.answers]
+        if self.instruction is not None or self.required:
+            content += [self.instruction, self.required]
+        return hashlib.sha256(json.dumps(content, ensure_ascii=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A question that was left out, and why: what is left out is always said."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The questions of one source, and those of its records that cannot be measured."""
+
+    questions: list[Question]
+    skipped: tuple[Skipped, ...] = ()
 
 
 def load_questions(path: Path) -> list[Question]:
@@ -37,7 +66,8 @@ def load_questions(path: Path) -> list[Question]:
 
 def check_questions(entries: list[Any], path: Path) -> list[Question]:
     """The entries of a file's list, checked; `path` is for the messages. Raises UsageError."""
-    return [_question(entry, index, path) for index, entry in enumerate(entries)]
+    named = f"Reading the questions: {path}, question"
+    return [entry_question(entry, index, f"{named} {index}") for index, entry in enumerate(entries)]
 
 
 def choose(
@@ -61,9 +91,10 @@ def _check_positive(option: str, value: int | None) -> None:
         raise UsageError(f"{option} is {value}; it must be 1 or more (leave it out for all)")
 
 
-def _read_list(path: Path) -> list[Any]:
+def read_text(path: Path) -> str:
+    """A data file's text. Raises UsageError."""
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(
             f"Reading the questions: there is no file {path}; give an existing one to --data"
@@ -72,50 +103,69 @@ def _read_list(path: Path) -> list[Any]:
         raise UsageError(f"Reading the questions: {path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"Reading the questions: {path} is not UTF-8 text (byte {error.start})") from error
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        entries = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise UsageError(f"Reading the questions: {path} is not JSON ({error})") from error
     if not isinstance(entries, list):
         raise UsageError(
-            f"Reading the questions: {path} holds a JSON {_kind(entries)}; expected a list of questions"
+            f"Reading the questions: {path} holds a JSON {kind_name(entries)}; expected a list of questions"
         )
     if not entries:
         raise UsageError(f"Reading the questions: {path} is an empty list; there is nothing to measure")
     return entries
 
 
-def _question(entry: Any, index: int, path: Path) -> Question:
-    where = f"Reading the questions: {path}, question {index}"
-    text = _field(entry, "question", str, where).strip()
-    answers = _field(entry, "answers", list, where)
-    ctxs = _field(entry, "ctxs", list, where)
-    if not text:
-        raise UsageError(f"{where}: 'question' is empty")
-    if not answers or not all(isinstance(answer, str) for answer in answers):
-        raise UsageError(f"{where}: 'answers' must be a list of one or more strings")
+def entry_question(entry: Any, index: int, where: str) -> Question:
+    """One entry of CacheBlend's format; `where` begins every message. Raises UsageError, UnusableError."""
+    text = field_of(entry, "question", str, where).strip()
+    answers = field_of(entry, "answers", list, where)
+    ctxs = field_of(entry, "ctxs", list, where)
+    check_asked(text, "question", where)
+    check_answers(answers, where)
     if not ctxs:
-        raise UsageError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
+        raise UnusableError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
     texts = [_passage(ctx, f"{where}, ctxs[{place}]") for place, ctx in enumerate(ctxs)]
     return Question(index, text, tuple(texts), tuple(answers))
 
 
+def check_asked(text: str, name: str, where: str) -> None:
+    """Raise UnusableError for an empty question."""
+    if not text.strip():
+        raise UnusableError(f"{where}: '{name}' is empty; write a question, or pass --skip to leave it out")
+
+
+def check_answers(answers: list[Any], where: str) -> None:
+    """Raise UsageError unless there is an answer, and all are text."""
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise UsageError(f"{where}: 'answers' must be a list of one or more strings")
+
+
 def _passage(ctx: Any, where: str) -> str:
-    title, text = _field(ctx, "title", str, where).strip(), _field(ctx, "text", str, where).strip()
+    title, text = field_of(ctx, "title", str, where).strip(), field_of(ctx, "text", str, where).strip()
     if not text:
         raise UsageError(f"{where}: 'text' is empty")
     return f"{title}\n{text}" if title else text
 
 
-def _field(entry: Any, name: str, kind: type, where: str) -> Any:
+def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
+    """The field of a JSON object, of the kind that it must have. Raises UsageError."""
     if not isinstance(entry, dict):
-        raise UsageError(f"{where}: found a JSON {_kind(entry)}; expected an object with '{name}'")
+        raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
         raise UsageError(f"{where}: the field '{name}' is missing")
     if not isinstance(entry[name], kind):
         expected = "a string" if kind is str else "a list"
-        raise UsageError(f"{where}: the field '{name}' is a JSON {_kind(entry[name])}; expected {expected}")
+        raise UsageError(
+            f"{where}: the field '{name}' is a JSON {kind_name(entry[name])}; expected {expected}"
+        )
     return entry[name]
 
 
-def _kind(value: Any) -> str:
+def kind_name(value: Any) -> str:
+    """What JSON calls it."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")

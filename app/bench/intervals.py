@@ -24,6 +24,13 @@ def difference_interval(values: Sequence[float], others: Sequence[float], seed: 
     return _interval([values, others], lambda means: means[0] - means[1], seed)
 
 
+def ratio_interval(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Interval | None:
+    """The 95% interval of mean(values) / mean(others), in pairs; None if an `others` is not above 0."""
+    if min(others, default=0.0) <= 0:
+        return None
+    return _interval([values, others], lambda means: means[0] / means[1], seed)
+
+
 def recovery_interval(kl: Sequence[float], kl_reuse: Sequence[float], seed: int = 0) -> Interval | None:
     """The 95% interval of 1 - mean(kl)/mean(kl_reuse); None if reuse does not diverge on every prompt."""
     if min(kl_reuse, default=0.0) <= 0:

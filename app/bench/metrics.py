@@ -29,6 +29,15 @@ def gold_match(answer: str, gold: Sequence[str]) -> bool:
     return normalise(answer) in {normalise(text) for text in gold}
 
 
+def found(answer: str, required: Sequence[str]) -> float | None:
+    """The share of what is required that the answer holds, as whole words; None where nothing is.
+
+    RULER's `string_match_all` (Hsieh et al. 2024) counts any substring: there 31 would be found in 1931.
+    """
+    words = f" {normalise(answer)} "
+    return sum(f" {normalise(text)} " in words for text in required) / len(required) if required else None
+
+
 def f1(answer: str, gold: Sequence[str]) -> float:
     """Token F1 against the nearest gold answer, in [0, 1]."""
     return max(_f1(normalise(answer).split(), normalise(text).split()) for text in gold)

@@ -1,5 +1,7 @@
 """Rows as pictures, drawn without a display."""
 
+import textwrap
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,19 @@ COLOURS = {
     "cacheblend-k": "#ff7f0e",
     "cacheblend-gradual": "#1f77b4",
 }
-OTHER_COLOUR = "#2ca02c"
+# Methods that are not in the table take one of these, by their names.
+OTHER_COLOURS = (
+    "#2ca02c",
+    "#e377c2",
+    "#aec7e8",
+    "#98df8a",
+    "#c49c94",
+    "#637939",
+    "#8c6d31",
+    "#7b4173",
+    "#3182bd",
+    "#e6550d",
+)
 WHERE_COLOURS = {
     "retrieve": "#c7c7c7",
     "stall": "#d62728",
@@ -34,19 +48,19 @@ WHERE_COLOURS = {
 
 def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
     """Left: KL by method with intervals; right: KL against speed-up, one line a method through its ratios."""
-    figure = _figure(12.0, max(4.0, 0.3 * len(rows) + 1.5))
+    figure = figure_of(12.0, max(4.0, 0.3 * len(rows) + 1.5))
     left, right = figure.subplots(1, 2)
     _draw_divergence(left, rows)
     _draw_trade_off(right, rows)
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
 def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         low, high = row["kl_ci"] or (row["kl"], row["kl"])
-        axes.plot([low, high], [place, place], color=_colour(row["method"]), linewidth=2)
-        axes.plot([row["kl"]], [place], marker="o", color=_colour(row["method"]))
+        axes.plot([low, high], [place, place], color=colour(row["method"]), linewidth=2)
+        axes.plot([row["kl"]], [place], marker="o", color=colour(row["method"]))
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
@@ -63,7 +77,7 @@ def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
             [row["speedup"] for row in points],
             [row["kl"] for row in points],
             marker="o",
-            color=_colour(method),
+            color=colour(method),
             label=method,
         )
         for row in points:
@@ -75,7 +89,7 @@ def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
                     xytext=(4, 4),
                     textcoords="offset points",
                     fontsize=7,
-                    color=_colour(method),
+                    color=colour(method),
                 )
     axes.set_xlabel("speed-up of the first token (median of pairs)")
     axes.set_ylabel("KL(full || method), nats a token")
@@ -84,10 +98,68 @@ def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
     axes.legend(fontsize=8)
 
 
+def plot_kl(rows: Sequence[Row], title: str, path: Path) -> None:
+    """KL by method with its interval, from the nearest to full prefill down."""
+    rows = sorted(rows, key=lambda row: row["kl"])
+    figure = figure_of(8.0, max(3.0, 0.3 * len(rows) + 1.2))
+    _draw_divergence(figure.subplots(), rows)
+    entitle(figure, title)
+    figure.savefig(path, dpi=120)
+
+
+def plot_pareto(rows: Sequence[Row], title: str, path: Path) -> None:
+    """KL against the time to first token; the front is what nothing beats in both."""
+    figure = figure_of(8.0, 5.0)
+    axes = figure.subplots()
+    front = pareto(rows)
+    axes.step(
+        [row["ttft_ms"] for row in front],
+        [row["kl"] for row in front],
+        where="post",
+        color="#999999",
+        zorder=1,
+    )
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = [row for row in rows if row["method"] == method]
+        axes.scatter(
+            [p["ttft_ms"] for p in points], [p["kl"] for p in points], color=colour(method), label=method
+        )
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{100 * row['ratio']:g}%"
+        bold = "bold" if row in front else "normal"
+        place = (row["ttft_ms"], row["kl"])
+        axes.annotate(
+            ratio,
+            place,
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour(row["method"]),
+            weight=bold,
+        )
+    axes.set_xlabel("milliseconds to the first token (median)")
+    axes.set_ylabel("KL(full || method), nats a token")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    entitle(figure, title)
+    figure.savefig(path, dpi=120)
+
+
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other row beats in both time and divergence, from the fastest on."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row["ttft_ms"], row["kl"])):
+        if not front or row["kl"] < front[-1]["kl"]:
+            front.append(row)
+    return front
+
+
 def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
     """One panel a (chunks, tokens, cache): stacked bars of where the time to the first token went."""
     cases = list(dict.fromkeys((row["chunks"], row["tokens"], row["cache"]) for row in rows))
-    figure = _figure(9.0, 1.2 + sum(0.7 + 0.3 * len(_of_case(rows, case)) for case in cases))
+    figure = figure_of(9.0, 1.2 + sum(0.7 + 0.3 * len(_of_case(rows, case)) for case in cases))
     panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
     for axes, case in zip(panels, cases, strict=True):
         _draw_bars(axes, _of_case(rows, case))
@@ -96,7 +168,7 @@ def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
         "milliseconds to the first token (load runs beside the compute; what it costs is the stall)"
     )
     panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
-    figure.suptitle(title, fontsize=10)
+    entitle(figure, title)
     figure.savefig(path, dpi=120)
 
 
@@ -120,18 +192,26 @@ def _of_case(rows: Sequence[Row], case: tuple[int, int, str]) -> list[Row]:
     return [row for row in rows if (row["chunks"], row["tokens"], row["cache"]) == case]
 
 
-def _figure(width: float, height: float) -> "Figure":
+def figure_of(width: float, height: float) -> "Figure":
+    """A figure of its own canvas, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # A figure of its own canvas: pyplot would keep every figure alive, and look for a display.
+    # pyplot would keep every figure alive, and look for a display.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _colour(method: str) -> str:
-    return COLOURS.get(method, OTHER_COLOUR)
+def entitle(figure: "Figure", title: str) -> None:
+    """A title in as many lines as the figure's width asks for."""
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
+
+
+def colour(method: str) -> str:
+    """A method's colour, the same in every picture."""
+    other = OTHER_COLOURS[zlib.crc32(method.encode()) % len(OTHER_COLOURS)]
+    return COLOURS.get(method, other)
 
 
 def _label(row: Row) -> str:

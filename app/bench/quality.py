@@ -54,11 +54,14 @@ def run(
     seed: int = 0,
     keep_kv: bool = False,
     progress: Progress | None = None,
-) -> None:
-    """Measure what the journal does not have yet; it has every (question, variant) afterwards.
+    until: Callable[[], bool] | None = None,
+    warm: bool = True,
+) -> int:
+    """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
 
     Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
-    the store.
+    the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
+    that are left is returned. warm: run every method once, unrecorded, before the first question.
     """
     pending = [(question, _pending(question, variants, journal, seed)) for question in questions]
     # All prompts first: one that is too long must stop the run now and not after an hour of work.
@@ -66,14 +69,17 @@ def run(
     total = sum(len(todo) for _, todo, _ in work)
     done = 0
     for place, (question, todo, prompt) in enumerate(work):
+        if until is not None and until():
+            return len(work) - place
         with stored(engine, question.passages, keep_kv):
-            if place == 0:
+            if place == 0 and warm:
                 warm_up(engine, question, prompt, todo)
             for record in measure(engine, question, prompt, todo, max_new_tokens):
                 journal.add(record)
                 done += 1
                 if progress is not None:
                     progress(done, total)
+    return 0
 
 
 def _pending(question: Question, variants: Sequence[Variant], journal: Journal, seed: int) -> list[Variant]:
@@ -91,14 +97,19 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
     from ragblend.engine.prompt import Chunk
 
     chunks = [Chunk(passage) for passage in question.passages]
-    prompt = engine.tokenize(engine.chat_prompt(None, chunks, question.text + INSTRUCTION))
+    prompt = engine.tokenize(engine.chat_prompt(None, chunks, asked(question)))
     needed = len(prompt.token_ids) + max_new_tokens
     if needed > engine.context_window:
         raise PromptTooLongError(
             f"question {question.index} needs {needed} tokens with its answer, and {engine.model_name} takes "
-            f"{engine.context_window}; pass --passages N to read fewer passages a question"
+            f"{engine.context_window}; pass --passages N to read fewer passages a question, or --skip to leave it out"
         )
     return prompt
+
+
+def asked(question: Question) -> str:
+    """The question in the words that every method and mode gets."""
+    return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
 
 
 def warm_up(engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant]) -> None:
@@ -179,6 +190,10 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         full_ttft_ms=reference.ttft_ms,
         prompt_tokens=outcome.report.tokens.prompt,
         generated_tokens=outcome.answer.report.tokens.generated,
+        select_ms=outcome.report.timings.select_ms,
+        # Not every engine has probes; what it does not say is not made up.
+        probe_rows=getattr(outcome.report, "probe_rows", None),
+        computed_fraction=getattr(outcome.report, "computed_fraction", None),
     )
 
 
@@ -210,7 +225,7 @@ def _ask_mode(
 ) -> modes.ModeAnswer:
     """The question in the same words as full prefill gets. Raises PromptTooLongError, with the question's place."""
     try:
-        return modes.answer(engine, variant, passages, question.text + INSTRUCTION, *most_tokens)
+        return modes.answer(engine, variant, passages, asked(question), *most_tokens)
     except PromptTooLongError as error:  # how long its prompts get is known only when they are made
         raise PromptTooLongError(f"question {question.index}, {variant}: {error}") from error
 
@@ -220,6 +235,7 @@ def _against_gold(text: str, question: Question) -> dict[str, Any]:
         "gold_match": metrics.gold_match(text, question.answers),
         "f1": metrics.f1(text, question.answers),
         "rouge_l": metrics.rouge_l(text, question.answers),
+        "found": metrics.found(text, question.required),
         "answer": text,
     }
 

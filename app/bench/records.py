@@ -43,6 +43,12 @@ class Record:
     generated_tokens: int | None = None  # not counted in journals of before there were modes
     calls: int = 1
     unscored: int | None = None  # of map_rerank's calls: those whose answer came without a score
+    found: float | None = None  # share of what an exact answer must hold; None where the data does not say
+    # What choosing has cost: its time; probes' rows, and all computed rows as a share of full prefill's, where the
+    # engine says so.
+    select_ms: float | None = None
+    probe_rows: int | None = None
+    computed_fraction: float | None = None
 
     @property
     def key(self) -> Key:

@@ -5,7 +5,13 @@ from statistics import fmean, median
 from typing import Any
 
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.intervals import difference_interval, mean_interval, recovery_interval
+from ragblend.app.bench.intervals import (
+    Interval,
+    difference_interval,
+    mean_interval,
+    ratio_interval,
+    recovery_interval,
+)
 from ragblend.app.bench.metrics import recovery
 from ragblend.app.bench.records import Key, Record
 from ragblend.app.bench.variants import Variant
@@ -15,23 +21,84 @@ from ragblend.app.bench.variants import Variant
 BASELINES = ("reuse", "random", "heads")
 # Means over the questions of what all calls for one came to.
 COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
+# What choosing costs, beside `recomputed_fraction`, which has all of it that falls on stored tokens.
+COSTS = ("computed_fraction", "probe_rows", "select_ms")
+# Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
+SAME_COST = 0.01
 Row = dict[str, Any]
+Table = dict[Variant, list[Record]]
 
 
 def summarise(
-    records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
+    records: dict[Key, Record],
+    questions: Sequence[Question],
+    variants: Sequence[Variant],
+    seed: int,
+    pairs: Sequence[tuple[Variant, Variant]] = (),
 ) -> tuple[list[Row], list[Row]]:
     """The rows (one a variant) and the comparisons (one a pair), over exactly these questions.
 
-    Every question must have a record for every variant: the numbers are paired.
+    Every question must have a record for every variant: the numbers are paired. pairs: to be compared beside those
+    with the baselines.
     """
-    table = {
+    table = _table(records, questions, variants)
+    reuse = table.get(Variant("reuse"))
+    rows = [_row(variant, table[variant], reuse, seed) for variant in variants]
+    wanted = dict.fromkeys([*pairs, *_with_baselines(table)])
+    return rows, [_comparison(variant, other, table, seed) for variant, other in wanted]
+
+
+def comparison_matrix(
+    records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
+) -> list[Row]:
+    """Every two variants whose distributions can be compared, each pair once. Not the reference: it diverges by 0."""
+    table = _table(records, questions, variants)
+    comparable = [
+        variant
+        for variant in variants
+        if variant.method != "full" and _column("kl", table[variant]) is not None
+    ]
+    return [
+        _comparison(variant, other, table, seed)
+        for place, variant in enumerate(comparable)
+        for other in comparable[place + 1 :]
+    ]
+
+
+def by_task(
+    records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
+) -> list[Row]:
+    """One row a task and variant, where the questions are of several tasks."""
+    tasks = list(dict.fromkeys(question.task for question in questions))
+    if len(tasks) < 2:
+        return []
+    names = (
+        "task",
+        "method",
+        "ratio",
+        "n",
+        "kl",
+        "kl_ci",
+        "accuracy",
+        "accuracy_ci",
+        "found",
+        "f1",
+        "exact_match",
+    )
+    rows = []
+    for task in tasks:
+        own = [question for question in questions if question.task == task]
+        for variant, found in _table(records, own, variants).items():
+            row = _row(variant, found, None, seed) | {"task": task}
+            rows.append({name: row[name] for name in names})
+    return rows
+
+
+def _table(records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant]) -> Table:
+    return {
         variant: [records[(question.digest, variant.method, variant.ratio)] for question in questions]
         for variant in variants
     }
-    reuse = table.get(Variant("reuse"))
-    rows = [_row(variant, table[variant], reuse, seed) for variant in variants]
-    return rows, _comparisons(table, seed)
 
 
 def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
@@ -40,8 +107,8 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
     for name in ("exact_match", "f1", "rouge_l"):
         row |= _mean_and_interval(name, records, seed)
-    row |= _recovery(records, reuse, seed) | _times(records)
-    for name in ("recomputed_fraction", "gold_match", *COUNTS):
+    row |= _recovery(records, reuse, seed) | _times(records) | _exact(records, seed)
+    for name in ("recomputed_fraction", "gold_match", *COUNTS, *COSTS):
         row[name] = _mean(name, records)
     return row
 
@@ -49,6 +116,15 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
 def _mean_and_interval(name: str, records: list[Record], seed: int) -> Row:
     column = _column(name, records)
     return {name: _mean(name, records), f"{name}_ci": None if column is None else mean_interval(column, seed)}
+
+
+def _exact(records: list[Record], seed: int) -> Row:
+    """accuracy: the share of the answers that hold all that they must; found: how much of it they hold."""
+    column = _column("found", records)
+    if column is None:
+        return {"accuracy": None, "accuracy_ci": None, "found": None}
+    exact = [float(value == 1) for value in column]
+    return {"accuracy": fmean(exact), "accuracy_ci": mean_interval(exact, seed), "found": fmean(column)}
 
 
 def _mean(name: str, records: list[Record]) -> float | None:
@@ -74,20 +150,19 @@ def _times(records: list[Record]) -> Row:
     }
 
 
-def _comparisons(table: dict[Variant, list[Record]], seed: int) -> list[Row]:
+def _with_baselines(table: Table) -> list[tuple[Variant, Variant]]:
     """Every method that takes a ratio against the baselines: the controls at its own ratio, and reuse."""
-    pairs = [
+    return [
         (variant, other)
         for variant in table
         if variant.ratio is not None and variant.mode is None
         for other in (Variant(name, None if name == "reuse" else variant.ratio) for name in BASELINES)
         if other in table and other.method != variant.method
     ]
-    return [_comparison(variant, other, table, seed) for variant, other in pairs]
 
 
-def _comparison(variant: Variant, other: Variant, table: dict[Variant, list[Record]], seed: int) -> Row:
-    """`kl_difference` below 0 means that `method` is nearer to full prefill than `against`."""
+def _comparison(variant: Variant, other: Variant, table: Table, seed: int) -> Row:
+    """`kl_difference` below 0, and `kl_ratio` below 1, mean that `method` is nearer to full prefill than `against`."""
     kl, kl_other = (_column("kl", table[each]) for each in (variant, other))
     f1, f1_other = (_column("f1", table[each]) for each in (variant, other))
     assert kl and kl_other and f1 and f1_other, (variant, other)
@@ -96,17 +171,30 @@ def _comparison(variant: Variant, other: Variant, table: dict[Variant, list[Reco
         "method": variant.method,
         "against": other.method,
         "ratio": variant.ratio,
+        "against_ratio": other.ratio,
         "n": len(kl),
         "kl_difference": fmean(kl) - fmean(kl_other),
         "kl_difference_ci": interval,
-        "verdict": _verdict(interval),
+        "kl_ratio": fmean(kl) / fmean(kl_other) if fmean(kl_other) > 0 else None,
+        "kl_ratio_ci": ratio_interval(kl, kl_other, seed),
+        "verdict": verdict(interval),
         "nearer_on": fmean(a < b for a, b in zip(kl, kl_other, strict=True)),
         "f1_difference": fmean(f1) - fmean(f1_other),
         "f1_difference_ci": difference_interval(f1, f1_other, seed),
+        **_costs(table[variant], table[other]),
     }
 
 
-def _verdict(interval: tuple[float, float] | None) -> str:
+def _costs(records: list[Record], others: list[Record]) -> Row:
+    """How much more was recomputed, and whether that counts as the same cost."""
+    spent, spent_other = (_mean("recomputed_fraction", each) for each in (records, others))
+    if spent is None or spent_other is None:
+        return {"cost_difference": None, "same_cost": None}
+    return {"cost_difference": spent - spent_other, "same_cost": abs(spent - spent_other) <= SAME_COST}
+
+
+def verdict(interval: Interval | None) -> str:
+    """What the interval of a difference says, lower being better."""
     if interval is None or interval[0] <= 0 <= interval[1]:
         return "undecided"
     return "better" if interval[1] < 0 else "worse"

@@ -12,11 +12,19 @@ FEWEST_PROMPTS = 60  # design.md section 8
 UNDEFINED = "–"
 
 
-def print_quality(console: Console, rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
-    """The rows, the comparisons, and a warning where there are too few prompts to settle anything."""
+def print_quality(
+    console: Console, rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = ()
+) -> None:
+    """The rows, the tasks, the comparisons, and a warning where there are too few prompts to settle anything."""
     console.print(_quality_table(rows))
+    if tasks:
+        console.print(_task_table(tasks))
     if comparisons:
         console.print(_comparison_table(comparisons))
+        if any(row["same_cost"] is False for row in comparisons):
+            console.print(
+                "* not at one cost: their mean shares of recomputed tokens are more than a point apart"
+            )
     for row in rows:
         if row["unscored"]:
             share = _share(row["unscored"] / row["calls"])
@@ -38,6 +46,7 @@ def _quality_table(rows: Sequence[Row]) -> Table:
             "top-1",
             "same answer",
             "gold",
+            "exact",
             "F1",
             "ROUGE-L",
             "recovery",
@@ -52,7 +61,7 @@ def _quality_table(rows: Sequence[Row]) -> Table:
             str(row["n"]),
             _number(row["kl"], 4),
             _interval(row["kl_ci"]) or UNDEFINED,
-            *(_share(row[name]) or UNDEFINED for name in ("top1", "exact_match", "gold_match")),
+            *(_share(row[name]) or UNDEFINED for name in ("top1", "exact_match", "gold_match", "accuracy")),
             *(_number(row[name], 3) for name in ("f1", "rouge_l")),
             _share(row["recovery"]) or UNDEFINED,
             _number(row["ttft_ms"], 0),
@@ -63,20 +72,49 @@ def _quality_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def _task_table(tasks: Sequence[Row]) -> Table:
+    table = _table("By task", ["task", "method", "ratio", "n", "KL", "exact", "found", "F1"])
+    for row in tasks:
+        table.add_row(
+            row["task"],
+            row["method"],
+            _share(row["ratio"]),
+            str(row["n"]),
+            _number(row["kl"], 4),
+            *(_share(row[name]) or UNDEFINED for name in ("accuracy", "found")),
+            _number(row["f1"], 3),
+        )
+    return table
+
+
 def _comparison_table(comparisons: Sequence[Row]) -> Table:
     table = _table(
         "In pairs, on the same prompts (a negative KL difference is better)",
-        ["method", "against", "ratio", "KL difference", "interval", "nearer on", "verdict"],
+        [
+            "method",
+            "ratio",
+            "against",
+            "ratio",
+            "KL difference",
+            "interval",
+            "KL ratio",
+            "interval",
+            "nearer on",
+            "verdict",
+        ],
     )
     for row in comparisons:
         table.add_row(
             row["method"],
-            row["against"],
             _share(row["ratio"]),
+            row["against"],
+            _share(row["against_ratio"]),
             f"{row['kl_difference']:+.4f}",
             _interval(row["kl_difference_ci"]),
+            _number(row["kl_ratio"], 3),
+            _interval(row["kl_ratio_ci"]),
             _share(row["nearer_on"]),
-            row["verdict"],
+            f"{row['verdict']}{' *' if row['same_cost'] is False else ''}",
         )
     return table
 
@@ -131,7 +169,9 @@ def _ttft_table(title: str, rows: Sequence[Row]) -> Table:
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("method", "against", "verdict") else "right")
+        table.add_column(
+            name, justify="left" if name in ("task", "method", "against", "verdict") else "right"
+        )
     return table
 
 

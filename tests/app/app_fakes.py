@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import EncodeReport, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.kvstore.errors import Cancelled
 
 WORDS = 64  # dimensions of the fake embeddings
 
@@ -55,6 +57,7 @@ class FakeEngine:
         self.folder = Path(home) / "fake-kv"
         self.gate = GateVerdict(True)
         self.encoded, self.requests, self.waited = [], [], False
+        self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.on_encode = lambda text: None
         self.reply = ("It ", "is ", "blue.")
         self.misses = 0
@@ -90,21 +93,33 @@ class FakeEngine:
         turns = [Literal(f"{asked} {answered} ") for asked, answered in history]
         return Prompt([Literal(system or "Passages:"), *turns, *passages, Literal(question)])
 
+    def chat(self, messages):
+        turns = [[Literal(f"<{message.role}>"), *message.segments] for message in messages]
+        return Prompt([segment for turn in turns for segment in turn])
+
     def tokenize(self, prompt):
         return Prompt(
             [with_ids(segment, range(len((segment.text or "").split()))) for segment in prompt.segments]
         )
 
-    def stream(self, prompt, method="cacheblend", ratio=0.15, max_new_tokens=256, temperature=0.0):
+    def prefill(self, prompt, method="cacheblend", cancel=None):
+        self.prefilled.append((prompt, method))
+        return SimpleNamespace(report=Report(method, None, timings=Timings(prefill_ms=1234.5)))
+
+    def stream(
+        self, prompt, method="cacheblend", ratio=0.15, max_new_tokens=256, temperature=0.0, session=None
+    ):
         policy_named(method)
         self.requests.append((prompt, method, ratio, max_new_tokens, temperature))
+        self.sessions.append(session)
         tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)
         trace = Trace((TraceEvent("compute", "host", 0.0, 1.0, 0),))
         hits = chunks - self.misses
         report = Report(method, ratio, tokens, 0.15, timings, hits, self.misses, trace=trace)
-        return FakeStream(self.reply, report, prompt)
+        self.stream_made = FakeStream(self.reply, report, prompt, self.on_piece)
+        return self.stream_made
 
     def finish_background(self, timeout_s=None):
         self.waited = True
@@ -112,13 +127,22 @@ class FakeEngine:
 
 
 class FakeStream:
-    def __init__(self, pieces, report, prompt):
-        self._pieces, self._report, self._prompt = pieces, report, prompt
-        self.result, self.closed = None, False
+    """on_piece(number) is called before each piece, and may raise what the work would."""
+
+    def __init__(self, pieces, report, prompt, on_piece=lambda number: None):
+        self._pieces, self._report, self._prompt, self._on_piece = pieces, report, prompt, on_piece
+        self.result, self.closed, self.stopped = None, False, False
 
     def __iter__(self):
-        yield from self._pieces
+        for number, piece in enumerate(self._pieces):
+            self._on_piece(number)
+            if self.stopped:
+                raise Cancelled("stopped")
+            yield piece
         self.result = Result("".join(self._pieces), (1, 2, 3), self._report, self._prompt)
 
+    def stop(self):
+        self.stopped = True
+
     def close(self):
-        self.closed = True
+        self.closed = self.stopped = True

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder 
 from app_fakes import FakeEmbedder, FakeEngine
 
 from ragblend.app.workspace import Workspace
+from ragblend.app.workspaces import Workspaces
 
 
 @pytest.fixture
@@ -37,6 +38,22 @@ def open_workspace(home):
 @pytest.fixture
 def workspace(open_workspace):
     return open_workspace()
+
+
+@pytest.fixture
+def workspaces(home):
+    """All collections of a home, each with fakes of its own."""
+
+    def open_(folder, settings):
+        workspace = Workspace(folder, settings)
+        workspace.__dict__.update(engine=FakeEngine(home), embedder=FakeEmbedder())
+        return workspace
+
+    settings = {"chunk_tokens": 16, "max_new_tokens": 32}
+    first = Workspace.open(home, **settings)
+    opened = Workspaces(open_(first.home, first.settings), open_)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

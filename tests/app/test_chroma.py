@@ -1,5 +1,7 @@
 """The vector index: exact cosine, our embeddings only, one collection each, rebuilt from nothing."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -121,3 +123,27 @@ def test_an_index_of_another_distance_is_named_and_mended(index):
     index.rebuild([(["a"], unit(1))])
     assert index.query(rows_of(1)[0], 1)[0].score == pytest.approx(1)
     assert other.count() == 0, "what others keep in the same folder stays"
+
+
+def test_two_threads_may_be_the_first_to_open_it(tmp_path):
+    """Chroma hands out a system that is still starting: a question during the first ingest met one without its core."""
+    for round_number in range(3):
+        folder = tmp_path / f"chroma{round_number}"
+        indexes = [VectorIndex(folder, name) for name in ("one", "two", "three", "four")]
+        together, failures = threading.Barrier(len(indexes)), []
+
+        def use(index, together=together, failures=failures):
+            together.wait()
+            try:
+                index.upsert(["n"], [np.ones((1, 3), dtype=np.float32)])
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=use, args=(index,)) for index in indexes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        for index in indexes:
+            index.close()

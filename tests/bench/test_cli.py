@@ -74,6 +74,96 @@ def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(
     assert len(keys) == len(set(keys)) == 4 * 3
 
 
+def test_a_report_folder_is_written_and_looked_into_once(bench, data_file, tmp_path, monkeypatch) -> None:
+    from ragblend.engine.engine import Engine
+
+    arguments = (
+        "--data",
+        data_file,
+        "--max-new-tokens",
+        "4",
+        "--methods",
+        "full,reuse,heads",
+        "--ratios",
+        "0.3",
+    )
+    arguments = ("quality", *arguments, "--inspect", "2", "--compare", "heads,reuse", "--json")
+    first = bench(*arguments)
+    out = tmp_path / "out"
+    names = {path.name for path in out.iterdir() if path.suffix in (".html", ".png", ".json")}
+    assert names == {
+        "report.html", "prompt-1.html", "prompt-2.html", "quality.json", "quality.png", "kl.png", "pareto.png",
+        "attention_deviation.png", "kv_deviation.png", "rank_correlation.png",
+    }  # fmt: skip
+    results = json.loads((out / "quality.json").read_text())
+    assert results["figures"]["prompts"] == 2
+    assert [(each["method"], each["against"]) for each in results["comparisons"]] == [("heads", "reuse")]
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 5
+    assert 'href="prompt-2.html"' in page
+    monkeypatch.setattr(Engine, "prefill", lambda *_, **__: pytest.fail("measured again"))
+    assert json.loads(bench(*arguments).stdout) == json.loads(first.stdout)
+    assert (out / "report.html").read_text() == page
+
+
+def test_generated_questions_are_answered_exactly_or_not_and_go_on_where_they_stopped(
+    bench, tmp_path
+) -> None:
+    specs = (
+        "--generate",
+        "ruler:multi_value,tokens=900,chunk=300,n=2",
+        "--generate",
+        "two_hop,tokens=1200,chunk=300,n=1",
+    )
+    arguments = ("quality", *specs, "--methods", "full,reuse", "--inspect", "0", "--json")
+    bench(*arguments, "--limit", "1")
+    rows = json.loads(bench(*arguments).stdout)
+    assert [row["n"] for row in rows] == [3, 3]
+    assert all(row["accuracy"] is not None and row["found"] is not None for row in rows)
+    results = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert {row["task"]: row["n"] for row in results["tasks"]} == {"multi_value 900": 2, "two_hop 1,200": 1}
+    # One question was there when the length of answers, which the longest question decides, was the same.
+    assert results["settings"]["resumed_records"] == 2
+    assert results["settings"]["max_new_tokens"] > 32  # four numbers of seven figures take more
+
+
+def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
+    bench, entries, tmp_path
+) -> None:
+    from ragblend.kvstore.errors import PromptTooLongError
+
+    entries[1]["question"] = " "
+    entries[2]["ctxs"][0]["text"] = "word " * 3000
+    path = tmp_path / "spoilt.json"
+    path.write_text(json.dumps(entries))
+    arguments = ("quality", "--data", path, "--methods", "reuse", "--max-new-tokens", "2", "--json")
+    with pytest.raises(UsageError, match=r"question 1: 'question' is empty"):
+        bench(*arguments)
+    done = bench(*arguments, "--skip", "--inspect", "0")
+    assert [row["n"] for row in json.loads(done.stdout)] == [2]
+    assert "left out" in done.stderr
+    skipped = json.loads((tmp_path / "out" / "quality.json").read_text())["settings"]["skipped"]
+    assert ["'question' is empty" in each["reason"] for each in skipped] == [True, False]
+    assert "tokens with its answer" in skipped[1]["reason"]
+    entries[1]["question"] = "Why?"
+    path.write_text(json.dumps(entries))
+    with pytest.raises(PromptTooLongError, match=r"question 2 needs .* --skip"):
+        bench(*arguments)
+
+
+def test_what_packed_kv_loses_is_measured_in_a_journal_of_its_own(
+    bench, data_file, tmp_path, monkeypatch
+) -> None:
+    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--inspect", "0", "--json")
+    raw = json.loads(bench(*arguments).stdout)
+    monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
+    packed = json.loads(bench(*arguments).stdout)
+    assert packed[0]["kl"] == raw[0]["kl"] == 0  # full prefill stores nothing
+    assert 0 < abs(packed[1]["kl"] - raw[1]["kl"]) < 0.1 * raw[1]["kl"]
+    assert len(list((tmp_path / "out").glob("quality-*.jsonl"))) == 2
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["environment"]["kv_codec"] == "int8"
+
+
 def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
     from ragblend.kvstore.store import KVStore
 
@@ -137,6 +227,11 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,magic"), "magic"),
         (("quality", "--ratios", "0.15,2"), "'2'"),
         (("quality", "--data", "nowhere.json"), "nowhere.json"),
+        (("quality", "--generate", "multi_valu"), "did you mean 'multi_value'"),
+        (("quality", "--generate", "two_hop", "--docs", "all"), "--generate and --docs"),
+        (("quality", "--docs", "all"), "ragblend ingest"),
+        (("quality", "--format", "squad"), "--format"),
+        (("quality", "--compare", "reuse,magic"), "--compare"),
         (("ttft", "--chunks", "0"), "--chunks"),
         (("ttft", "--tokens", "many"), "--tokens"),
         (("ttft", "--caches", "hot"), "hot"),

@@ -62,6 +62,23 @@ def test_rouge_l_by_hand(answer, gold, value) -> None:
     assert metrics.rouge_l(answer, gold) == pytest.approx(value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "required", "share"),
+    [
+        ("The numbers are 4,345,669 and 1241016.", ["4345669", "1241016"], 1),
+        ("4345669", ["4345669", "1241016"], 0.5),
+        ("It was 1931.", ["31"], 0),  # a part of a word is not the word
+        ("the quiet lamp burns", ["Quiet Lamp"], 1),
+        ("quiet old lamp", ["Quiet Lamp"], 0),
+        ("HJRWT, XSGMT", ["XSGMT", "HJRWT"], 1),
+        ("", ["x"], 0),
+        ("anything", [], None),
+    ],
+)
+def test_what_is_required_is_found_as_whole_words(answer, required, share) -> None:
+    assert metrics.found(answer, required) == share
+
+
 def test_kl_by_hand() -> None:
     reference = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()

@@ -1,18 +1,24 @@
 """What people see: tables, pictures and files, from rows made by hand."""
 
+import dataclasses
 import io
 import json
+import re
+from html.parser import HTMLParser
 
 import pytest
 from rich.console import Console
 
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.environment import cpu_name
-from ragblend.app.bench.plots import plot_quality, plot_ttft
+from ragblend.app.bench.plots import pareto, plot_kl, plot_pareto, plot_quality, plot_ttft
+from ragblend.app.bench.plots_figures import plot_figures
+from ragblend.app.bench.prompt_page import prompt_page
 from ragblend.app.bench.records import Record
+from ragblend.app.bench.report_page import report_page
 from ragblend.app.bench.results import make_folder, write_json
 from ragblend.app.bench.samples_data import PASSAGES, sample_questions, sample_source
-from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
 from ragblend.app.bench.table import print_quality, print_ttft
 from ragblend.app.bench.variants import Variant, parse_choices, parse_counts, parse_variants
 from ragblend.kvstore.errors import UsageError
@@ -87,6 +93,50 @@ def test_a_worse_method_is_called_worse_and_an_equal_one_undecided(questions) ->
     assert verdicts["cacheblend", "random"] == "undecided"
 
 
+def test_any_two_methods_are_compared_once_and_the_reference_not(questions) -> None:
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    matrix = comparison_matrix(made_records(kls, questions), questions, VARIANTS, seed=0)
+    found = {(each["method"], each["against"]): each for each in matrix}
+    assert set(found) == {("reuse", "random"), ("reuse", "cacheblend"), ("random", "cacheblend")}
+    last = found["random", "cacheblend"]
+    assert last["kl_ratio"] == pytest.approx(3)
+    assert last["kl_ratio_ci"] == pytest.approx((3, 3))
+    assert (last["ratio"], last["against_ratio"], last["verdict"]) == (0.15, 0.15, "worse")
+    assert (last["same_cost"], last["cost_difference"]) == (True, 0)
+
+
+def test_methods_that_spent_different_shares_are_not_at_one_cost(questions) -> None:
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    records = {
+        key: dataclasses.replace(record, recomputed_fraction=0.13 if record.method == "random" else 0.1)
+        for key, record in made_records(kls, questions).items()
+    }
+    rows, comparisons = summarise(records, questions, VARIANTS, 0, [(VARIANTS[2], VARIANTS[3])])
+    assert comparisons[0]["cost_difference"] == pytest.approx(0.03)
+    assert [comparisons[0]["method"], comparisons[0]["same_cost"]] == ["random", False]
+    text = io.StringIO()
+    print_quality(Console(file=text, width=200), rows, comparisons)
+    assert "worse *" in text.getvalue()
+    assert "not at one cost" in text.getvalue()
+
+
+def test_exact_answers_are_counted_by_task(questions) -> None:
+    tasks = [dataclasses.replace(q, task="ab"[q.index % 2]) for q in questions]
+    kls = dict.fromkeys(("full", "reuse", "random", "cacheblend"), 0.1)
+    records = {
+        key: dataclasses.replace(record, found=(1.0, 0.5)[place % 2])
+        for place, (key, record) in enumerate(made_records(kls, tasks).items())
+    }
+    found = {(row["task"], row["method"]): row for row in by_task(records, tasks, VARIANTS, 0)}
+    assert len(found) == 8
+    assert found["a", "full"]["n"] == 3
+    assert (found["a", "full"]["accuracy"], found["a", "full"]["found"]) == (1, 1)
+    assert (found["b", "full"]["accuracy"], found["b", "full"]["found"]) == (0, 0.5)
+    rows, _ = summarise(records, tasks, VARIANTS, 0)
+    assert rows[0]["accuracy"] == 0.6
+    assert by_task(records, questions, VARIANTS, 0) == []  # one task is what the rows say already
+
+
 def test_without_reuse_there_is_no_recovery(questions) -> None:
     kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
     rows, comparisons = summarise(made_records(kls, questions), questions, VARIANTS[2:], seed=0)
@@ -131,6 +181,103 @@ def test_quality_picture_with_and_without_intervals(summary, tmp_path) -> None:
         [*rows, rows[3] | {"kl_ci": None, "method": "new policy"}], "title", tmp_path / "quality.png"
     )
     assert (tmp_path / "quality.png").read_bytes().startswith(PNG)
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    points = [(10, 0.4), (20, 0.5), (30, 0.2), (30, 0.3), (50, 0.2), (90, 0.0)]
+    rows = [{"ttft_ms": ttft_ms, "kl": kl} for ttft_ms, kl in points]
+    assert [(row["ttft_ms"], row["kl"]) for row in pareto(rows)] == [(10, 0.4), (30, 0.2), (90, 0.0)]
+
+
+FIGURES = {
+    "prompts": 2,
+    "attention_deviation": [
+        {"method": "reuse", "ratio": None, "value": 0.3, "n": 2},
+        {"method": "random", "ratio": 0.05, "value": 0.2, "n": 2},
+        {"method": "random", "ratio": 0.5, "value": 0.1, "n": 2},
+    ],
+    "kv_deviation_quantiles": {"1": [0.1, 0.5, 4.0], "2": [0.2, 1.0, 2.0]},
+    "rank_correlations": [[0.8, None, 0.9], [0.7, 0.6, 0.9]],
+}
+
+
+def test_pictures_are_written_for_what_there_is(summary, tmp_path) -> None:
+    rows, _ = summary
+    plot_kl(rows, "title " * 40, tmp_path / "kl.png")
+    plot_pareto(rows, "title", tmp_path / "pareto.png")
+    written = plot_figures(FIGURES, "title", tmp_path)
+    names = {"kl.png", "pareto.png", "attention_deviation.png", "kv_deviation.png", "rank_correlation.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
+    assert set(written) == {"attention_deviation", "kv_deviation_quantiles", "rank_correlations"}
+    assert list(
+        plot_figures(FIGURES | {"attention_deviation": [], "rank_correlations": []}, "t", tmp_path)
+    ) == ["kv_deviation_quantiles"]
+
+
+EVIL = '</script><script>alert("x")</script><b>'
+
+
+class Outline(HTMLParser):
+    """What a browser would make of a page: its tags, its links, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.sources, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary, questions, tmp_path) -> None:
+    rows, comparisons = summary
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    records = made_records(kls, questions)
+    plot_pareto(rows, "title", tmp_path / "pareto.png")
+    results = {
+        "rows": rows,
+        "comparisons": comparisons,
+        "matrix": comparison_matrix(records, questions, VARIANTS, 0),
+        "tasks": [],
+        "environment": {"model": EVIL, "dtype": "float32", "gpu": None, "cpu": "cpu", "threads": 2, "kv_codec": "raw"},
+        "settings": {
+            "data": EVIL, "questions": 5, "max_new_tokens": 32, "seed": None,
+            "skipped": [{"where": "line 2", "reason": f"line 2 is {EVIL}"}],
+        },
+    }  # fmt: skip
+    page = Outline(report_page(results, {"pareto": tmp_path / "pareto.png"}, [("prompt-1.html", EVIL)]))
+    assert {"script", "b"} & set(page.tags) == set()
+    assert page.text.count(EVIL) >= 4
+    assert [each[:30] for each in page.sources] == ["data:image/png;base64,iVBORw0K", "prompt-1.html"]
+    assert "5 prompts settle nothing" in page.text
+    assert "1 records were left out" in page.text
+    assert "0.33" in page.text  # cacheblend against random
+
+
+def test_a_prompts_page_shows_every_token_of_every_kind(questions) -> None:
+    from ragblend.app.bench.inspecting import Look
+
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    records = made_records(kls, questions)
+    shares = {Variant("reuse"): (1, 1, 0, 0, 0), Variant("random", 0.15): (1, 1, 0, 1, 0)}
+    look = Look(questions[0], ("Say ", EVIL, "exact", " again", " stored"), (0, 1, 2, 3, 3), shares)
+    own = [records[questions[0].digest, variant.method, variant.ratio] for variant in VARIANTS]
+    shown = prompt_page(look, [dataclasses.replace(record, answer=EVIL) for record in own])
+    page = Outline(shown)
+    assert page.sources == ["report.html"]
+    assert page.tags.count("script") == 2  # the states and the switch: none of the text's
+    assert "b" not in page.tags
+    assert f"Say {EVIL}exact again stored" in page.text
+    assert page.text.count(EVIL) == 1 + len(VARIANTS)
+    classes = re.findall(r'<i class="(\w+)">', shown)
+    assert classes == ["f", "m", "e", "r9", "r0"]  # the first that is shown is one that recomputes
+    assert '["fme90", "fme00"]' in shown
+    assert "1 reused, 1 recomputed, 1 fresh, 1 exact as stored, 1 missing" in page.text
 
 
 def test_results_are_replaced_whole(tmp_path) -> None:

@@ -195,3 +195,45 @@ def test_a_value_that_cannot_be_opened_now_is_not_swept_away(three, monkeypatch)
             KVStore.open(three, BUDGET)
     with KVStore.open(three, BUDGET) as store:
         assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]
+
+
+def test_a_disk_that_fails_once_while_an_index_is_made_anew_loses_no_value(three, monkeypatch):
+    """The value whose header could not be read was not entered, and what is not entered was swept away."""
+    (three / "cache.db").write_bytes(b"ruin" * 2000)
+    real, failures = os.preadv, iter([True])
+
+    def preadv(*arguments):
+        if next(failures, False):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        store = KVStore.open(three, BUDGET)
+    assert next(failures, None) is None
+    with store:
+        assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]
+
+
+def test_a_disk_that_fails_at_the_lock_as_well_is_a_named_error(three, monkeypatch):
+    """Closing the lock's file failed too, while the first failure was on its way out: a bare OSError."""
+
+    def refuse(*arguments):
+        failing.append(True)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    failing, closed, real, read_bytes, sound = [], [], os.close, Path.read_bytes, iter([True])
+
+    def close(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        real(descriptor)
+        if failing and name.endswith(".lock"):
+            closed.append(descriptor)
+            refuse()
+
+    with monkeypatch.context() as patch:  # the first look at FORMAT comes before there is a lock
+        patch.setattr(Path, "read_bytes", lambda path: read_bytes(path) if next(sound, False) else refuse())
+        patch.setattr("ragblend.kvstore.lock.os.close", close)
+        with pytest.raises(StoreError, match="failed"):
+            KVStore.open(three, BUDGET)
+    assert closed

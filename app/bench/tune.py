@@ -1,0 +1,225 @@
+"""`ragblend tune`: the method and ratio that this model does best with, found by measuring within a time.
+
+Candidates are measured on the same questions, a few at a time. After each round those that are clearly worse than
+another that costs no more are dropped, so that the time left goes to telling the others apart. What stands in the
+settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.bench import quality
+from ragblend.app.bench.data import Question
+from ragblend.app.bench.intervals import difference_interval
+from ragblend.app.bench.records import Journal, run_digest
+from ragblend.app.bench.summary import SAME_COST, comparison_matrix, summarise, verdict
+from ragblend.app.bench.variants import Variant
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+ROUND_QUESTIONS = 4
+FEWEST_QUESTIONS = 6  # of fewer, an interval says nothing
+ANSWER_TOKENS = 16
+NEAR = 1.1  # times the lowest divergence: as good, if it costs less
+RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+# Controls, and what a user would be given only by mistake.
+NOT_CHOSEN = ("random", "naive")
+Row = dict[str, Any]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found. best: what to use; better: whether it is to replace what stands; questions: that all were asked.
+
+    rows: as in `bench quality`, of those that were measured to the end; dropped: the others, with their last row.
+    """
+
+    best: Variant
+    better: bool
+    reason: str
+    questions: int
+    seconds: float
+    rows: list[Row]
+    dropped: list[Row]
+    comparison: Row | None = None
+
+
+def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> tuple[Variant, ...]:
+    """Every policy at the ratios up to the most that may be spent, reuse, and what stands in the settings."""
+    if not 0 <= most_ratio <= 1:
+        raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
+    ratios = sorted(
+        {ratio for ratio in RATIOS if ratio < most_ratio} | ({most_ratio} if most_ratio else set())
+    )[-3:]
+    found = [Variant("reuse")]
+    for name, policy in methods.items():
+        if policy.fixed_ratio is None and name not in NOT_CHOSEN:
+            found += [Variant(name, ratio) for ratio in ratios]
+    standing = [stands] if comparable(methods, stands) else []
+    return tuple(dict.fromkeys([*found, *standing]))
+
+
+def comparable(methods: dict[str, Any], stands: Variant) -> bool:
+    """Whether what stands can be measured beside the candidates: not full prefill, nor a ratio that loading decides."""
+    policy = methods.get(stands.method)
+    if policy is None:
+        return False
+    return stands.ratio is not None if policy.fixed_ratio is None else policy.fixed_ratio < 1
+
+
+def find_best(
+    engine: "Engine",
+    questions: Sequence[Question],
+    variants: Sequence[Variant],
+    stands: Variant,
+    most_ratio: float,
+    journal: Journal,
+    seconds: float,
+    progress: quality.Progress | None = None,
+    clock: Clock = time.monotonic,
+    seed: int = 0,
+) -> Verdict:
+    """Measure until the time is over or the questions are used up, then choose. Raises UsageError if it was too short.
+
+    What the journal has is not measured again. A question that was begun is finished, however long that takes.
+    """
+    begun = clock()
+    left, asked = list(variants), list[Question]()
+    dropped: dict[Variant, Row] = {}
+    while len(asked) < len(questions):
+        batch = questions[len(asked) : len(asked) + ROUND_QUESTIONS]
+        unmeasured = quality.run(
+            engine,
+            batch,
+            left,
+            journal,
+            max_new_tokens=ANSWER_TOKENS,
+            seed=seed,
+            progress=_timed(progress, clock, begun, seconds),
+            until=lambda: clock() - begun >= seconds,
+            warm=not asked,
+        )
+        asked += _complete(batch, left, journal)
+        if unmeasured:
+            break
+        for variant in _worse(journal, asked, left, stands, seed):
+            dropped[variant] = _rows(journal, asked, [variant], seed)[0]
+            left.remove(variant)
+    spent = clock() - begun
+    if len(asked) < FEWEST_QUESTIONS:
+        raise UsageError(_too_few(len(asked), len(questions), spent))
+    return _decide(journal, asked, left, stands, most_ratio, spent, list(dropped.values()), seed)
+
+
+def _timed(
+    progress: quality.Progress | None, clock: Clock, begun: float, seconds: float
+) -> quality.Progress | None:
+    """Progress in seconds: how many questions there will be is not known before."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(round(min(clock() - begun, seconds)), round(seconds))
+
+
+def _complete(batch: Sequence[Question], variants: Sequence[Variant], journal: Journal) -> list[Question]:
+    """Those that every variant has answered: the numbers are paired."""
+    keys = [(each.method, each.ratio) for each in variants]
+    return [question for question in batch if all((question.digest, *key) in journal for key in keys)]
+
+
+def _worse(
+    journal: Journal, asked: Sequence[Question], left: Sequence[Variant], stands: Variant, seed: int
+) -> list[Variant]:
+    """Those whose divergence is clearly above that of another that costs no more. What stands is kept to the end."""
+    if len(asked) < FEWEST_QUESTIONS:
+        return []
+    kl = {each: [_kl(journal, question, each) for question in asked] for each in left}
+    mean = {each: sum(values) / len(values) for each, values in kl.items()}
+    found = []
+    for variant in left:
+        rivals = [each for each in left if (each.ratio or 0) <= (variant.ratio or 0) and each != variant]
+        best = min(rivals, key=lambda each: mean[each], default=None)
+        if variant == stands or best is None:
+            continue
+        if verdict(difference_interval(kl[variant], kl[best], seed)) == "worse":
+            found.append(variant)
+    return found
+
+
+def _kl(journal: Journal, question: Question, variant: Variant) -> float:
+    value = journal.records[question.digest, variant.method, variant.ratio].kl
+    assert value is not None, variant
+    return value
+
+
+def _rows(journal: Journal, asked: Sequence[Question], variants: Sequence[Variant], seed: int) -> list[Row]:
+    rows, _ = summarise(journal.records, asked, variants, seed)
+    return rows
+
+
+def _decide(
+    journal: Journal,
+    asked: Sequence[Question],
+    left: Sequence[Variant],
+    stands: Variant,
+    most_ratio: float,
+    seconds: float,
+    dropped: list[Row],
+    seed: int,
+) -> Verdict:
+    rows = _rows(journal, asked, left, seed)
+    by_variant = dict(zip(left, rows, strict=True))
+    allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
+    lowest = min(row["kl"] for row in allowed.values())
+    near = [each for each, row in allowed.items() if row["kl"] <= NEAR * lowest]
+    best = min(near, key=lambda each: (allowed[each]["recomputed_fraction"], allowed[each]["kl"]))
+    common = Verdict(best, False, "", len(asked), seconds, rows, dropped)
+    if best == stands:
+        return dataclasses.replace(common, reason="what stands is the best of them")
+    if stands not in by_variant:
+        return dataclasses.replace(common, better=True, reason=f"{stands} is not one to compare with")
+    if stands not in allowed:
+        return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
+    (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
+    better, reason = _compared(pair)
+    return dataclasses.replace(common, better=better, reason=reason, comparison=pair)
+
+
+def _compared(pair: Row) -> tuple[bool, str]:
+    """Whether the first of the pair is to replace the second, and why."""
+    ratio, ends = pair["kl_ratio"], pair["kl_ratio_ci"]
+    said = f"{ratio:.2f} times its divergence" if ratio is not None else "no divergence to compare"
+    if ends is not None:
+        said += f" (95% interval {ends[0]:.2f} to {ends[1]:.2f})"
+    if pair["verdict"] == "better":
+        return True, f"better: {said}"
+    if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= NEAR:
+        return True, f"as good, and cheaper: {said}"
+    return False, f"not shown to be better than what stands: {said}; more minutes may tell"
+
+
+def tune_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str) -> Journal:
+    """Where the measurements are kept, by all that they depend on."""
+    from ragblend.app.bench.quality_report import measured_code, measured_settings
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    digest = run_digest(measured_settings(engine, ANSWER_TOKENS, kv_codec), measured_code())
+    return Journal(folder / f"quality-{digest}.jsonl", fresh)
+
+
+def _too_few(asked: int, there: int, seconds: float) -> str:
+    if there < FEWEST_QUESTIONS:
+        return (
+            f"Tuning: there are {there} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
+        )
+    each = f"one took {seconds / asked:.0f} s" if asked else f"the first was not done after {seconds:.0f} s"
+    return (
+        f"Tuning: {asked} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "
+        "was measured is kept; run the same command again with more --minutes."
+    )

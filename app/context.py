@@ -1,0 +1,198 @@
+"""What the model is given in a conversation: earlier turns with their passages where they stood, then the new ones.
+
+A context only grows at its end, so what was read for one question need not be read for the next: passages come from the
+store, and all of it from memory while the conversation goes on (`engine/session.py`). What does not fit is left out
+from the oldest turn on, far enough that it does not happen again with every question.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ragblend.app.chats import DELETED_TEXT, Message
+from ragblend.app.citations import SourceRow
+from ragblend.kvstore.errors import PromptTooLongError
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt, Segment
+
+PLAIN_SYSTEM = "You are a helpful assistant. If you do not know something, say so."
+MORE = "More passages:\n\n"
+ONLY_PASSAGES = "Using only the passages above, answer in one or two short sentences:"
+WITH_PASSAGES = "Using the passages above where they help, answer:"
+REFILL_SHARE = 0.6  # of the room: what is kept once something had to go
+
+
+@dataclass(frozen=True)
+class PastTurn:
+    """An earlier question with its answer, and the passages that came with it. id: the question's message."""
+
+    id: int
+    question: str
+    answer: str
+    sources: tuple[SourceRow, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A tokenized prompt that fits the window. sources: what was found for this question and is in it.
+
+    first_id: the first question that is in it; notice: what had to be left out.
+    """
+
+    prompt: "Prompt"
+    sources: tuple[SourceRow, ...]
+    first_id: int
+    notice: str | None
+
+
+@dataclass(frozen=True)
+class Words:
+    """system: how the conversation begins; closing: what is asked for, before the question."""
+
+    system: str
+    closing: str
+
+
+def words_for(mode: str, system: str | None, passages: bool) -> Words:
+    """documents: from the passages alone; chat: with them where there are any."""
+    from ragblend.engine.tokenizing import SYSTEM
+
+    if mode == "documents":
+        return Words(SYSTEM if system is None else system, ONLY_PASSAGES)
+    default = SYSTEM if passages else PLAIN_SYSTEM
+    return Words(default if system is None else system, WITH_PASSAGES)
+
+
+def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
+    """Questions that the model answered, oldest first; one that failed or found nothing is as if never asked."""
+    turns, asked = [], None
+    for message in messages:
+        if message.role == "user":
+            asked = message
+        elif asked is not None and message.text and not {"error", "found"} & message.report.keys():
+            new = [s for s in message.sources if not s.earlier and s.text != DELETED_TEXT]
+            turns.append(PastTurn(asked.id, asked.text, message.text, tuple(new)))
+            asked = None
+    return turns
+
+
+def numbered(
+    found: Sequence[SourceRow], messages: Sequence[Message], turns: Sequence[PastTurn]
+) -> list[SourceRow]:
+    """The same passages: those that the conversation knows keep their number, new ones get the next.
+
+    earlier: it is in the context already, with one of these turns.
+    """
+    known = {source.node_id: source.number for message in messages for source in message.sources}
+    present = {source.node_id for turn in turns for source in turn.sources}
+    following = 1 + max(known.values(), default=0)
+    result = []
+    for source in found:
+        number = known.get(source.node_id)
+        if number is None:
+            number, following = following, following + 1
+        result.append(replace(source, number=number, earlier=source.node_id in present))
+    return result
+
+
+def fit(
+    engine: "Engine",
+    room: int,
+    words: Words,
+    turns: Sequence[PastTurn],
+    first_id: int,
+    question: str,
+    found: Sequence[SourceRow],
+    messages: Sequence[Message],
+) -> Context:
+    """The most that fits: all turns from first_id on, fewer if need be, then fewer passages, the best ones kept.
+
+    room: tokens of the window beside the answer. Raises PromptTooLongError if the question alone is too long.
+    """
+    kept = [turn for turn in turns if turn.id >= first_id]
+    context = _with(engine, words, kept, question, found, messages)
+    if len(context.prompt.token_ids) <= room:
+        return _noted(context, turns, kept, found)
+    while kept and len(context.prompt.token_ids) > REFILL_SHARE * room:
+        kept = kept[1:]
+        context = _with(engine, words, kept, question, found, messages)
+    best = list(found)
+    while best and len(context.prompt.token_ids) > room:
+        best.pop()
+        context = _with(engine, words, kept, question, best, messages)
+    if len(context.prompt.token_ids) > room:
+        raise PromptTooLongError(_too_long(engine, len(context.prompt.token_ids), room))
+    return _noted(context, turns, kept, found)
+
+
+def build(
+    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[SourceRow]
+) -> "Prompt":
+    """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
+    from ragblend.engine.prompt import Literal, Message, Prompt
+
+    messages = [Message("system", (Literal(words.system),))] if words.system else []
+    seen: set[str] = set()
+    for turn in turns:
+        messages.append(Message("user", tuple(_asked(words, turn.question, turn.sources, seen))))
+        messages.append(Message("assistant", (Literal(turn.answer, verbatim=True),)))
+    messages.append(Message("user", tuple(_asked(words, question, sources, seen))))
+    prompt: Prompt = engine.tokenize(engine.chat(messages))
+    return prompt
+
+
+def _asked(words: Words, question: str, sources: Sequence[SourceRow], seen: set[str]) -> "list[Segment]":
+    """What people wrote is verbatim: it cannot end a turn, whatever it says."""
+    from ragblend.engine.prompt import Chunk, Literal
+    from ragblend.engine.tokenizing import OPENING, SEPARATOR
+
+    new = [source for source in sources if source.node_id not in seen]
+    segments: list[Segment] = []
+    for source in sorted(new, key=lambda source: -source.number):
+        segments.append(Literal(SEPARATOR if segments else MORE if seen else OPENING))
+        segments.append(Chunk(source.text, source.node_id, collection=source.collection))
+    if segments:
+        segments.append(Literal(SEPARATOR))
+    seen |= {source.node_id for source in new}
+    if not seen:
+        return [Literal(question, verbatim=True)]
+    return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
+
+
+def _with(
+    engine: "Engine",
+    words: Words,
+    kept: Sequence[PastTurn],
+    question: str,
+    found: Sequence[SourceRow],
+    messages: Sequence[Message],
+) -> Context:
+    sources = numbered(found, messages, kept)
+    prompt = build(engine, words, kept, question, sources)
+    return Context(prompt, tuple(sources), kept[0].id if kept else 0, None)
+
+
+def _noted(
+    context: Context, turns: Sequence[PastTurn], kept: Sequence[PastTurn], found: Sequence[SourceRow]
+) -> Context:
+    """The same, with what is not in it said; first_id is that of this question's turn when nothing earlier is."""
+    parts = []
+    if len(kept) < len(turns):
+        gone = len(turns) - len(kept)
+        parts.append(f"The first {gone} of {len(turns)} earlier questions are no longer before the model.")
+    if len(context.sources) < len(found):
+        gone = len(found) - len(context.sources)
+        parts.append(f"The {gone} lowest-ranked of {len(found)} passages were left out.")
+    first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
+    notice = " ".join([*parts, "The model's window is full."]) if parts else None
+    return replace(context, first_id=first_id, notice=notice)
+
+
+def _too_long(engine: "Engine", tokens: int, room: int) -> str:
+    return (
+        f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
+        f"{engine.context_window}, of which {engine.context_window - room} are kept for the answer. Shorten the "
+        "question or lower max_new_tokens."
+    )

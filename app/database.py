@@ -1,0 +1,149 @@
+"""A small SQLite file of the app's own: private, in WAL, every change one transaction, deleted bytes overwritten."""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ragblend.app.home import FILE_MODE
+from ragblend.kvstore.errors import LibraryError, StoreFullError
+from ragblend.kvstore.sqlite import BUSY, error_code
+
+BUSY_SECONDS = 30.0
+READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync."""
+
+    what: str
+    tables: str
+    version: int = 1
+    durable: bool = True
+
+
+class Database:
+    """One connection, shared between threads; other processes may have theirs."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path, self._layout = path, layout
+        self._mutex = threading.RLock()
+        with self._named_errors():
+            try:
+                # SQLite gives its journal files the mode of the database, so it is right from the first byte.
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+            except OSError as error:
+                raise LibraryError(
+                    f"Opening the {layout.what} {path}: {error.strerror}. Check its rights."
+                ) from error
+            self._sql = sqlite3.connect(
+                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._prepare()
+            except BaseException:
+                self._sql.close()
+                raise
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """All rows of a query. Raises LibraryError."""
+        with self._mutex, self._named_errors():
+            return self._sql.execute(query, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing. Raises LibraryError, StoreFullError when the disk is full."""
+        with self._mutex, self._named_errors():
+            self._sql.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._sql
+                self._sql.execute("COMMIT")
+            except BaseException:
+                if self._sql.in_transaction:
+                    self._sql.execute("ROLLBACK")
+                raise
+
+    def erase_log(self) -> None:
+        """Empty the write-ahead log, where what was deleted would live on. Nothing happens while others read."""
+        with self._mutex, self._named_errors():
+            self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def close(self) -> None:
+        with self._mutex:
+            self._sql.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        sql, layout = self._sql, self._layout
+        sql.row_factory = sqlite3.Row
+        found = sql.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, layout.version):
+            raise LibraryError(
+                f"Opening the {layout.what} {self.path}: it has format {found}, this version of RAGBlend reads "
+                f"{layout.version}. Use the version that made it, or another --home."
+            )
+        synchronous = "FULL" if layout.durable else "NORMAL"
+        for pragma in (
+            "journal_mode=WAL",
+            f"synchronous={synchronous}",
+            "foreign_keys=ON",
+            "secure_delete=ON",
+        ):
+            sql.execute(f"PRAGMA {pragma}").fetchall()
+        sql.create_function("folded", 1, _folded, deterministic=True)
+        if found == 0:
+            sql.execute("BEGIN IMMEDIATE")
+            if sql.execute("PRAGMA user_version").fetchone()[0] == 0:  # not made by another process meanwhile
+                for statement in layout.tables.strip().split(";\n"):
+                    sql.execute(statement)
+                sql.execute(f"PRAGMA user_version={layout.version}")
+            sql.execute("COMMIT")
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise _named(error, self._layout.what, self.path) from error
+
+
+def now() -> str:
+    """This moment, in local time, to the second."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _folded(text: object) -> str:
+    """What is compared when somebody searches: SQLite's own LIKE folds ASCII alone."""
+    return str(text).casefold()
+
+
+def _named(error: sqlite3.Error, what: str, path: Path) -> LibraryError | StoreFullError:
+    code = error_code(error)
+    if code == sqlite3.SQLITE_FULL:
+        return StoreFullError(
+            f"Writing to the {what} {path}: the disk is full. Free some space; nothing was lost."
+        )
+    if code in BUSY:
+        return LibraryError(
+            f"Using the {what} {path}: another program keeps it locked. Close that, and try again."
+        )
+    advice = (
+        "Check the folder's rights and space."
+        if code in READ_ONLY
+        else "Restore it from a backup or move it away."
+    )
+    return LibraryError(f"Using the {what} {path}: {error}. Nothing was changed. {advice}")

@@ -1,0 +1,235 @@
+"""The queue of files on their way in, in SQLite: one row a file, what is to be done with it and what came of it.
+
+Not `durable`: what a power cut takes from it is only that a file was looked at, and looking again costs a `stat`.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ragblend.app.database import Database, Layout, now
+
+State = Literal["queued", "parsing", "embedding", "encoding", "done", "unchanged", "failed", "cancelled"]
+Kind = Literal["ingest", "remove"]
+STATES: tuple[State, ...] = (
+    "queued",
+    "parsing",
+    "embedding",
+    "encoding",
+    "done",
+    "unchanged",
+    "failed",
+    "cancelled",
+)
+RUNNING: tuple[State, ...] = ("parsing", "embedding", "encoding")
+OPEN: tuple[State, ...] = ("queued", *RUNNING)
+# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on.
+TABLES = """
+CREATE TABLE jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, batch INTEGER NOT NULL, kind TEXT NOT NULL, collection TEXT NOT NULL,
+    path TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL DEFAULT 0,
+    turn INTEGER NOT NULL, again INTEGER NOT NULL DEFAULT 0, added_at TEXT NOT NULL, finished_at TEXT,
+    UNIQUE (collection, path));
+CREATE INDEX jobs_by_state ON jobs (state, turn);
+CREATE TABLE watched (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, collection TEXT NOT NULL, UNIQUE (path, collection));
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
+"""
+ADD = """
+INSERT INTO jobs (batch, kind, collection, path, state, size, turn, added_at) VALUES (?, ?, ?, ?, 'queued', ?, ?, ?)
+ON CONFLICT (collection, path) DO UPDATE SET
+    batch = excluded.batch, kind = excluded.kind, size = excluded.size, added_at = excluded.added_at,
+    again = state IN ('parsing', 'embedding', 'encoding'),
+    turn = CASE WHEN state IN ('queued', 'parsing', 'embedding', 'encoding') THEN turn ELSE excluded.turn END,
+    state = CASE WHEN state IN ('parsing', 'embedding', 'encoding') THEN state ELSE 'queued' END,
+    reason = '', finished_at = NULL
+"""
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """One file on its way in, or (kind `remove`) out.
+
+    done and total: passages in the phase that runs, 0 and 0 if unknown; reason: why it failed; size in bytes.
+    """
+
+    id: int
+    batch: int
+    kind: Kind
+    collection: str
+    path: str
+    state: State
+    reason: str
+    size: int
+    added_at: str
+    finished_at: str | None
+    done: int = 0
+    total: int = 0
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """Some jobs, and how many there are of that kind in all."""
+
+    jobs: tuple[FileJob, ...]
+    total: int
+
+
+class JobStore:
+    """All reads and writes of the queue; every change is one transaction. Safe for threads."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    @classmethod
+    def open(cls, path: Path) -> "JobStore":
+        """Open or make the file; what a killed process was working on is queued again. Raises LibraryError."""
+        store = cls(Database(path, Layout("job queue", TABLES, durable=False)))
+        store.requeue_running()
+        return store
+
+    def close(self) -> None:
+        self.database.close()
+
+    def requeue_running(self) -> None:
+        """What nobody works on any more waits for its turn again, before the others."""
+        with self.database.transaction() as sql:
+            sql.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_listed(RUNNING)}")
+
+    def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> tuple[int, int]:
+        """Queue files, (path, size) each; one that is queued already keeps its place. Returns (batch, files)."""
+        moment, count = now(), 0
+        with self.database.transaction() as sql:
+            batch, turn = sql.execute(
+                "SELECT coalesce(max(batch), 0) + 1, coalesce(max(turn), 0) FROM jobs"
+            ).fetchone()
+            for count, (path, size) in enumerate(files, start=1):
+                sql.execute(ADD, (batch, kind, collection, path, size, turn + count, moment))
+        return batch, count
+
+    def next(self) -> FileJob | None:
+        """Whose turn it is."""
+        rows = self.database.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
+        return _job(rows[0]) if rows else None
+
+    def get(self, job_id: int) -> FileJob | None:
+        rows = self.database.rows("SELECT * FROM jobs WHERE id = ?", job_id)
+        return _job(rows[0]) if rows else None
+
+    def start(self, job_id: int, state: State) -> bool:
+        """It is in that phase now; False if it was cancelled or removed meanwhile."""
+        with self.database.transaction() as sql:
+            query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
+            return bool(sql.execute(query, (state, job_id)).rowcount)
+
+    def finish(self, job_id: int, state: State, reason: str = "") -> None:
+        """It is over, unless it was cancelled meanwhile, or asked for again: then it is queued."""
+        with self.database.transaction() as sql:
+            sql.execute(
+                "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
+                f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}",
+                (state, reason, now(), job_id),
+            )
+
+    def put_back(self, job_id: int) -> None:
+        """It was left half way: its turn comes again, unless it was cancelled."""
+        with self.database.transaction() as sql:
+            query = (
+                f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
+            )
+            sql.execute(query, (job_id,))
+
+    def cancel(self, job_ids: Sequence[int] | None) -> int:
+        """These, or all that are not over. Returns how many."""
+        where, values = _these(job_ids)
+        with self.database.transaction() as sql:
+            query = (
+                f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
+            )
+            return sql.execute(query, (now(), *values)).rowcount
+
+    def retry(self, job_ids: Sequence[int] | None) -> int:
+        """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
+        where, values = _these(job_ids)
+        query = (
+            "UPDATE jobs SET state = 'queued', reason = '', finished_at = NULL, "
+            f"turn = turn + (SELECT max(turn) FROM jobs) WHERE state IN ('failed', 'cancelled'){where}"
+        )
+        with self.database.transaction() as sql:
+            return sql.execute(query, values).rowcount
+
+    def clear_finished(self) -> int:
+        """Forget what went well or was cancelled; what failed stays. Returns how many."""
+        with self.database.transaction() as sql:
+            count = sql.execute("DELETE FROM jobs WHERE state IN ('done', 'unchanged', 'cancelled')").rowcount
+        self.database.erase_log()
+        return count
+
+    def forget(self, collection: str, paths: Iterable[str]) -> None:
+        """No trace of these files, whatever their state."""
+        with self.database.transaction() as sql:
+            values = ((collection, path) for path in paths)
+            sql.executemany("DELETE FROM jobs WHERE collection = ? AND path = ?", values)
+        self.database.erase_log()
+
+    def forget_collection(self, collection: str) -> None:
+        with self.database.transaction() as sql:
+            sql.execute("DELETE FROM jobs WHERE collection = ?", (collection,))
+            sql.execute("DELETE FROM watched WHERE collection = ?", (collection,))
+        self.database.erase_log()
+
+    def counts(self) -> dict[State, int]:
+        """How many are in each state."""
+        rows = self.database.rows("SELECT state, count(*) AS n FROM jobs GROUP BY state")
+        found = {row["state"]: row["n"] for row in rows}
+        return {state: found.get(state, 0) for state in STATES}
+
+    def page(self, state: str | None, search: str, offset: int, limit: int) -> JobPage:
+        """Running ones first, then the queue, then the rest with the latest first."""
+        where, values = "WHERE 1", list[Any]()
+        if state is not None:
+            where, values = "WHERE state = ?", [state]
+        for word in search.casefold().split():
+            where += " AND instr(folded(path), ?)"
+            values.append(word)
+        order = (
+            f"CASE WHEN state IN {_listed(RUNNING)} THEN 0 WHEN state = 'queued' THEN 1 ELSE 2 END, "
+            "CASE WHEN state = 'queued' THEN turn ELSE 0 END, finished_at DESC, id DESC"
+        )
+        total = self.database.rows(f"SELECT count(*) AS n FROM jobs {where}", *values)[0]["n"]
+        query = f"SELECT * FROM jobs {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        rows = self.database.rows(query, *values, limit, offset)
+        return JobPage(tuple(_job(row) for row in rows), total)
+
+    # --- facts that outlive a process, by name
+
+    def fact(self, name: str) -> str | None:
+        rows = self.database.rows("SELECT value FROM facts WHERE name = ?", name)
+        return rows[0]["value"] if rows else None
+
+    def set_fact(self, name: str, value: str) -> None:
+        with self.database.transaction() as sql:
+            sql.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+
+def _job(row: sqlite3.Row) -> FileJob:
+    values = dict(row)
+    del values["turn"], values["again"]
+    return FileJob(**values)
+
+
+def _listed(states: Sequence[str]) -> str:
+    return "(" + ", ".join(f"'{state}'" for state in states) + ")"
+
+
+def _these(job_ids: Sequence[int] | None) -> tuple[str, tuple[int, ...]]:
+    """A condition on ids, which may be as many as a page has rows."""
+    if job_ids is None:
+        return "", ()
+    return f" AND id IN ({', '.join('?' * len(job_ids))})", tuple(job_ids)

@@ -1,0 +1,131 @@
+"""Pages of a PDF as pictures, with the boxes of a text on them: pdfium, through pypdfium2 (the extra `ui`)."""
+
+import ctypes
+import io
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.matching import find, fold
+
+MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
+_pdfium = threading.Lock()  # it is not made for threads
+
+
+@dataclass(frozen=True)
+class Box:
+    """A line of the passage, in pixels of the picture from its upper left corner."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """One page. number counts from 1; label is what the document calls it; png: the picture's bytes."""
+
+    number: int
+    label: str
+    png: bytes
+    width: int
+    height: int
+    boxes: tuple[Box, ...]
+
+
+def page_images(path: Path, text: str, numbers: Sequence[int], label: str) -> tuple[PageImage, ...] | None:
+    """The pages on which the text stands, of those with these numbers (from 1, neighbours); None if it stands on none.
+
+    Raises whatever pdfium does for a file that it cannot read.
+    """
+    import pypdfium2
+
+    with _pdfium:
+        document = pypdfium2.PdfDocument(path)
+        try:
+            pages = [document[number - 1] for number in numbers if 1 <= number <= len(document)]
+            places = _find_on(pages, text)
+            if places is None:
+                return None
+            return tuple(
+                _image(
+                    page,
+                    numbers[n],
+                    f"{label} {document.get_page_label(numbers[n] - 1) or numbers[n]}",
+                    spans,
+                )
+                for n, (page, spans) in enumerate(zip(pages, places, strict=True))
+                if spans
+            )
+        finally:
+            document.close()
+
+
+def _find_on(pages: Sequence[Any], text: str) -> list[list[tuple[int, int]]] | None:
+    """For each page the (start, stop) character indexes of the text; a passage may run over a page's end."""
+    characters, edges = list[str](), [0]
+    for page in pages:
+        characters += _characters(page)
+        edges.append(len(characters))
+    found = find(text, fold(characters))
+    if found is None:
+        return None
+    places: list[list[tuple[int, int]]] = [[] for _ in pages]
+    for start, stop in found:
+        for n in range(len(pages)):
+            first, last = max(start, edges[n]) - edges[n], min(stop, edges[n + 1]) - edges[n]
+            if first < last:
+                places[n].append((first, last))
+    return places
+
+
+def _characters(page: Any) -> list[str]:
+    """The page's characters by pdfium's own indexes, which those of its text as a string are not."""
+    from pypdfium2 import raw
+
+    textpage = page.get_textpage()
+    try:
+        codes = (raw.FPDFText_GetUnicode(textpage, index) for index in range(textpage.count_chars()))
+        return ["" if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF else chr(code) for code in codes]
+    finally:
+        textpage.close()
+
+
+def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]]) -> PageImage:
+    width, height = page.get_size()
+    scale = min(MAX_SCALE, MAX_WIDTH / width, MAX_HEIGHT / height)
+    picture = page.render(scale=scale).to_pil()
+    boxes = [box for span in spans for box in _boxes(page, span, picture.size)]
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=False, compress_level=6)
+    return PageImage(number, label, out.getvalue(), picture.width, picture.height, tuple(boxes))
+
+
+def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
+    textpage = page.get_textpage()
+    try:
+        count = textpage.count_rects(span[0], span[1] - span[0])
+        found = [_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
+        return [box for box in found if box.left < box.right and box.top < box.bottom]
+    finally:
+        textpage.close()
+
+
+def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
+    """From the page's own coordinates; pdfium knows how it is turned and cropped."""
+    left, bottom, right, top = rect
+    corners = [_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom))]
+    (x1, y1), (x2, y2) = corners
+    width, height = size  # what is cropped away is not on the picture
+    return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
+
+
+def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, int]:
+    from pypdfium2 import raw
+
+    across, down = ctypes.c_int(), ctypes.c_int()
+    raw.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, ctypes.byref(across), ctypes.byref(down))
+    return across.value, down.value

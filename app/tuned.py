@@ -1,0 +1,93 @@
+"""What `ragblend tune` chose for each model: `tuned.json` beside `settings.toml`, which only people write.
+
+A model's choices are a list, the newest last, so that the last one can be taken back.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ragblend.kvstore.errors import SettingsError
+
+FILE_NAME = "tuned.json"
+KEPT = 10  # choices a model
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method and its ratio (None: it takes none), when it was chosen, and what was measured for it."""
+
+    method: str
+    ratio: float | None
+    chosen_at: str = ""
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def tuned_file(settings: Path) -> Path:
+    """Where the choices are that belong to this settings file."""
+    return settings.with_name(FILE_NAME)
+
+
+def choice_for(path: Path, model: str) -> Choice | None:
+    """The newest choice for the model. Raises SettingsError if the file cannot be read."""
+    choices = _read(path).get(model)
+    return choices[-1] if choices else None
+
+
+def save_choice(path: Path, model: str, method: str, ratio: float | None, measured: dict[str, Any]) -> Choice:
+    """Make this the model's choice; the earlier ones stay behind it."""
+    everything = _read(path)
+    choice = Choice(method, ratio, datetime.now().astimezone().isoformat(timespec="seconds"), measured)
+    everything[model] = [*everything.get(model, []), choice][-KEPT:]
+    _write(path, everything)
+    return choice
+
+
+def undo_choice(path: Path, model: str) -> tuple[Choice, Choice | None] | None:
+    """Take the newest choice back: that one, and the one that now stands (None: the defaults). None: there was none."""
+    everything = _read(path)
+    choices = everything.get(model)
+    if not choices:
+        return None
+    undone = choices.pop()
+    if not choices:
+        del everything[model]
+    _write(path, everything)
+    return undone, choices[-1] if choices else None
+
+
+def _read(path: Path) -> dict[str, list[Choice]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {model: [Choice(**choice) for choice in choices] for model, choices in found["models"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SettingsError(
+            f"Reading what was tuned in {path}: {error!r}. Remove the file, then `ragblend tune` again."
+        ) from error
+
+
+def _write(path: Path, everything: dict[str, list[Choice]]) -> None:
+    """Whole or not at all, for this user only: the measurements speak of the user's documents."""
+    value = {
+        "models": {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(
+            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+        ) as file:
+            json.dump(value, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise SettingsError(
+            f"Saving what was tuned in {path}: {error}. Check the folder's rights and space."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)

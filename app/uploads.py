@@ -1,0 +1,78 @@
+"""Files that came through the page: the home keeps a copy of its own, under a name that is one."""
+
+import hashlib
+import os
+import re
+import shutil
+import unicodedata
+from pathlib import Path
+
+from ragblend.app.home import FILE_MODE, FOLDER_MODE, Home
+from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
+
+NAME_BYTES = 200
+READ_BYTES = 1024**2
+
+
+def keep_upload(home: Home, collection: str, path: Path) -> Path:
+    """Copy a file into the home; the same file twice is one copy, another one of that name gets a number.
+
+    Raises UnreadableDocumentError, StoreFullError.
+    """
+    folder = home.originals / collection
+    wanted = folder / safe_name(path.name)
+    try:
+        for each in (home.originals, folder):
+            each.mkdir(exist_ok=True, mode=FOLDER_MODE)
+        for number in range(1, 10_000):
+            target = wanted if number == 1 else wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
+            if not target.exists():
+                return _copied(path, target)
+            if _same(path, target):
+                return target
+    except OSError as error:
+        if error.errno == 28:
+            raise StoreFullError(
+                f"Keeping {path.name} in {folder}: the disk is full. Free some space."
+            ) from error
+        raise UnreadableDocumentError(
+            f"Keeping {path.name} in {folder}: {error.strerror}. Check its rights."
+        ) from error
+    raise UnreadableDocumentError(
+        f"Keeping {path.name} in {folder}: too many files have that name. Rename it."
+    )
+
+
+def safe_name(name: str) -> str:
+    """A file name without folders, control characters and leading dots, that every file system takes."""
+    last = re.split(r"[/\\]", name)[-1]
+    shown = "".join(c for c in last if unicodedata.category(c)[0] != "C").strip().lstrip(".")
+    stem, dot, suffix = shown.rpartition(".")
+    stem, suffix = (stem, dot + suffix) if stem and len(suffix) < 20 else (shown, "")
+    room = NAME_BYTES - len(suffix.encode())
+    return (stem.encode()[:room].decode("utf-8", "ignore").strip() or "document") + suffix
+
+
+def _copied(path: Path, target: Path) -> Path:
+    """Whole or not at all: a name that is there has its content."""
+    partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
+    try:
+        shutil.copyfile(path, partial)
+        partial.chmod(FILE_MODE)
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and _digest(one) == _digest(other)
+
+
+def _digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+    return digest.digest()

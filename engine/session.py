@@ -1,0 +1,74 @@
+"""A conversation's context, kept in memory between two questions: what the model has read need not be read again.
+
+It is a fused context going on, as in any chat, so nothing of it may be stored: only chunks that were encoded alone may.
+"""
+
+import weakref
+from dataclasses import dataclass
+from itertools import takewhile
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.plan import Span
+from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.kvstore.held import HeldChunk
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A cache, the ids of the tokens whose KV it holds, and the loaded model that made it."""
+
+    token_ids: tuple[int, ...]
+    cache: FusedCache
+    decoder: "weakref.ref[Decoder]"
+
+
+class Session:
+    """What was read and written last in one conversation. Safe for threads; the last answer wins."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are held."""
+        kept = self._kept
+        return len(kept.token_ids) if kept else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        kept = self._kept
+        return kept.cache.geometry.token_bytes * len(kept.token_ids) if kept else 0
+
+    def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
+        """Hold the KV of these tokens, as far as the cache goes; nobody else may change that cache from now on."""
+        self._kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._kept = None
+
+    def span(self, prompt: Prompt, decoder: Decoder) -> Span | None:
+        """The beginning of the prompt that is held, up to a chunk that begins inside it and does not end there."""
+        kept = self._kept
+        if kept is None or kept.decoder() is not decoder:  # another model's, or one that was closed since
+            return None
+        pairs = zip(kept.token_ids, prompt.token_ids, strict=False)
+        length = _whole_segments(prompt, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if length == 0:
+            return None
+        geometry = decoder.geometry
+        layers = [kept.cache.span(layer, 0, length) for layer in range(geometry.layers)]
+        keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
+        held = HeldChunk(kept.token_ids[:length], 0, geometry, keys, values, "memory")
+        return Span(0, length, held, exact=True, held=True)
+
+
+def _whole_segments(prompt: Prompt, length: int) -> int:
+    """A length at which no chunk is cut in two."""
+    for segment, start in zip(prompt.segments, prompt.offsets, strict=True):
+        stop = start + len(segment.token_ids or ())
+        if isinstance(segment, Chunk) and start < length < stop:
+            return start
+    return length

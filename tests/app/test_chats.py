@@ -1,0 +1,194 @@
+"""Conversations: what is kept, found, exported, and that what is deleted is nowhere in the files."""
+
+import multiprocessing
+import threading
+
+import pytest
+
+from ragblend.app.chats import DELETED_TEXT, Chats
+from ragblend.app.citations import SourceRow
+from ragblend.kvstore.errors import LibraryError, UsageError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "chats.sqlite"
+
+
+@pytest.fixture
+def chats(path):
+    with Chats.open(path) as opened:
+        yield opened
+
+
+def source(number=1, document="d1", text="The sky is blue."):
+    return SourceRow(number, f"node{number}", document, "default", "sky.txt", "p. 3", 0.71, text)
+
+
+def talk(chats, question="What colour has the sky?", answer="Blue [1]."):
+    chat = chats.create()
+    asked = chats.add(chat.id, "user", question)
+    return chat.id, asked, chats.add(chat.id, "assistant", answer, [source()], {"ttft_ms": 12.5})
+
+
+def test_all_of_a_message_comes_back_after_a_restart(path):
+    with Chats.open(path) as chats:
+        chat_id, asked, answered = talk(chats)
+    with Chats.open(path) as chats:
+        assert chats.messages(chat_id) == [asked, answered]
+        assert answered.sources == (source(),) and answered.report == {"ttft_ms": 12.5}
+        assert (asked.role, asked.report, asked.sources) == ("user", {}, ())
+        assert chats.get(chat_id).messages == 2
+        assert chats.message(answered.id) == answered
+
+
+def test_the_first_question_is_the_title_until_somebody_writes_one(chats):
+    chat_id, *_ = talk(
+        chats, question="What   colour\nhas the sky over the harbour in the early morning, before the sun?"
+    )
+    title = chats.get(chat_id).title
+    assert title.startswith("What colour has the sky") and title.endswith("…") and len(title) <= 60
+    assert chats.rename(chat_id, " Sky ").title == "Sky"
+    chats.add(chat_id, "user", "And the sea?")
+    assert chats.get(chat_id).title == "Sky"
+    with pytest.raises(UsageError, match="title is empty"):
+        chats.rename(chat_id, "  ")
+
+
+def test_pages_are_by_the_last_message(chats):
+    ids = [chats.create(f"chat {n}").id for n in range(7)]
+    chats.add(ids[2], "user", "Hello?")
+    page = chats.page(limit=3)
+    assert [chat.id for chat in page.chats] == [ids[2], ids[6], ids[5]] and page.total == 7
+    assert [chat.id for chat in chats.page(offset=3, limit=3).chats] == [ids[4], ids[3], ids[1]]
+    assert chats.page(offset=7).chats == ()
+
+
+def test_search_finds_all_words_in_titles_and_messages(chats):
+    first, *_ = talk(
+        chats, "Wo liegt die ÄLTESTE Brücke?", "In Trier, " + "sehr " * 60 + "alt, über die Mosel."
+    )
+    second, *_ = talk(chats, "What colour has the sky?")
+    assert [found.chat.id for found in chats.search("älteste brücke")] == [first]
+    found = chats.search("MOSEL über")
+    assert (
+        [f.chat.id for f in found] == [first] and "Mosel" in found[0].snippet and len(found[0].snippet) < 140
+    )
+    assert [f.chat.id for f in chats.search("sky colour")] == [second]
+    assert chats.search("colour Mosel") == []
+    assert chats.search("100%") == [] and chats.search("_") == []
+    assert [f.chat.id for f in chats.search(" ")] == [second, first]
+    assert [f.chat.id for f in chats.search("e", limit=1)] == [second]
+
+
+def test_deleting_leaves_nothing_behind(path, chats):
+    kept, *_ = talk(chats)
+    chat = chats.create()
+    chats.add(chat.id, "user", "Where is the CANARY-7f3a?" * 300)
+    chats.add(
+        chat.id,
+        "assistant",
+        "In the CANARY-7f3a mine.",
+        [source(text="CANARY-7f3a")],
+        {"notice": "CANARY-7f3a"},
+    )
+    assert chats.delete(chat.id) > 300 * 25
+    for file in path.parent.iterdir():
+        assert b"CANARY-7f3a" not in file.read_bytes(), file
+    with pytest.raises(LibraryError, match="not there any more"):
+        chats.messages(chat.id)
+    with pytest.raises(LibraryError, match="not there any more"):
+        chats.add(chat.id, "user", "Hello?")
+    assert len(chats.messages(kept)) == 2
+
+
+def test_a_branch_is_replaced(path, chats):
+    chat_id, *_ = talk(chats)
+    asked = chats.add(chat_id, "user", "SECRET-branch?")
+    chats.add(chat_id, "assistant", "No.")
+    chats.replace_from(asked.id)
+    again = chats.add(chat_id, "user", "Another question?")
+    assert [message.text for message in chats.messages(chat_id)][2:] == ["Another question?"]
+    assert again.id > asked.id, "numbers do not come back"
+    assert all(b"SECRET-branch" not in file.read_bytes() for file in path.parent.iterdir())
+
+
+def test_a_deleted_document_is_forgotten_in_the_sources(path, chats):
+    segments = [
+        {"number": 1, "text": "CANARY begins"},
+        {"number": 2, "text": "other"},
+        {"number": None, "text": "x"},
+    ]
+    chat_id, *_ = talk(chats)
+    answer = chats.add(
+        chat_id, "assistant", "Yes.", [source(1, "d9", "CANARY"), source(2, "d1")], {"segments": segments}
+    )
+    assert [chat.id for chat in chats.citing("d9")] == [chat_id] and chats.citing("d8") == []
+    assert chats.forget_document("d9") == 1
+    gone, other = chats.message(answer.id).sources
+    assert (gone.text, gone.document, gone.location) == (DELETED_TEXT, "sky.txt", "p. 3")
+    assert other == source(2, "d1")
+    assert [s["text"] for s in chats.message(answer.id).report["segments"]] == ["", "other", "x"]
+    assert all(b"CANARY" not in file.read_bytes() for file in path.parent.iterdir())
+    assert chats.forget_document("d9") == 0
+
+
+def test_exports(chats):
+    chat_id, *_ = talk(chats)
+    chats.add(chat_id, "assistant", "…", report={"notice": "Two passages did not fit."})
+    value = chats.export_json(chat_id)
+    assert value["title"] == "What colour has the sky?" and value["format"] == 1
+    assert [m["role"] for m in value["messages"]] == ["user", "assistant", "assistant"]
+    assert value["messages"][1]["sources"][0]["text"] == "The sky is blue."
+    assert value["messages"][1]["report"] == {"ttft_ms": 12.5}
+    text = chats.export_markdown(chat_id)
+    assert text.startswith("# What colour has the sky?\n")
+    assert "## Answer\n\nBlue [1].\n\n- [1] sky.txt, p. 3 (similarity 0.71)" in text
+    assert "> Two passages did not fit." in text
+
+
+def test_what_cannot_be_encoded_is_kept_as_far_as_it_can(chats):
+    chat = chats.create("\ud800 title")
+    message = chats.add(chat.id, "user", "half a pair: \ud83d, \x00 and 🙂", report={"x": "\udc00"})
+    assert message.text == "half a pair: ?, \x00 and 🙂"
+    assert chats.messages(chat.id) == [message]
+
+
+def test_the_file_is_private(path, chats):
+    talk(chats)
+    assert {file.stat().st_mode & 0o077 for file in path.parent.iterdir()} == {0}
+
+
+def _write(path, count):
+    with Chats.open(path) as chats:
+        chat = chats.create("other process")
+        for number in range(count):
+            chats.add(chat.id, "user", f"message {number}")
+
+
+def test_several_processes_and_threads_write_and_read(path, chats):
+    others = [multiprocessing.get_context("spawn").Process(target=_write, args=(path, 20)) for _ in range(2)]
+    mine = [threading.Thread(target=talk, args=(chats,)) for _ in range(8)]
+    for worker in [*others, *mine]:
+        worker.start()
+    for worker in [*others, *mine]:
+        worker.join()
+    assert [other.exitcode for other in others] == [0, 0]
+    assert chats.page().total == 10
+    counts = sorted(len(chats.messages(chat.id)) for chat in chats.page().chats)
+    assert counts == [2] * 8 + [20] * 2
+
+
+def test_another_versions_file_is_refused_untouched(path):
+    with Chats.open(path) as chats:
+        chats._database._sql.execute("PRAGMA user_version=9")
+    with pytest.raises(LibraryError, match="format 9"):
+        Chats.open(path)
+
+
+def test_damage_and_missing_rights_are_named(tmp_path):
+    (tmp_path / "bad.sqlite").write_bytes(b"no database at all" * 99)
+    with pytest.raises(LibraryError, match=r"bad\.sqlite"):
+        Chats.open(tmp_path / "bad.sqlite")
+    with pytest.raises(LibraryError, match="No such file"):
+        Chats.open(tmp_path / "nowhere" / "chats.sqlite")

@@ -1,0 +1,311 @@
+"""A conversation: the context grows at its end, numbers stay, what does not fit is said, what was said is kept."""
+
+import json
+
+import pytest
+
+from ragblend.app.chats import Chats
+from ragblend.app.conversation import AskOptions, Conversations
+from ragblend.app.hood import Hood
+from ragblend.app.ingest import ingest
+from ragblend.engine.prompt import Chunk
+from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
+
+SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
+
+
+@pytest.fixture
+def chats(home, workspaces):
+    with Chats.open(home / "chats.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture
+def talks(workspaces, chats, documents):
+    ingest(workspaces.of("default"), [documents])
+    return Conversations(workspaces, chats)
+
+
+@pytest.fixture
+def engine(workspaces):
+    return workspaces.of("default").engine
+
+
+@pytest.fixture
+def chat(chats):
+    return chats.create().id
+
+
+def asked(talks, chat, question, **options):
+    """The stored answer."""
+    options = {"top_k": 2} | options
+    with talks.ask(chat, question, AskOptions(**options)) as turn:
+        assert "".join(turn) == turn.text
+        return turn.message
+
+
+def texts(prompt):
+    return [segment.text for segment in prompt.segments]
+
+
+def test_an_answer_is_kept_with_all_that_belongs_to_it(talks, chats, chat):
+    with talks.ask(chat, f"  {SKY} ", AskOptions(top_k=2)) as turn:
+        assert [message.role for message in chats.messages(chat)] == ["user"], "a kill now keeps the question"
+        assert [source.number for source in turn.sources] == [1, 2] and turn.question.text == SKY
+        assert list(turn) == ["It ", "is ", "blue."]
+    question, answer = chats.messages(chat)
+    assert (question.text, answer.text) == (SKY, "It is blue.") and answer == turn.message
+    assert answer.sources[0].document == "sky.txt" and answer.sources[0].score > answer.sources[1].score
+    hood = Hood.from_json(answer.report)
+    assert hood.retrieve_ms > 0 and hood.ttft_ms == pytest.approx(10 + hood.retrieve_ms, abs=0.02)
+    assert [s.number for s in hood.segments if s.number] == [2, 1], "the best passage stands last"
+
+
+def test_follow_ups_extend_the_same_context(talks, chat, engine):
+    first = asked(talks, chat, SKY, top_k=1)
+    second = asked(talks, chat, BOATS)
+    before, after = (texts(request[0]) for request in engine.requests)
+    assert after[: len(before)] == before, "what was read need not be read again"
+    assert after[len(before) : len(before) + 2] == ["<assistant>", "It is blue."]
+    assert after[-1] == " " + BOATS
+    chunks = [chunk.node_id for chunk in engine.requests[1][0].chunks]
+    assert len(chunks) == len(set(chunks)), "no passage twice"
+    assert engine.sessions[0] is engine.sessions[1] is not None
+    numbers = {s.node_id: s.number for s in first.sources}
+    assert all(numbers.get(s.node_id, s.number) == s.number for s in second.sources)
+    new = [source.number for source in second.sources if not source.earlier]
+    assert new == [2] and [s.number for s in second.sources if s.earlier] == [1]
+
+
+def test_a_follow_up_is_looked_for_with_the_question_before_it(talks, chat):
+    asked(talks, chat, "Tell me of the red boat at the quay", top_k=1)
+    answer = asked(talks, chat, "And who owns it?", top_k=2)
+    assert "boats.txt" in [source.document for source in answer.sources]
+
+
+def test_conversations_do_not_share_a_context(talks, chats, chat, engine):
+    asked(talks, chat, SKY)
+    asked(talks, chats.create().id, BOATS)
+    assert "It is blue." not in texts(engine.requests[1][0])
+    assert engine.sessions[0] is not engine.sessions[1]
+
+
+def test_it_goes_on_after_a_restart(talks, workspaces, chats, chat, engine):
+    asked(talks, chat, SKY)
+    asked(Conversations(workspaces, chats), chat, BOATS)
+    before, after = (texts(request[0]) for request in engine.requests)
+    assert after[: len(before)] == before
+    assert engine.sessions[0] is not engine.sessions[1]
+
+
+def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, tmp_path):
+    workspaces.create("trains")
+    (tmp_path / "train.txt").write_text("The train to the harbour is green and leaves at noon.")
+    ingest(workspaces.of("trains"), [tmp_path / "train.txt"])
+    answer = asked(
+        talks, chat, "Which colour has the train to the harbour?", collections=("default", "trains"), top_k=3
+    )
+    assert {s.collection for s in answer.sources} == {"default", "trains"}
+    assert answer.sources[0].document == "train.txt"
+    assert {c.collection for c in engine.requests[0][0].chunks} == {"default", "trains"}
+    assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
+
+
+def test_nothing_found_is_said_without_asking_the_model(talks, workspaces, chat, engine):
+    workspaces.create("empty")
+    answer = asked(talks, chat, SKY, collections=("empty",))
+    assert "Nothing has been ingested in 'empty'" in answer.text and answer.report["found"] is False
+    assert engine.requests == [] and answer.sources == ()
+
+
+def test_passages_about_other_things_are_not_found(talks, chat, engine):
+    answer = asked(talks, chat, "Photosynthesis?")
+    assert answer.text == "Nothing about this was found in 'default'." and engine.requests == []
+    answer = asked(talks, chat, "Photosynthesis?", mode="chat")
+    assert answer.text == "It is blue." and not engine.requests[0][0].chunks
+    assert answer.report["notice"].endswith("The answer is the model's own.")
+    assert texts(engine.requests[0][0]).count("<user>") == 1, "what found nothing is no context"
+
+
+def test_chat_mode_talks_without_passages_too(talks, workspaces, chat, engine):
+    workspaces.create("empty")
+    answer = asked(talks, chat, "Hello!", collections=("empty",), mode="chat")
+    assert answer.text == "It is blue." and "Nothing has been ingested" in answer.report["notice"]
+    assert not engine.requests[0][0].chunks and texts(engine.requests[0][0])[-1] == "Hello!"
+    asked(talks, chat, SKY, mode="chat")
+    assert engine.requests[1][0].chunks and "passages" in texts(engine.requests[1][0])[1]
+
+
+def test_stop_keeps_what_has_come(talks, chats, chat, engine):
+    turn = talks.ask(chat, SKY)
+    engine.on_piece = lambda number: None
+    pieces = []
+    for piece in turn:
+        pieces.append(piece)
+        turn.stop()
+    assert pieces == ["It "] and engine.stream_made.stopped
+    assert turn.message.report["stopped"] is True and chats.messages(chat)[1].text == "It "
+    turn.close()
+    assert len(chats.messages(chat)) == 2
+    assert Hood.from_json(turn.message.report) is None
+
+
+def test_a_page_that_goes_away_stops_the_device_and_keeps_what_has_come(talks, chats, chat, engine):
+    pieces = iter(talks.ask(chat, SKY))
+    next(pieces)
+    pieces.close()
+    assert engine.stream_made.closed
+    assert chats.messages(chat)[1].text == "It " and chats.messages(chat)[1].report["stopped"] is True
+
+
+def test_everything_can_be_stopped_at_once(talks, chats, chat, engine):
+    turn = talks.ask(chat, SKY)
+    talks.stop_all()
+    assert engine.stream_made.closed and turn.message.text == "" and list(turn) == []
+
+
+def test_what_goes_wrong_is_kept_and_raised_and_the_conversation_goes_on(talks, chats, chat, engine):
+    def fail(number):
+        if number == 1:
+            raise RagBlendError("the disk went away; plug it in again")
+
+    engine.on_piece = fail
+    with pytest.raises(RagBlendError, match="went away"):
+        asked(talks, chat, SKY)
+    failed = chats.messages(chat)[1]
+    assert failed.report["error"].startswith("the disk went away") and failed.text == "It "
+    engine.on_piece = lambda number: None
+    asked(talks, chat, BOATS)
+    assert SKY not in " ".join(texts(engine.requests[-1][0])), "an answer that failed is no context"
+
+
+def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat):
+    turn = talks.ask(chat, SKY)
+    pieces = iter(turn)
+    next(pieces)
+    chats.delete(chat)
+    assert list(pieces) == ["is ", "blue."]
+    assert turn.message.id == -1 and turn.message.text == "It is blue."
+    assert "was not kept" in turn.message.report["notice"]
+
+
+def test_editing_replaces_the_branch(talks, chats, chat, engine):
+    asked(talks, chat, SKY)
+    asked(talks, chat, BOATS)
+    first = chats.messages(chat)[0]
+    with talks.edit(first.id, "How hot are ovens?", AskOptions(top_k=2)) as turn:
+        list(turn)
+    assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
+    with pytest.raises(UsageError, match="must be a question"):
+        talks.edit(chats.messages(chat)[1].id, "x")
+    with pytest.raises(SettingsError):
+        talks.edit(chats.messages(chat)[0].id, "x", AskOptions(top_k=-1))
+    assert len(chats.messages(chat)) == 2, "nothing is removed before the new question can be asked"
+
+
+def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
+    with pytest.raises(UsageError, match="nothing was asked"):
+        talks.regenerate(chat)
+    asked(talks, chat, SKY)
+    with talks.regenerate(chat, AskOptions(top_k=2, temperature=0.7)) as turn:
+        list(turn)
+    assert [m.text for m in chats.messages(chat)] == [SKY, "It is blue."]
+    assert texts(engine.requests[0][0]) == texts(engine.requests[1][0]) and engine.requests[1][-1] == 0.7
+
+
+def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
+    questions = [f"Question number {n} of the sky over the harbour?" for n in range(3)]
+    for question in questions:
+        asked(talks, chat, question)
+    whole = len(engine.requests[-1][0].token_ids)
+    engine.context_window = whole + 32  # the next question does not fit behind all of them
+    answer = asked(talks, chat, BOATS)
+    prompt = engine.requests[-1][0]
+    assert len(prompt.token_ids) <= whole and questions[0] not in " ".join(texts(prompt))
+    assert "earlier questions are no longer before the model" in answer.report["notice"]
+    assert all(s.node_id in {c.node_id for c in prompt.chunks} for s in answer.sources), (
+        "what it needs came again"
+    )
+    engine.context_window = 4096
+    asked(talks, chat, SKY)
+    assert questions[0] not in " ".join(texts(engine.requests[-1][0]))
+    assert texts(engine.requests[-1][0])[: len(prompt.segments)] == texts(prompt)
+
+
+def test_passages_that_do_not_fit_are_left_out_and_it_is_said(talks, chat, engine):
+    asked(talks, chat, SKY, top_k=3)
+    engine.context_window = 32 + len(engine.requests[0][0].token_ids) - 1
+    answer = asked(talks, Chats.create(talks._chats).id, SKY, top_k=3)
+    assert "1 lowest-ranked of 3 passages" in answer.report["notice"]
+    assert [s.number for s in answer.sources] == [1, 2]
+    assert len(engine.requests[1][0].chunks) == 2
+    engine.context_window = 40
+    with pytest.raises(PromptTooLongError, match="Shorten the question"):
+        asked(talks, chat, "word " * 50)
+
+
+def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine):
+    asked(talks, chat, SKY)
+    answer = asked(talks, chat, BOATS)
+    asked(talks, chat, "And then?")
+    report = talks.measure_full(answer.id)
+    prompt, method = engine.prefilled[0]
+    assert method == "full" and texts(prompt) == texts(engine.requests[1][0])
+    assert Hood.from_json(report).full_prefill_ms == 1234.5 and report["full_prefill_is"] == "measured"
+    assert chats.message(answer.id).report == report
+    with pytest.raises(UsageError, match="no finished answer"):
+        talks.measure_full(chats.messages(chat)[0].id)
+
+
+def test_what_an_answer_cites_of_earlier_turns_is_among_its_sources(talks, chat, engine):
+    first = asked(talks, chat, SKY, top_k=1)
+    engine.reply = ("The red boat belongs to Ada [2] under a blue sky [1] [9].",)
+    answer = asked(talks, chat, "Whom does the red boat belong to? It is old.", top_k=1)
+    assert [(s.number, s.earlier) for s in answer.sources] == [(2, False), (1, True)]
+    assert answer.sources[1].text == first.sources[0].text
+
+
+def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
+    first = asked(talks, chat, SKY, top_k=1)
+    chats.forget_document(first.sources[0].document_id)
+    asked(talks, chat, BOATS, top_k=1)
+    assert [chunk.text for chunk in engine.requests[1][0].chunks if "sky" in chunk.text] == []
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "error"),
+    [
+        (" ", {}, UsageError),
+        ("?", {"ratio": 2.0}, SettingsError),
+        ("?", {"collections": ("other",)}, UsageError),
+    ],
+)
+def test_impossible_questions(talks, chat, question, options, error):
+    with pytest.raises(error):
+        talks.ask(chat, question, AskOptions(**options))
+
+
+def test_wrong_modes_and_lost_conversations(talks):
+    with pytest.raises(UsageError, match="mode 'other'"):
+        AskOptions(mode="other")
+    with pytest.raises(LibraryError, match="not there any more"):
+        talks.ask(999, SKY)
+
+
+def test_only_some_contexts_stay_in_memory(talks, chats, engine):
+    ids = [chats.create().id for _ in range(3)]
+    for key in [*ids, ids[0]]:
+        asked(talks, key, SKY)
+    assert engine.sessions[0] is not engine.sessions[3]
+    talks.forget(ids[0])
+    asked(talks, ids[0], SKY)
+    assert engine.sessions[3] is not engine.sessions[4]
+
+
+def test_reports_are_json(talks, chat):
+    assert json.loads(json.dumps(asked(talks, chat, SKY).report))["first_id"] == 0
+
+
+def test_chunks_are_given_with_their_texts(talks, chat, engine):
+    asked(talks, chat, SKY)
+    assert all(isinstance(c, Chunk) and c.text and c.node_id for c in engine.requests[0][0].chunks)

@@ -1,0 +1,211 @@
+"""Highlights: what is marked has the passage's letters, wherever the page is turned to; everything else is refused."""
+
+import io
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from ragblend.app.citations import SourceRow
+from ragblend.app.highlight import NotLocated, PageHighlight, TextHighlight, locate_source
+from ragblend.app.ingest import ingest
+from ragblend.app.matching import find, fold
+
+pytest.importorskip("pypdfium2")
+from PIL import Image
+from pypdf import PdfWriter
+from reportlab.pdfgen.canvas import Canvas
+
+LINES = [
+    "The harbour master kept two ledgers and wrote the names",
+    "of the ships, the hour they came and what they carried.",
+    "When the storm of the ninth of November broke the mole,",
+    "both of the ledgers were in the lamp room of the tower.",
+]
+
+
+@pytest.fixture
+def sources(open_workspace):
+    """Ingests files, and gives the sources of the document of a name, and the library."""
+
+    def of(*paths, chunk_tokens=16):
+        workspace = open_workspace(chunk_tokens=chunk_tokens)
+        report = ingest(workspace, list(paths))
+        assert not report.failed, report.failed
+        document = workspace.library.find("default", str(paths[0]))
+        passages = workspace.library.passages_of(document.id)
+        rows = [
+            SourceRow(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
+            for n, p in enumerate(passages, start=1)
+        ]
+        return workspace.library, rows
+
+    return of
+
+
+def write_page(path, pages, rotation=0, crop=None, size=(400, 300)):
+    canvas = Canvas(str(path), pagesize=size)
+    for lines in pages:
+        if crop:
+            canvas.setCropBox(crop)
+        for number, line in enumerate(lines):
+            canvas.drawString(60, 220 - 20 * number, line)
+        canvas.showPage()
+    canvas.save()
+    writer = PdfWriter(clone_from=path)
+    for page in writer.pages:
+        page.rotate(rotation)
+    writer.write(path)
+    return path
+
+
+def dark_outside(page, margin=3):
+    """How many dark pixels of the picture are in no box, and how many in one."""
+    picture = Image.open(io.BytesIO(page.png)).convert("L")
+    assert picture.size == (page.width, page.height)
+    inside = outside = 0
+    pixels = picture.load()
+    for y in range(picture.height):
+        for x in range(picture.width):
+            if pixels[x, y] < 128:
+                boxed = any(
+                    b.left - margin <= x <= b.right + margin and b.top - margin <= y <= b.bottom + margin
+                    for b in page.boxes
+                )
+                inside, outside = inside + boxed, outside + (not boxed)
+    return outside, inside
+
+
+@pytest.mark.parametrize(
+    ("rotation", "crop"),
+    [(0, None), (90, None), (180, None), (270, None), (0, (40, 100, 390, 280)), (90, (40, 100, 390, 280))],
+)
+def test_the_boxes_lie_on_the_letters(sources, tmp_path, rotation, crop):
+    path = write_page(tmp_path / "a.pdf", [LINES], rotation, crop)
+    library, rows = sources(path, chunk_tokens=64)
+    found = locate_source(library, rows[0])
+    assert isinstance(found, PageHighlight) and len(rows) == 1
+    (page,) = found.pages
+    assert (page.number, page.label, len(page.boxes)) == (1, "p. 1", 4)
+    outside, inside = dark_outside(page)
+    assert outside == 0 and inside > 500
+    assert (page.width > page.height) == (rotation in (0, 180))
+
+
+def test_only_the_passage_is_marked(sources, tmp_path):
+    library, rows = sources(write_page(tmp_path / "a.pdf", [LINES]))
+    assert len(rows) > 1
+    tops = []
+    for row in rows:
+        (page,) = locate_source(library, row).pages
+        outside, inside = dark_outside(page, margin=1)
+        assert outside > 500 and inside > 300
+        tops.append(min(box.top for box in page.boxes))
+    assert tops == sorted(tops)
+
+
+def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
+    library, rows = sources(
+        write_page(tmp_path / "a.pdf", [["Cover"], LINES[:2], LINES[2:]]), chunk_tokens=64
+    )
+    assert rows[0].location == "p. 1 – p. 3"
+    pages = locate_source(library, rows[0]).pages
+    assert [(page.number, page.label) for page in pages] == [(1, "p. 1"), (2, "p. 2"), (3, "p. 3")]
+    assert [len(page.boxes) for page in pages] == [1, 2, 2]
+    assert [dark_outside(page)[0] for page in pages] == [0, 0, 0]
+
+
+def test_a_changed_file_marks_nothing_else(sources, tmp_path):
+    path = write_page(tmp_path / "a.pdf", [LINES])
+    library, rows = sources(path, chunk_tokens=64)
+    write_page(path, [[line.replace("storm", "calm") for line in LINES]])
+    found = locate_source(library, rows[0])
+    assert isinstance(found, NotLocated) and "has changed" in found.reason and found.passage == rows[0].text
+    path.unlink()
+    assert "no such file" in locate_source(library, rows[0]).reason
+    library.remove(rows[0].document_id)
+    assert "deleted from the library" in locate_source(library, rows[0]).reason
+
+
+def test_letters_that_the_page_does_not_show_are_refused(sources, tmp_path):
+    library, rows = sources(write_page(tmp_path / "a.pdf", [LINES]), chunk_tokens=64)
+    invented = replace(rows[0], text=rows[0].text.replace("two ledgers", "ten ledgers"))
+    found = locate_source(library, invented)
+    assert isinstance(found, NotLocated) and "cannot be matched" in found.reason
+    elsewhere = replace(rows[0], location="p. 7")
+    assert isinstance(locate_source(library, elsewhere), NotLocated)
+
+
+def test_text_is_marked_where_it_stands(sources, tmp_path):
+    path = tmp_path / "a.txt"
+    text = " ".join(f"Sentence number {n} tells of the harbour and its {n} boats." for n in range(400))
+    path.write_text(text)
+    library, rows = sources(path)
+    for row in (rows[0], rows[len(rows) // 2], rows[-1]):
+        found = locate_source(library, row)
+        assert isinstance(found, TextHighlight) and found.text[found.start : found.stop] == row.text
+        assert (found.cut_before, found.cut_after) == (row is not rows[0], row is not rows[-1])
+        assert len(found.text) <= 6000 + len(row.text)
+
+
+def test_of_equal_passages_the_right_one_is_marked(sources, tmp_path):
+    path = tmp_path / "a.txt"
+    refrain = "The bell rings over the harbour every evening at eight for all of the boats outside."
+    verses = [
+        f"Verse {n} of the song has these very words and none of the others in it at all here."
+        for n in range(3)
+    ]
+    path.write_text(" ".join(part for verse in verses for part in (verse, refrain)))
+    library, rows = sources(path, chunk_tokens=20)
+    same = [row for row in rows if row.text == refrain]
+    assert len(same) == 3
+    places = [locate_source(library, row).start for row in same]
+    assert places == sorted(set(places)), "three different places"
+    unknown = replace(same[0], node_id="of an earlier version")
+    assert isinstance(locate_source(library, unknown), NotLocated), "which of the three cannot be told"
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html", ".csv", ".docx", ".epub"])
+def test_every_kind_of_text(sources, tmp_path, make, suffix):
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".docx":
+        make["docx"](path, LINES)
+    elif suffix == ".epub":
+        make["epub"](path, [("a.xhtml", "One", "<p>" + "</p><p>".join(LINES) + "</p>")])
+    elif suffix == ".html":
+        path.write_text("<h1>Title</h1>" + "".join(f"<p>{line}</p>" for line in LINES))
+    else:
+        path.write_text(
+            "\n".join(["name,text", *(f"a,{line.replace(',', ' ')}" for line in LINES)])
+            if suffix == ".csv"
+            else "# T\n\n" + "\n".join(LINES)
+        )
+    library, rows = sources(path)
+    for row in rows:
+        found = locate_source(library, row)
+        assert isinstance(found, TextHighlight) and found.text[found.start : found.stop] == row.text
+
+
+def test_a_damaged_document_says_so(sources, tmp_path, make):
+    path = make["docx"](tmp_path / "a.docx", LINES)
+    library, rows = sources(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "y")
+    assert isinstance(locate_source(library, rows[0]), NotLocated)
+
+
+@pytest.mark.parametrize(
+    ("text", "page", "found"),
+    [
+        ("fine off-\nshore", "xx ﬁne  offshore yy", [(3, 16)]),
+        ("STRASSE", "die straße", [(4, 10)]),
+        ("one two", "two one", None),
+        ("first line\nsecond line", "second line 7 first line", [(14, 24), (0, 11)]),
+        ("a line here\nanother", "a line here and a line here", None),
+        ("the line here\n7\nmore", "the line here ... more", [(0, 13), (18, 22)]),
+        ("", "text", None),
+        (" \n", "text", None),
+    ],
+)
+def test_matching(text, page, found):
+    assert find(text, fold(page)) == found

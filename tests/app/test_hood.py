@@ -1,0 +1,112 @@
+"""Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
+
+import json
+
+import pytest
+
+from ragblend.app.hood import NO_PROFILE, Hood, look, memory_bytes, segments_of
+from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.controller import DeviceProfile, Tier
+from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
+from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.kvstore.profile import PrefillProfile
+
+PROMPT = Prompt(
+    [
+        with_ids(Literal("You are."), range(2)),
+        with_ids(Chunk("first passage", "n1"), range(4)),
+        with_ids(Literal("\n\n"), range(1)),
+        with_ids(Literal("more"), range(1)),
+        with_ids(Chunk("second passage", "n2"), range(3)),
+        with_ids(Literal("Why?"), range(2)),
+    ]
+)
+SERVED = "ff" + "rrcr" + "f" + "f" + "mmm" + "ff"
+LABELS = {"n1": (2, "a.txt, p. 1"), "n2": (1, "b.txt")}
+PROFILE = DeviceProfile(
+    "x",
+    PrefillProfile("x", (0, 10), (1, 101), ((10.0, 110.0), (10.0, 110.0))),
+    (Tier("disk", 1.0, 1.0),),
+    5.0,
+)
+
+
+def report(**changes):
+    trace = Trace((TraceEvent("compute", "host", 0.123456, 1.0, 3), TraceEvent("load", "w0", 0.0, 2.0, 0, 1)))
+    counts = TokenCounts(prompt=13, reused=3, recomputed=1, fresh=6, missing=3, generated=7)
+    timings = Timings(
+        load_ms=2.0, stall_ms=0.5, prefill_ms=7.0, ttft_ms=8.0, total_ms=30.0, tokens_per_s=20.0
+    )
+    return Report("cacheblend", 0.15, counts, 0.15, timings, 1, 1, trace=trace, served=SERVED, **changes)
+
+
+def look_at(**options):
+    return look(
+        report(), PROMPT, LABELS, model="m", device="cpu", dtype="float32", retrieve_ms=3.0, **options
+    )
+
+
+def test_segments_are_the_whole_context_in_order():
+    segments = look_at().segments
+    assert [(s.label, s.number, s.tokens) for s in segments] == [
+        ("Instructions", None, 2),
+        ("a.txt, p. 1", 2, 4),
+        ("Words between", None, 2),
+        ("b.txt", 1, 3),
+        ("Question", None, 2),
+    ]
+    assert [(run.kind, run.tokens) for run in segments[1].runs] == [
+        ("reused", 2),
+        ("recomputed", 1),
+        ("reused", 1),
+    ]
+    assert segments[1].counts == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
+    assert segments[2].text == "more" and segments[3].counts["missing"] == 3
+    totals = {
+        kind: sum(s.counts[kind] for s in segments) for kind in ("reused", "recomputed", "fresh", "missing")
+    }
+    assert totals == {kind: look_at().tokens[kind] for kind in totals}
+
+
+def test_a_prompt_that_was_not_fused_is_all_fresh():
+    assert {run.kind for s in segments_of(PROMPT, "", LABELS) for run in s.runs} == {"fresh"}
+
+
+def test_json_round_trip():
+    hood = look_at(notice="Two did not fit.", profile=PROFILE)
+    assert Hood.from_json(json.loads(json.dumps(hood.to_json()))) == hood
+    assert hood.timeline[0].start_ms == 0.12
+
+
+@pytest.mark.parametrize("value", [{}, {"error": "x"}, {"hood": 2}])
+def test_other_reports_have_none(value):
+    assert Hood.from_json(value) is None
+
+
+def test_full_prefill_is_an_estimate_until_it_is_measured():
+    without = look_at()
+    assert (without.full_prefill_ms, without.full_prefill_is, without.full_prefill_why) == (
+        None,
+        "",
+        NO_PROFILE,
+    )
+    hood = look_at(profile=PROFILE)
+    assert (hood.full_prefill_ms, hood.full_prefill_is, hood.full_prefill_why) == (
+        5 + 10 + 12,
+        "estimate",
+        "",
+    )
+    measured = without.measured(99.0)
+    assert (measured.full_prefill_ms, measured.full_prefill_is, measured.full_prefill_why) == (
+        99.0,
+        "measured",
+        "",
+    )
+
+
+def test_retrieval_is_part_of_the_time_to_the_first_token():
+    assert (look_at().ttft_ms, look_at().retrieve_ms) == (11.0, 3.0)
+
+
+def test_memory_is_this_processs():
+    assert 1024**2 < memory_bytes("cpu")["process"] < 1024**4

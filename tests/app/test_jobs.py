@@ -1,0 +1,409 @@
+"""The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ragblend.app.documents import State
+from ragblend.app.ingest import ingest
+from ragblend.app.job_store import STATES, JobStore
+from ragblend.app.jobs import JobQueue
+from ragblend.app.lock import writer_lock
+from ragblend.app.pace import Pace
+from ragblend.app.uploads import safe_name
+from ragblend.app.watch import Watch
+from ragblend.kvstore.errors import Cancelled, LibraryError, StoreFullError, StoreLockedError
+
+SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
+
+
+@pytest.fixture
+def jobs(workspaces):
+    queue = JobQueue.open(workspaces)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def engine(workspaces):
+    return workspaces.of("default").engine
+
+
+class Gate:
+    """Holds the worker in the middle of an encode, until it is opened."""
+
+    def __init__(self, engine):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        engine.on_encode = self._hold
+
+    def _hold(self, text):
+        self.reached.set()
+        assert self.opened.wait(SOON_S)
+
+
+def states(jobs):
+    return {job.name: job.state for job in jobs.page().jobs}
+
+
+def documents_of(workspaces, collection="default"):
+    return {document.name: document.state for document in workspaces.library.documents(collection)}
+
+
+def until(condition):
+    limit = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.01)
+
+
+def long_file(folder, name, lines=6):
+    path = folder / name
+    path.write_text(
+        " ".join(
+            f"Boat {name} number {n} lies at quay {n} and carries {n} barrels of herring."
+            for n in range(lines)
+        )
+    )
+    return path
+
+
+def test_everything_comes_in(jobs, workspaces, documents):
+    added = jobs.add([documents], "default")
+    assert (added.files, added.skipped, added.failed) == (3, (), ())
+    assert jobs.overview().counts["queued"] == 3 and not jobs.overview().running
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert set(states(jobs).values()) == {"done"} and documents_of(workspaces) == dict.fromkeys(
+        states(jobs), State.DONE
+    )
+    overview = jobs.overview()
+    assert (overview.total, overview.finished, overview.seconds_left, overview.running) == (3, 3, 0.0, False)
+    assert overview.files_per_minute > 0 and set(overview.counts) == set(STATES)
+    assert all(job.finished_at and job.size for job in jobs.page().jobs)
+
+
+def test_unchanged_files_are_not_read_again(jobs, workspaces, documents):
+    ingest(workspaces.of("default"), [documents])
+    embedded = len(workspaces.of("default").engine.encoded)
+    jobs.add([documents], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert set(states(jobs).values()) == {"unchanged"}
+    assert len(workspaces.of("default").engine.encoded) == embedded
+
+
+def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, workspaces, documents):
+    bad = documents / "bad.pdf"
+    bad.write_bytes(b"\x89PNG no pdf at all")
+    (documents / "noise.xyz").write_text("?")
+    added = jobs.add([documents, documents / "nowhere.txt"], "default")
+    assert added.files == 4 and added.skipped == (str(documents / "noise.xyz"),)
+    assert added.failed[0][0] == str(documents / "nowhere.txt") and "no such file" in added.failed[0][1]
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    failed = jobs.page(state="failed").jobs
+    assert [job.name for job in failed] == ["bad.pdf"] and "PNG image" in failed[0].reason
+    assert jobs.overview().counts["done"] == 3
+    bad.write_bytes(b"%PDF-1.4 broken")
+    assert jobs.retry([failed[0].id]) == 1
+    assert jobs.wait_idle(SOON_S)
+    assert "damaged" in jobs.job(failed[0].id).reason
+
+
+def test_a_file_that_vanishes_while_it_waits_fails_with_its_reason(jobs, documents):
+    jobs.add([documents], "default")
+    (documents / "sky.txt").unlink()
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert "no such file" in next(job.reason for job in jobs.page(state="failed").jobs)
+
+
+def test_phases_and_progress_are_seen(jobs, engine, tmp_path):
+    gate = Gate(engine)
+    jobs.add([long_file(tmp_path, "a.txt")], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    current = jobs.overview().current
+    assert (current.state, current.name, current.done) == ("encoding", "a.txt", 0) and current.total > 3
+    assert jobs.page().jobs[0] == current == jobs.job(current.id) and jobs.overview().running
+    gate.opened.set()
+    assert jobs.wait_idle(SOON_S)
+    assert jobs.overview().current is None
+
+
+def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, engine, tmp_path):
+    gate = Gate(engine)
+    jobs.add([long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt")], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    assert jobs.cancel() == 2
+    gate.opened.set()
+    until(lambda: jobs.overview().current is None)
+    assert set(states(jobs).values()) == {"cancelled"} and len(engine.encoded) == 1, "left after one passage"
+    assert documents_of(workspaces) == {"a.txt": State.PENDING}
+    assert jobs.retry() == 2 and jobs.wait_idle(SOON_S)
+    assert set(states(jobs).values()) == {"done"} and engine.encoded.count(engine.encoded[0]) == 1, (
+        "gone on with"
+    )
+
+
+def test_cancelling_one_file_goes_on_with_the_next(jobs, engine, tmp_path):
+    gate = Gate(engine)
+    jobs.add([long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt")], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    assert jobs.cancel([jobs.overview().current.id]) == 1
+    gate.opened.set()
+    assert jobs.wait_idle(SOON_S)
+    assert states(jobs) == {"a.txt": "cancelled", "b.txt": "done"}
+
+
+def test_pause_outlives_a_restart(jobs, workspaces, engine, tmp_path):
+    gate = Gate(engine)
+    jobs.add([long_file(tmp_path, "a.txt")], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    jobs.pause()
+    gate.opened.set()
+    until(lambda: jobs.overview().current is None)
+    assert states(jobs) == {"a.txt": "queued"} and jobs.overview().paused
+    jobs.close()
+    again = JobQueue.open(workspaces)
+    again.start()
+    try:
+        assert again.overview().paused and not again.wait_idle(0.2)
+        again.resume()
+        assert again.wait_idle(SOON_S) and states(again) == {"a.txt": "done"}
+    finally:
+        again.close()
+
+
+def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, engine, documents, tmp_path):
+    ingest(workspaces.of("default"), [documents])
+    gone = workspaces.library.find("default", "sky.txt")
+    gate = Gate(engine)
+    jobs.add([long_file(tmp_path, "long.txt")], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    removed = []
+    deleting = threading.Thread(target=lambda: removed.extend(jobs.remove([gone.id], "default")))
+    deleting.start()
+    until(lambda: jobs._writer.wanted)
+    gate.opened.set()
+    deleting.join(SOON_S)
+    assert removed[0].path == gone.path and removed[0].bytes_freed > 0
+    assert jobs.wait_idle(SOON_S) and states(jobs) == {"long.txt": "done"}
+    assert "sky.txt" not in documents_of(workspaces)
+
+
+def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, documents):
+    ingest(workspaces.of("default"), [documents])
+    jobs.add([documents], "default")
+    sky = workspaces.library.find("default", "sky.txt")
+    jobs.remove([sky.id], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert set(states(jobs)) == set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
+
+
+def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspaces, documents):
+    with writer_lock(home / "writer.lock", "ragblend ingest letters"):
+        jobs.add([documents], "default")
+        jobs.start()
+        until(lambda: jobs.overview().waiting)
+        assert "`ragblend ingest letters`" in jobs.overview().waiting
+        assert jobs.overview().counts["queued"] == 3
+        with pytest.raises(StoreLockedError, match="ragblend ingest letters"):
+            jobs.remove([workspaces.library.begin("default", "/x")], "default")
+    assert jobs.wait_idle(SOON_S) and jobs.overview().waiting is None
+
+
+def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
+    full = [True]
+
+    def fail(text):
+        if full[0]:
+            raise StoreFullError("writing KV: the disk is full. Free some space.")
+
+    engine.on_encode = fail
+    jobs.add([documents], "default")
+    jobs.start()
+    until(lambda: jobs.overview().waiting)
+    assert "disk is full" in jobs.overview().waiting and jobs.overview().counts["failed"] == 0
+    full[0] = False
+    assert jobs.wait_idle(SOON_S) and set(states(jobs).values()) == {"done"}
+
+
+def test_a_bug_fails_one_file_only(jobs, engine, documents):
+    def fail(text):
+        if "baker" in text:
+            raise ZeroDivisionError("oops")
+
+    engine.on_encode = fail
+    jobs.add([documents], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert states(jobs) == {"bread.md": "failed", "boats.txt": "done", "sky.txt": "done"}
+    assert "ZeroDivisionError" in jobs.page(state="failed").jobs[0].reason
+
+
+@pytest.mark.parametrize("point", ["before-passages", "before-index", "before-encoding", "before-done"])
+def test_a_killed_process_loses_nothing(home, workspaces, documents, point):
+    script = Path(__file__).parent / "jobs_worker.py"
+    arguments = [sys.executable, str(script), str(home), point, str(documents)]
+    done = subprocess.run(arguments, capture_output=True, timeout=120, check=False)
+    assert done.returncode == -9, done.stderr.decode()
+    jobs = JobQueue.open(workspaces)
+    try:
+        assert jobs.overview().counts["queued"] == 2 and jobs.overview().counts["done"] == 1
+        jobs.start()
+        assert jobs.wait_idle(SOON_S) and set(states(jobs).values()) == {"done"}
+    finally:
+        jobs.close()
+    assert set(documents_of(workspaces).values()) == {State.DONE}
+    nodes = {node for ids, _ in workspaces.library.embeddings("default") for node in ids}
+    assert workspaces.of("default").engine.stored() == nodes == workspaces.of("default").index.node_ids()
+
+
+def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
+    jobs.add([documents], "default")
+    again = jobs.add([documents / "sky.txt", documents], "default")
+    assert again.files == 3 and jobs.overview().total == 3
+    assert jobs.add([documents], "other").files == 3 and jobs.overview().total == 6
+
+
+def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, engine, workspaces, tmp_path):
+    gate = Gate(engine)
+    path = long_file(tmp_path, "a.txt")
+    jobs.add([path], "default")
+    jobs.start()
+    assert gate.reached.wait(SOON_S)
+    path.write_text("Something else altogether stands in here now.")
+    jobs.add([path], "default")
+    gate.opened.set()
+    assert jobs.wait_idle(SOON_S) and states(jobs) == {"a.txt": "done"}
+    document = workspaces.library.find("default", "a.txt")
+    assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
+
+
+def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, documents):
+    ingest(workspaces.of("default"), [documents])
+    (documents / "sky.txt").unlink()
+    paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
+    assert jobs.gone(paths, "default") == 2
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
+    assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
+
+
+def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, workspaces, documents, tmp_path):
+    forgotten = []
+    jobs._forgotten = forgotten.append
+    added = jobs.upload([documents / "sky.txt", documents / "sky.txt"], "default")
+    (documents / "sky.txt").write_text("CANARY another sky")
+    jobs.upload([documents / "sky.txt"], "default")
+    (documents / "x.xyz").write_text("?")
+    assert "not supported" in jobs.upload([documents / "x.xyz"], "default").failed[0][1]
+    folder = home / "originals" / "default"
+    assert added.files == 1 and sorted(f.name for f in folder.iterdir()) == ["sky (2).txt", "sky.txt"]
+    assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {
+        0o600
+    } and folder.stat().st_mode & 0o777 == 0o700
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    second = workspaces.library.find("default", "sky (2).txt")
+    removed = jobs.remove([second.id, "unknown"], "default")
+    assert len(removed) == 1 and removed[0].bytes_freed >= 2 * len("CANARY another sky")
+    assert [document.id for document in forgotten] == [second.id]
+    left = [f for f in home.rglob("*") if f.is_file() and b"CANARY" in f.read_bytes()]
+    assert left == []
+
+
+def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, documents):
+    workspaces.create("letters")
+    jobs.upload([documents / "sky.txt"], "letters")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S) and workspaces.names() == ["default", "letters"]
+    assert len(jobs.remove_collection("letters")) == 1
+    assert workspaces.names() == ["default"] and list((home / "originals").rglob("*.txt")) == []
+    assert jobs.overview().total == 0
+
+
+def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
+    jobs.upload([documents / "sky.txt"], "default")
+    (home / "notes.txt").write_text("of the program")
+    added = jobs.add([tmp_path], "other")
+    assert added.files == 4, "three documents and the upload"
+    assert "notes.txt" not in states(jobs)
+
+
+def test_finished_ones_can_be_forgotten(jobs, documents):
+    (documents / "bad.pdf").write_bytes(b"no")
+    jobs.add([documents], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    assert jobs.clear_finished() == 3 and list(states(jobs)) == ["bad.pdf"]
+    with pytest.raises(LibraryError, match="not in the queue"):
+        jobs.job(2)
+
+
+def test_pages_are_searched_and_ordered(tmp_path):
+    store = JobStore.open(tmp_path / "jobs.sqlite")
+    store.add("ingest", "default", [(f"/docs/Größe {n}.txt", n) for n in range(5)])
+    store.finish(1, "done")
+    store.start(3, "parsing")
+    assert [job.id for job in store.page(None, "", 0, 10).jobs] == [3, 2, 4, 5, 1]
+    page = store.page("queued", "größe DOCS", 1, 1)
+    assert page.total == 3 and [job.id for job in page.jobs] == [4]
+    assert store.page(None, "größe 4", 0, 10).total == 1
+    store.close()
+
+
+def test_a_parser_that_never_ends_is_left():
+    stopped, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def parse():
+        begun.set()
+        ended.wait(SOON_S)
+
+    watch = Watch(interrupted=stopped.is_set)
+    threading.Thread(target=lambda: begun.wait(SOON_S) and stopped.set()).start()
+    with pytest.raises(Cancelled):
+        watch.leavable(parse)
+    assert not ended.is_set()
+    ended.set()
+    assert Watch(interrupted=lambda: False).leavable(lambda: 7) == 7
+    with pytest.raises(ValueError, match="from inside"):
+        Watch(interrupted=lambda: False).leavable(lambda: int("from inside"))
+
+
+def test_pace():
+    pace = Pace()
+    assert pace.files_per_minute is None and pace.seconds_left(3) is None and pace.seconds_left(0) == 0.0
+    for _ in range(100):
+        pace.add(2.0)
+    assert pace.files_per_minute == 30 and pace.seconds_left(10) == 20
+    for _ in range(100):
+        pace.add(4.0)
+    assert pace.files_per_minute == 15, "only the last ones count"
+
+
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [
+        ("../../etc/passwd.txt", "passwd.txt"),
+        ("C:\\x\\report.pdf", "report.pdf"),
+        (".hidden.md", "hidden.md"),
+        ("a\x00b\n\u202ec.txt", "abc.txt"),
+        ("", "document"),
+        ("...", "document"),
+        ("ä" * 200 + ".pdf", "ä" * 98 + ".pdf"),
+    ],
+)
+def test_names_of_uploads(name, safe):
+    assert safe_name(name) == safe

@@ -1,0 +1,82 @@
+"""What was tuned for a model stands in its settings until something else is said, and can be taken back."""
+
+import stat
+
+import pytest
+
+from ragblend.app.settings import Settings
+from ragblend.app.tuned import KEPT, choice_for, save_choice, tuned_file, undo_choice
+from ragblend.kvstore.errors import SettingsError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "settings.toml"
+
+
+@pytest.fixture
+def tuned(path):
+    save_choice(tuned_file(path), "default", "cacheblend-gradual", 0.05, {"questions": 60})
+    return path
+
+
+def chosen(path, environment=None, **overrides):
+    settings = Settings.load(path, environment or {}, overrides)
+    return settings.method, settings.ratio
+
+
+def test_the_choice_of_a_model_is_for_that_model(tuned) -> None:
+    assert chosen(tuned) == ("cacheblend-gradual", 0.05)
+    assert chosen(tuned, model="other") == ("cacheblend", 0.15)
+    assert chosen(tuned, {"RAGBLEND_MODEL": "other"}) == ("cacheblend", 0.15)
+    tuned.write_text('model = "other"')
+    assert chosen(tuned) == ("cacheblend", 0.15)
+    assert chosen(tuned, model="default") == ("cacheblend-gradual", 0.05)
+
+
+def test_a_method_that_is_given_comes_first_with_the_default_ratio(tuned) -> None:
+    assert chosen(tuned, method="random") == ("random", 0.15)
+    assert chosen(tuned, {"RAGBLEND_METHOD": "random"}) == ("random", 0.15)
+    tuned.write_text('method = "random"')
+    assert chosen(tuned) == ("random", 0.15)
+
+
+def test_a_ratio_that_is_given_goes_with_the_tuned_method(tuned) -> None:
+    assert chosen(tuned, ratio=0.3) == ("cacheblend-gradual", 0.3)
+    assert chosen(tuned, {"RAGBLEND_RATIO": "auto"}) == ("cacheblend-gradual", "auto")
+
+
+def test_a_method_without_a_ratio_leaves_the_default_one(path) -> None:
+    save_choice(tuned_file(path), "default", "reuse", None, {})
+    assert chosen(path) == ("reuse", 0.15)
+
+
+def test_choices_are_taken_back_one_by_one(tuned) -> None:
+    file = tuned_file(tuned)
+    save_choice(file, "other", "random", 0.5, {})
+    save_choice(file, "default", "heads", 0.1, {})
+    undone, now = undo_choice(file, "default")
+    assert (undone.method, now.method, now.measured) == ("heads", "cacheblend-gradual", {"questions": 60})
+    assert chosen(tuned) == ("cacheblend-gradual", 0.05)
+    undone, now = undo_choice(file, "default")
+    assert (undone.ratio, now) == (0.05, None)
+    assert chosen(tuned) == ("cacheblend", 0.15)
+    assert undo_choice(file, "default") is None
+    assert choice_for(file, "other").method == "random"
+
+
+def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) -> None:
+    for number in range(KEPT + 3):
+        save_choice(tuned_file(path), "default", "heads", number / 100, {})
+    assert stat.S_IMODE(tuned_file(path).stat().st_mode) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["tuned.json"]
+    for _ in range(KEPT):
+        assert undo_choice(tuned_file(path), "default") is not None
+    assert undo_choice(tuned_file(path), "default") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"models": {"default": [{"ratio": 1}]}}', '{"models": 3}', "{}"])
+def test_a_damaged_file_is_named_with_its_remedy(path, text) -> None:
+    tuned_file(path).write_text(text)
+    with pytest.raises(SettingsError, match=r"tuned\.json.*Remove the file"):
+        Settings.load(path, {})

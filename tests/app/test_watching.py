@@ -1,0 +1,135 @@
+"""Watched folders: what is new, changed, moved or gone there becomes work, and a folder that is away loses nothing."""
+
+import shutil
+import threading
+import time
+
+import pytest
+
+from ragblend.app.jobs import JobQueue
+from ragblend.app.watching import Watcher
+from ragblend.kvstore.errors import SettingsError, UsageError
+
+pytest.importorskip("watchfiles")
+SOON_S = 60.0
+
+
+@pytest.fixture
+def jobs(workspaces):
+    queue = JobQueue.open(workspaces)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def watcher(jobs):
+    watching = Watcher(jobs, quiet_ms=50)
+    jobs.start()
+    watching.start()
+    yield watching
+    watching.close()
+
+
+def names(workspaces):
+    return {document.name: document.state.value for document in workspaces.library.documents("default")}
+
+
+def until(condition):
+    limit = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.05)
+
+
+def watched(watcher, folder):
+    """The folder is under watch, and has been looked through."""
+    found = watcher.add(folder, "default")
+    until(lambda: all(each.active for each in watcher.folders()))
+    return found
+
+
+def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documents):
+    watched(watcher, documents)
+    everything = {"sky.txt": "done", "bread.md": "done", "boats.txt": "done"}
+    until(lambda: names(workspaces) == everything)
+    (documents / "new.txt").write_text("A new document about trains.")
+    (documents / "unknown.xyz").write_text("?")
+    (documents / ".hidden.txt").write_text("hidden")
+    until(lambda: names(workspaces) == everything | {"new.txt": "done"})
+    (documents / "sky.txt").write_text("The sky is grey today.")
+    until(
+        lambda: (
+            "grey" in workspaces.library.passages_of(workspaces.library.find("default", "sky.txt").id)[0].text
+        )
+    )
+    (documents / "new.txt").rename(documents / "moved.txt")
+    until(lambda: names(workspaces) == everything | {"moved.txt": "done"})
+    (documents / "bread.md").unlink()
+    until(lambda: set(names(workspaces)) == {"sky.txt", "boats.txt", "moved.txt"})
+
+
+def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, documents, tmp_path):
+    watched(watcher, documents)
+    inner = tmp_path / "letters"
+    inner.mkdir()
+    (inner / "a.txt").write_text("A letter about the harbour.")
+    inner.rename(documents / "letters")
+    until(lambda: names(workspaces).get("a.txt") == "done")
+    (documents / "letters").rename(tmp_path / "elsewhere")
+    until(lambda: "a.txt" not in names(workspaces))
+
+
+def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents):
+    jobs.add([documents], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    first = Watcher(jobs)
+    first.add(documents, "default")
+    (documents / "sky.txt").unlink()
+    (documents / "late.txt").write_text("It came while nobody watched.")
+    second = Watcher(jobs, quiet_ms=50)
+    second.start()
+    try:
+        until(lambda: names(workspaces).keys() == {"late.txt", "bread.md", "boats.txt"})
+    finally:
+        second.close()
+
+
+def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, documents, monkeypatch):
+    monkeypatch.setattr("ragblend.app.watching.LOOK_AGAIN_S", 0.05)
+    jobs.add([documents], "default")
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
+    watcher = Watcher(jobs, quiet_ms=50)
+    watcher.add(documents, "default")
+    shutil.rmtree(documents)
+    watcher.start()
+    try:
+        until(lambda: "is not there" in watcher.folders()[0].reason)
+        documents.mkdir()
+        until(lambda: "is empty, so its 3 documents stay" in watcher.folders()[0].reason)
+        assert not watcher.folders()[0].active and len(names(workspaces)) == 3
+        (documents / "sky.txt").write_text("It is back, and blue.")
+        until(
+            lambda: (
+                "blue"
+                in workspaces.library.passages_of(workspaces.library.find("default", "sky.txt").id)[0].text
+            )
+        )
+    finally:
+        watcher.close()
+
+
+def test_the_list_is_kept_and_checked(watcher, jobs, documents, tmp_path):
+    found = watched(watcher, documents)
+    assert (found.path, found.collection) == (str(documents), "default")
+    with pytest.raises(UsageError, match="watched for 'default' already"):
+        watcher.add(tmp_path, "default")
+    with pytest.raises(UsageError, match="no such folder"):
+        watcher.add(documents / "sky.txt", "default")
+    with pytest.raises(SettingsError):
+        watcher.add(documents, "no name")
+    assert [w.id for w in Watcher(jobs).folders()] == [found.id] and not Watcher(jobs).folders()[0].active
+    watcher.remove(found.id)
+    assert watcher.folders() == []
+    assert not [t for t in threading.enumerate() if t.name == "ragblend-watch"], "its thread has ended"

@@ -1,0 +1,133 @@
+"""Questions from one's own documents: the answers stand in the passages, and not in the questions."""
+
+import re
+
+import pytest
+
+from ragblend.app.bench.docs_questions import ASKED, BLANK, make_questions
+from ragblend.app.bench.samples_data import PASSAGE_WORDS, _documents, _passages
+from ragblend.app.bench.sources import Source, ingested, prepare
+from ragblend.kvstore.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def documents():
+    assert PASSAGE_WORDS
+    return [_passages(text) for _, text in _documents()]
+
+
+def test_answers_stand_in_the_passages_and_not_in_the_question(documents) -> None:
+    questions = make_questions(documents, 80)
+    assert len(questions) == len({question.digest for question in questions}) == 80
+    for question in questions:
+        (answer,) = question.required
+        assert len(question.passages) == len(set(question.passages)) == 6
+        assert any(answer in " ".join(passage.split()) for passage in question.passages)
+        assert not re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question.text)
+        assert ASKED in question.text
+    assert {question.task for question in questions} == {"docs cloze", "docs two-hop"}
+
+
+def test_a_cloze_is_a_sentence_of_a_passage_with_its_answer_taken_out(documents) -> None:
+    clozes = [q for q in make_questions(documents, 60) if q.task == "docs cloze"]
+    assert len(clozes) >= 20
+    for question in clozes:
+        sentence = question.text.split("\n", 1)[1].strip('"').replace(ASKED, question.required[0])
+        assert any(sentence in " ".join(passage.split()) for passage in question.passages)
+
+
+def test_a_two_hop_question_needs_the_name_that_two_passages_share() -> None:
+    filler = "The keeper walked along the wall and counted every lamp that was burning there."
+    first = f"In the old harbour lived a pilot called Marit Vool with seven grey cats. {filler}"
+    second = f"Nobody was surprised when the prize of Sandwick went to Marit Vool in the year 1931. {filler}"
+    first = f"{first} They say that the prize of 1931 made Marit Vool a very rich woman indeed."
+    third = "A barge came in with coal and stone for the new sea wall every second week of summer."
+    documents = [[first], [second, third]]
+    questions = [each for seed in range(10) for each in make_questions(documents, 20, passages=2, seed=seed)]
+    hops = [question for question in questions if question.task == "docs two-hop"]
+    assert len(hops) == 10
+    for question in hops:
+        assert question.text.count(BLANK) == 3  # the explanation, and one in either sentence
+        assert "Marit" not in question.text
+        assert set(question.passages) == {first, second}
+        assert not re.search(rf"\b{question.required[0]}\b", question.text)
+    asked = {question.required[0] for question in hops}
+    assert "Sandwick" in asked
+    assert "1931" in asked  # though never where the other sentence says it
+
+
+def test_the_same_documents_give_the_same_questions_and_a_seed_others(documents) -> None:
+    assert make_questions(documents, 20) == make_questions(documents, 20)
+    first, second = ({q.digest for q in make_questions(documents, 20, seed=seed)} for seed in (0, 1))
+    assert len(first & second) < 15
+
+
+def test_questions_are_spread_over_the_documents(documents) -> None:
+    owners = {
+        number
+        for question in make_questions(documents, 30)
+        for number, texts in enumerate(documents)
+        if any(question.required[0] in text and text in question.passages for text in texts)
+    }
+    assert owners == set(range(len(documents)))
+
+
+def test_too_little_to_ask_about_is_named() -> None:
+    with pytest.raises(UsageError, match="1 passages are too few"):
+        make_questions([["One passage alone."]])
+    with pytest.raises(UsageError, match="no sentence of 8 to 45 words"):
+        make_questions([["Too short. Far too short.", "This as well."]])
+
+
+@pytest.fixture
+def library(home, tmp_path):
+    """A home with two ingested documents of one collection, and one of another."""
+    import numpy as np
+
+    from ragblend.app.documents import FileFacts, Passage
+    from ragblend.app.home import Home
+    from ragblend.app.library import Library
+
+    store = Library.open(Home(home).create().library)
+    for collection, path in (("default", "a/one.txt"), ("default", "b/two.txt"), ("other", "a/three.txt")):
+        key = store.begin(collection, str(tmp_path / path))
+        passages = [Passage(f"{key}{n}", key, n, f"{path} passage {n}", f"p. {n}") for n in range(2)]
+        store.replace_passages(key, FileFacts(1, 1, "x"), "r", passages, [np.zeros((1, 4), "f4")] * 2)
+    store.close()
+    return home
+
+
+def test_ingested_documents_are_found_by_folder_file_or_all(library, tmp_path) -> None:
+    def found(docs, **more):
+        return [texts[0] for texts in ingested(Source(docs=str(docs), home=library, **more))]
+
+    assert found("all") == ["a/one.txt passage 0", "b/two.txt passage 0"]
+    assert found(tmp_path / "a") == ["a/one.txt passage 0"]
+    assert found(tmp_path / "b" / "two.txt") == ["b/two.txt passage 0"]
+    assert found("all", collection="other") == ["a/three.txt passage 0"]
+
+
+def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
+    with pytest.raises(UsageError, match="ragblend ingest"):
+        ingested(Source(docs=str(tmp_path / "c"), home=library))
+    with pytest.raises(UsageError, match="collection 'none'"):
+        ingested(Source(docs="all", home=library, collection="none"))
+    nowhere = tmp_path / "new"
+    with pytest.raises(UsageError, match="ragblend ingest"):
+        ingested(Source(docs="all", home=nowhere))
+    assert not nowhere.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (Source(docs="all", generate=("two_hop",)), "--generate and --docs name different questions"),
+        (Source(form="squad"), "--format says how to read --data"),
+        (Source(generate=("two_hop",), passages=3), "--passages would cut what is asked about"),
+        (Source(generate=("two_hop",), limit=0), "--limit is 0"),
+        (Source(docs="all", passages=0), "--passages is 0"),
+    ],
+)
+def test_sources_that_make_no_sense_together_are_refused(source, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        prepare(source)

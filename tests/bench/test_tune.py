@@ -1,0 +1,251 @@
+"""`ragblend tune`: it chooses what its measurements say, changes nothing on noise, and its choice can be undone."""
+
+import json
+
+import pytest
+
+from ragblend.app.bench import tune
+from ragblend.app.bench.data import Question
+from ragblend.app.bench.records import Journal, Record
+from ragblend.app.bench.variants import Variant
+from ragblend.engine.selection import METHODS
+from ragblend.kvstore.errors import UsageError
+
+REUSE, STANDS, GOOD, CHEAP = (
+    Variant("reuse"),
+    Variant("heads", 0.15),
+    Variant("good", 0.15),
+    Variant("good", 0.05),
+)
+VARIANTS = (REUSE, STANDS, GOOD, CHEAP)
+
+
+class Bench:
+    """Stands in for `quality.run`: a record a (question, variant) with a divergence of our choice, 1 s each."""
+
+    def __init__(self, kl):
+        self.kl, self.now, self.measured = kl, 0.0, []
+
+    def run(self, engine, questions, variants, journal, until, progress, warm, **options):
+        for place, question in enumerate(questions):
+            todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
+            if todo and until():
+                return len(questions) - place
+            for variant in todo:
+                self.now += 1
+                self.measured.append((question.index, variant))
+                journal.add(self.record(question, variant))
+        return 0
+
+    def record(self, question, variant):
+        return Record(
+            question=question.digest, method=variant.method, ratio=variant.ratio, kl=self.kl(question.index, variant),
+            top1=1.0, exact_match=True, gold_match=False, f1=0.0, rouge_l=0.0, recomputed_fraction=variant.ratio or 0.0,
+            ttft_ms=10.0, full_ttft_ms=40.0, prompt_tokens=100, answer="",
+        )  # fmt: skip
+
+
+@pytest.fixture
+def questions():
+    return [Question(place, f"question {place}", ("passage",), ("answer",)) for place in range(40)]
+
+
+@pytest.fixture
+def find(questions, tmp_path, monkeypatch):
+    """find(kl, ...) -> (verdict, bench)."""
+
+    def find(kl, variants=VARIANTS, stands=STANDS, seconds=10_000, most_ratio=0.15, asked=questions):
+        bench = Bench(kl)
+        monkeypatch.setattr(tune.quality, "run", bench.run)
+        journal = Journal(tmp_path / "journal.jsonl")
+        verdict = tune.find_best(
+            None, asked, variants, stands, most_ratio, journal, seconds, clock=lambda: bench.now
+        )
+        return verdict, bench
+
+    return find
+
+
+def by_method(table):
+    """Divergences that differ from question to question in the same way for all."""
+    return lambda place, variant: table[variant] * (1 + place % 5)
+
+
+def test_what_is_clearly_better_is_chosen(find) -> None:
+    verdict, _ = find(by_method({REUSE: 0.4, STANDS: 0.3, GOOD: 0.1, CHEAP: 0.2}))
+    assert (verdict.best, verdict.better) == (GOOD, True)
+    assert "better: 0.33 times its divergence" in verdict.reason
+    assert verdict.comparison["against"] == "heads"
+    assert verdict.questions == 40
+
+
+def test_what_is_as_good_and_cheaper_is_chosen(find) -> None:
+    verdict, _ = find(by_method({REUSE: 0.4, STANDS: 0.1, GOOD: 0.1, CHEAP: 0.105}))
+    assert (verdict.best, verdict.better) == (CHEAP, True)
+    assert "as good, and cheaper" in verdict.reason
+
+
+def test_noise_changes_nothing(find) -> None:
+    table = {REUSE: 0.5, STANDS: 0.3, CHEAP: 0.5}
+    verdict, _ = find(lambda place, variant: table.get(variant) or (0.4 if place % 2 else 0.19))
+    assert verdict.best == GOOD  # by a hair
+    assert (verdict.better, verdict.comparison["verdict"]) == (False, "undecided")
+    assert "more minutes may tell" in verdict.reason
+
+
+def test_what_stands_and_is_the_best_stays(find) -> None:
+    verdict, _ = find(by_method({REUSE: 0.4, STANDS: 0.1, GOOD: 0.3, CHEAP: 0.3}))
+    assert (verdict.best, verdict.better) == (STANDS, False)
+
+
+def test_what_may_not_be_spent_is_not_chosen(find) -> None:
+    verdict, _ = find(by_method({REUSE: 0.4, STANDS: 0.1, GOOD: 0.1, CHEAP: 0.2}), most_ratio=0.05)
+    assert (verdict.best, verdict.better) == (CHEAP, True)
+    assert "spends more than 0.05" in verdict.reason
+
+
+def test_what_cannot_be_compared_is_replaced(find) -> None:
+    table = {REUSE: 0.4, GOOD: 0.1, CHEAP: 0.2}
+    verdict, _ = find(by_method(table), variants=tuple(table), stands=Variant("full"))
+    assert (verdict.best, verdict.better) == (GOOD, True)
+
+
+def test_time_goes_to_those_that_may_still_win(find) -> None:
+    losers = [Variant(f"loser{n}", 0.15) for n in range(5)]
+    table = {REUSE: 0.4, STANDS: 0.2, GOOD: 0.1, **dict.fromkeys(losers, 0.9)}
+    verdict, bench = find(by_method(table), variants=tuple(table))
+    asked = {variant: sum(each == variant for _, each in bench.measured) for variant in table}
+    assert asked[GOOD] == asked[STANDS] == asked[REUSE] == 40
+    assert {asked[loser] for loser in losers} == {8}
+    assert {row["method"] for row in verdict.dropped} == {loser.method for loser in losers}
+    assert {row["n"] for row in verdict.dropped} == {8}
+    assert {row["n"] for row in verdict.rows} == {40}
+
+
+def test_the_time_is_kept_and_a_second_run_goes_on_with_what_is_there(find) -> None:
+    kl = by_method({REUSE: 0.4, STANDS: 0.3, GOOD: 0.1, CHEAP: 0.2})
+    first, bench = find(kl, seconds=30)
+    assert 30 <= first.seconds < 34
+    assert first.questions == 8
+    before = bench.measured
+    second, bench = find(kl, seconds=30)
+    assert second.questions > first.questions
+    assert not set(before) & set(bench.measured)
+
+
+def test_too_short_a_time_and_too_few_questions_are_named(find, questions) -> None:
+    kl = by_method(dict.fromkeys(VARIANTS, 0.1))
+    with pytest.raises(UsageError, match=r"2 questions were measured.*one took 4 s.*--minutes"):
+        find(kl, seconds=5)
+    with pytest.raises(UsageError, match="there are 3 questions"):
+        find(kl, asked=questions[:3])
+
+
+def test_candidates_are_all_policies_but_the_controls() -> None:
+    found = tune.candidates(METHODS, 0.15, Variant("heads", 0.4))
+    methods = {variant.method for variant in found}
+    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random"} | {"reuse"}
+    assert {variant.ratio for variant in found if variant.method == "cacheblend"} == {0.05, 0.1, 0.15}
+    assert Variant("heads", 0.4) in found
+    assert Variant("full") not in tune.candidates(METHODS, 0.15, Variant("full"))
+    assert Variant("heads") not in tune.candidates(METHODS, 0.15, Variant("heads"))  # its ratio is `auto`
+    assert [v.ratio for v in tune.candidates({"heads": METHODS["heads"]}, 0.0, Variant("reuse"))] == [None]
+    with pytest.raises(UsageError, match=r"--most-ratio is 1\.5"):
+        tune.candidates(METHODS, 1.5, REUSE)
+
+
+@pytest.fixture
+def command(model_folder, home, entries, tmp_path, capsys):
+    """Runs `ragblend tune` on the real engine; gives the exit code and what it printed."""
+    from ragblend.app.cli import main
+
+    path = tmp_path / "questions.json"
+    more = [entry | {"question": f"{entry['question']} And {n}?"} for n in range(2) for entry in entries]
+    path.write_text(json.dumps(more))
+
+    def run(*arguments):
+        where = (
+            "--model",
+            model_folder,
+            "--home",
+            home,
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--data",
+            path,
+        )
+        code = main([str(part) for part in ("tune", *where, *arguments)])
+        return code, capsys.readouterr()
+
+    return run
+
+
+def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeypatch) -> None:
+    from ragblend.app.settings import Settings
+
+    def now():
+        settings = Settings.load(home / "settings.toml", {}, {"model": str(model_folder)})
+        return settings.method, settings.ratio
+
+    home.mkdir(mode=0o700)
+    (home / "settings.toml").write_text('collection = "mine"\n')
+    monkeypatch.setattr(tune, "RATIOS", (0.5,))
+    code, printed = command("--most-ratio", "0.9", "--no-save", "--json")
+    found = json.loads(printed.out)
+    assert code == 0
+    assert (found["saved"], found["questions"], found["data"]) == (False, 8, "questions.json")
+    assert now() == ("cacheblend", 0.15)
+    assert {row["ratio"] for row in found["rows"] + found["dropped"]} == {None, 0.5, 0.9, 0.15}
+    lowest = min(found["rows"], key=lambda row: row["kl"])
+    assert lowest["ratio"] == 0.9
+    code, printed = command("--most-ratio", "0.9")
+    assert (code, "Saved: " in printed.out) == (0, True)
+    assert now() == (found["method"], found["ratio"])
+    assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
+    monkeypatch.setenv("RAGBLEND_METHOD", "random")
+    _, printed = command("--most-ratio", "0.9", "--fresh")
+    assert "comes first: take it out" in printed.out
+    monkeypatch.delenv("RAGBLEND_METHOD")
+    command("--undo")
+    code, printed = command("--undo", "--json")
+    assert json.loads(printed.out) == {
+        "undone": {"method": found["method"], "ratio": found["ratio"]},
+        "now": None,
+    }
+    assert now() == ("cacheblend", 0.15)
+    code, printed = command("--undo")
+    assert "nothing to take back" in printed.out
+
+
+def test_a_stopped_tuning_changes_nothing_and_goes_on(command, home, monkeypatch) -> None:
+    from ragblend.app.bench import quality
+
+    record, calls = quality._record, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return record(*arguments)
+
+    monkeypatch.setattr(tune, "RATIOS", (0.5,))
+    monkeypatch.setattr(quality, "_record", interrupted)
+    code, printed = command("--most-ratio", "0.5")
+    assert (code, "Nothing was changed" in printed.err) == (1, True)
+    assert not (home / "tuned.json").exists()
+    code, _ = command("--most-ratio", "0.5")
+    assert code == 0
+    (journal,) = (home / "tune").glob("quality-*.jsonl")
+    records = [json.loads(line) for line in journal.read_text().split("\n") if line]
+    keys = [(record["question"], record["method"], record["ratio"]) for record in records]
+    assert len(keys) == len(set(keys)) == len(calls) - 1
+
+
+def test_without_documents_generated_questions_are_taken(home) -> None:
+    from ragblend.app.bench.sources import Source
+    from ragblend.app.cli_tune import GENERATED, _with_default
+
+    assert _with_default(Source(home=home)).generate == GENERATED
+    assert _with_default(Source(home=home, docs="x")).docs == "x"

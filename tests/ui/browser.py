@@ -1,0 +1,143 @@
+"""A real Chromium over the real command: starting both, and what must hold on every page that it opens."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WAIT_MS = 120_000  # nothing here is about speed: other work may have the machine
+TEXT_TURNS = ".rb-turn.answer"
+
+
+def find_chromium():
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(
+            "there is no Chromium here; install the system's (apt install chromium) to run the page's tests"
+        )
+    return found
+
+
+class Server:
+    """`ragblend ui` on one home, as a user starts it."""
+
+    def __init__(self, home: Path, *options: str) -> None:
+        self.home = home
+        command = [
+            sys.executable,
+            "-m",
+            "ragblend.app.cli",
+            "ui",
+            "--no-browser",
+            "--port",
+            "0",
+            "--json",
+            "--home",
+            home,
+        ]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAGBLEND_")}
+        self.process = subprocess.Popen(
+            [*map(str, command), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.noise: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        line = self.process.stdout.readline()
+        assert line, "the page did not start: " + "".join(self.noise)
+        self.url = json.loads(line)["url"]
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.noise.append(line)
+
+    @property
+    def address(self) -> str:
+        return self.url.partition("/?")[0]
+
+    def stop(self) -> int:
+        """Ctrl-C; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+                return
+            self.kill()
+
+
+class Watched:
+    """A browser's page, with everything noted that must not happen on any."""
+
+    def __init__(self, context, server: Server) -> None:
+        self.page = context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.foreign: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self._note(request.url, server.address))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on(
+            "dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss())
+        )
+        self.page.on("console", self._note_console)
+        self.page.goto(server.url)
+        self.page.wait_for_selector("#rb-question textarea")
+        self.page.wait_for_selector("#rb-transcript .rb-welcome")
+
+    def _note(self, url: str, address: str) -> None:
+        if not url.startswith((f"{address}/", "data:", "blob:")):
+            self.foreign.append(url)
+
+    def _note_console(self, message) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def check(self) -> None:
+        """Nothing was asked of another host, nothing failed."""
+        assert self.foreign == []
+        assert self.errors == []
+
+    # --- what a user does
+
+    def tab(self, name: str) -> None:
+        self.page.click(f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')")
+
+    def ask(self, question: str) -> None:
+        """Type and send with Ctrl-Enter; returns when the answer has ended."""
+        self.begin(question)
+        self.ended()
+
+    def begin(self, question: str) -> None:
+        self.page.fill("#rb-question textarea", question)
+        self.page.press("#rb-question textarea", "Control+Enter")
+        self.page.wait_for_selector("#rb-stop")
+
+    def ended(self) -> None:
+        self.page.wait_for_selector("#rb-send")
+        self.page.wait_for_selector("#rb-live .rb-turns", state="detached")
+
+    def answers(self) -> int:
+        return self.page.locator(f"#rb-transcript {TEXT_TURNS}").count()
+
+    def all_read(self) -> None:
+        """Wait until the queue is done."""
+        self.page.wait_for_selector("#rb-queue .head:has-text('Finished')")

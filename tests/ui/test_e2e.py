@@ -1,0 +1,363 @@
+"""The page as its users have it: the real command, the bundled model, a real Chromium."""
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from browser import Server, Watched, find_chromium
+from hostile import HUNDRED
+
+from ragblend.app import samples
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
+
+QUESTION = "How long is the causeway under water at every high tide?"
+CANARY = "zanzibarcanary"
+PRINTABLE = [
+    text for text in HUNDRED if "\0" not in text
+]  # with it a file is taken for a binary one, and refused
+SETTINGS = "max_new_tokens = 24\ntop_k = 3\n"
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = find_chromium()
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(
+            executable_path=path, headless=True, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def new_home(tmp_path_factory, with_smollm2):
+    def make():
+        home = with_smollm2(tmp_path_factory.mktemp("page") / "home")
+        (home / "settings.toml").write_text(SETTINGS)
+        return home
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def server(new_home):
+    """One home for the whole story: the first test fills it."""
+    running = Server(new_home())
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def open_page(chromium, server):
+    """Opens the page in a browser of its own; afterwards nothing foreign was asked for and nothing failed."""
+    opened = []
+
+    def open_(on=None, width=1280, height=800, **options):
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        watched = Watched(context, on or server)
+        opened.append((context, watched))
+        return watched
+
+    yield open_
+    for context, watched in opened:
+        context.close()
+        watched.check()
+
+
+def screenshots() -> Path:
+    """Kept as artefacts: under `build`, which is never committed."""
+    folder = Path(__file__).parents[2] / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def test_first_run_to_the_highlighted_passage(open_page, server) -> None:
+    """Nothing is there; the samples, a question, a streamed answer, a source, and its passage marked in its place."""
+    mine = open_page()
+    page = mine.page
+    page.click("[data-act=samples]")
+    mine.tab("Library")
+    mine.all_read()
+    assert page.locator(".rb-documents .s-done .rb-state, .rb-documents .rb-state.s-done").count() == 8
+    mine.tab("Chat")
+    page.wait_for_selector(".suggestion")
+    page.evaluate(
+        "() => { window.seen = new Set(); new MutationObserver(() => { const text = "
+        "document.querySelector('#rb-live .rb-prose');"
+        " if (text) window.seen.add(text.textContent); }).observe(document.body, {subtree: true, "
+        "childList: true, characterData: true}); }"
+    )
+    mine.ask(QUESTION)
+    assert page.evaluate("window.seen.size") > 1  # it came in pieces
+    assert "five hours" in page.inner_text("#rb-transcript .rb-turn.answer .rb-prose")
+    page.click(".rb-sources summary")
+    page.click(".rb-source:has-text('visitor-guide.html')")
+    marked = page.inner_text("#rb-source .rb-mark")
+    assert "The causeway is under water for five hours at every high tide." in " ".join(marked.split())
+    page.screenshot(path=screenshots() / "chat.png")
+
+
+def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.ask("What are Dunlin's axleboxes packed with?")
+    page.click(".rb-sources summary")
+    page.click(".rb-source:has-text('.pdf') >> nth=0")
+    page.wait_for_selector("#rb-source .rb-page img")
+    assert page.locator("#rb-source .rb-box").count() > 0
+    width = page.evaluate("document.querySelector('#rb-source .rb-page img').naturalWidth")
+    assert width > 300
+    page.screenshot(path=screenshots() / "pdf.png")
+
+
+def test_under_the_hood_of_an_answer(open_page) -> None:
+    mine = open_page(color_scheme="dark")
+    page = mine.page
+    mine.ask(QUESTION)
+    page.click(".rb-button.chip")
+    page.wait_for_selector("#rb-hood .rb-bar")
+    shown = page.inner_text("#rb-hood")
+    counts = {
+        kind: int(re.search(rf"{kind} ([\d,]+)", shown)[1].replace(",", "")) for kind in ("reused", "fresh")
+    }
+    assert counts["reused"] > counts["fresh"] > 0
+    assert page.locator("#rb-hood .k-reused").count() > 1
+    assert page.locator("#rb-hood .rb-timeline .p-compute").count() > 10
+    page.click("[data-act=measure]")
+    page.wait_for_selector("text=full prefill, measured")
+    page.screenshot(path=screenshots() / "hood-dark.png")
+
+
+def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, server) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.ask("When did the tramway open?")
+    assert mine.answers() == 1
+    page.click("[data-act=regenerate]")
+    page.wait_for_selector("#rb-stop")
+    mine.ended()
+    assert mine.answers() == 1
+    page.hover(".rb-turn.user")
+    page.click("[data-act=edit-open]")
+    page.fill(".rb-turn.user textarea", "Who designed the causeway?")
+    page.click(".rb-turn.user form button[type=submit]")
+    page.wait_for_selector("#rb-stop")
+    mine.ended()
+    assert "Who designed the causeway?" in page.inner_text(".rb-turn.user")
+    assert "When did the tramway open?" not in page.inner_text("#rb-transcript")
+    page.hover(".rb-chat.current")
+    page.click(".rb-chat.current [data-act=rename-open]")
+    page.fill(".rb-chat input", "Masons <b>and</b> sea")
+    page.press(".rb-chat input", "Enter")
+    page.wait_for_selector(".rb-chat .title:has-text('Masons <b>and</b> sea')")
+    page.keyboard.press("Escape")
+    page.click(".rb-turn.answer")
+    page.keyboard.press("/")
+    page.keyboard.type("masons")
+    page.wait_for_function("document.querySelectorAll('.rb-chat').length === 1")
+    exported = page.request.get(server.address + page.get_attribute("#rb-export a >> nth=1", "href"))
+    assert "Who designed the causeway?" in json.dumps(exported.json())
+    page.hover(".rb-chat")
+    page.click(".rb-chat [data-act=delete-chat]")
+    page.click(".rb-chat [data-act=delete-chat].asking")
+    page.wait_for_selector(".rb-welcome")
+    page.fill("#rb-chat-search input, #rb-chat-search textarea", "")
+    page.wait_for_function("!document.querySelector('#rb-chats').textContent.includes('Masons')")
+
+
+def test_stop_keeps_what_came_and_the_next_question_works(open_page, server) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.begin("Tell me everything about the tramway, its keepers and its bell.")
+    page.keyboard.press("Escape")
+    mine.ended()
+    page.wait_for_selector("#rb-transcript .rb-status:has-text('Stopped.')")
+    mine.ask(QUESTION)
+    assert mine.answers() == 2
+
+
+def test_closing_the_tab_ends_the_answer(chromium, server, open_page) -> None:
+    """What came is kept as stopped; without the stop it would have been finished, and kept as a whole."""
+    context = chromium.new_context()
+    leaving = Watched(context, server)
+    leaving.begin("Tell me all about the bell, the keepers, the causeway and the tamarisk.")
+    leaving.page.wait_for_selector("#rb-transcript .rb-turn.user")
+    context.close()
+    page = open_page().page
+    page.click(".rb-chat-open:has-text('Tell me all about the bell')")
+    page.wait_for_selector(".rb-turn.user")
+    while not page.locator("#rb-transcript .rb-turn.answer").count():
+        page.click("#rb-new")
+        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.click(".rb-chat-open:has-text('Tell me all about the bell')")
+        page.wait_for_selector(".rb-turn.user")
+    assert "Stopped." in page.inner_text("#rb-transcript")
+
+
+def test_two_tabs_at_once_get_each_their_own_answer(open_page) -> None:
+    first, second = open_page(), open_page()
+    first.begin("What does the locomotive Dunlin burn?")
+    second.begin("Who found the clapper of the bell?")
+    first.ended()
+    second.ended()
+    assert "Dunlin" in first.page.inner_text(".rb-turn.user")
+    assert "clapper" in second.page.inner_text(".rb-turn.user")
+    assert (first.answers(), second.answers()) == (1, 1)
+
+
+def test_two_methods_are_compared(open_page) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.tab("Compare")
+    page.fill("#rb-compare-question textarea", QUESTION)
+    page.click("#rb-compare-go")
+    page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
+    page.wait_for_selector("#rb-compare-stop", state="hidden")
+    assert "CacheBlend, 15%" in page.inner_text(".rb-sides")
+    assert "five hours" in page.inner_text(".rb-sides")
+    page.screenshot(path=screenshots() / "compare.png")
+
+
+def epub(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("makers", Path(__file__).parents[1] / "app" / "conftest.py")
+    makers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(makers)
+    makers.write_epub(path, [("a.xhtml", "Kites", "<p>Kites are flown from the mole on Sundays.</p>")])
+
+
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory):
+    """One small file of each format; three of them hostile, one of them with a word that is nowhere else."""
+    folder = tmp_path_factory.mktemp("uploads")
+    (folder / "canary.txt").write_text(f"The word of the day is {CANARY}, and nobody knows why.")
+    (folder / "hostile.md").write_text("# Notes\n\n" + "\n\n".join(PRINTABLE))
+    (folder / "hostile.html").write_text(
+        f"<html><body>{' '.join(f'<p>{text}</p>' for text in PRINTABLE)}</body></html>"
+    )
+    (folder / "<img src=x onerror=alert(1)>.txt").write_text(
+        "A file with a name. Hostile names hold hostile words."
+    )
+    (folder / "table.csv").write_text("engine,fuel\nDunlin,sawdust\nWhimbrel,battery\n")
+    epub(folder / "kites.epub")
+    for suffix in (".pdf", ".docx"):
+        shutil.copy(
+            next(path for path in samples.documents_folder().iterdir() if path.suffix == suffix),
+            folder / f"copy{suffix}",
+        )
+    return sorted(folder.iterdir())
+
+
+def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page, server, uploads) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.tab("Library")
+    page.set_input_files("#rb-upload input[type=file]", [str(path) for path in uploads])
+    page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files put in the queue')")
+    mine.all_read()
+    page.wait_for_selector(".rb-documents .name:has-text('table.csv')")
+    parts = (page.locator(f".rb-documents {part}").all_inner_texts() for part in (".name", ".rb-state"))
+    states = dict(zip(*parts, strict=True))
+    assert {name: state for name, state in states.items() if state != "ready"} == {}
+    assert len(states) >= len(uploads)
+    mine.tab("Chat")
+    mine.ask("What do the hostile notes say about scripts, images and instructions?")
+    page.click(".rb-sources summary")
+    for number in range(page.locator(".rb-source").count()):
+        page.click(f".rb-source >> nth={number}")
+        page.wait_for_selector(f"#rb-source section[aria-label='Source {number + 1}']")
+    assert mine.foreign == []
+    mine.tab("Library")
+    page.fill("#rb-document-search input, #rb-document-search textarea", "canary")
+    page.wait_for_function("document.querySelectorAll('.rb-documents tbody tr').length === 1")
+    assert holding(server.home, CANARY) != []
+    page.click("[data-act=delete-document]")
+    page.click("[data-act=delete-document].asking")
+    page.wait_for_selector("#rb-library-message:has-text('of stored KV freed')")
+    assert holding(server.home, CANARY) == []
+
+
+def holding(home: Path, word: str) -> list[str]:
+    """Files of the home, the models aside, in which that word stands."""
+    files = [
+        path for path in home.rglob("*") if path.is_file() and "models" not in path.relative_to(home).parts
+    ]
+    return [str(path.relative_to(home)) for path in files if word.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_page_fits_and_every_tab_opens(open_page, scheme) -> None:
+    mine = open_page(width=390, height=800, color_scheme=scheme)
+    page = mine.page
+    for name in ("Library", "Compare", "Store", "Settings"):
+        tab = page.locator(f"#rb-tabs > .tab-wrapper [role=tablist] button:has-text('{name}')")
+        if not tab.is_visible():
+            page.click("#rb-tabs > .tab-wrapper .overflow-menu > button")
+            tab = page.locator(f"#rb-tabs > .tab-wrapper .overflow-dropdown button:has-text('{name}')")
+        tab.click()
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        page.screenshot(path=screenshots() / f"narrow-{scheme}-{name.lower()}.png", full_page=True)
+
+
+def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_history(
+    chromium, new_home
+) -> None:
+    """Killed in the middle, started again: the queue goes on by itself; stopped and started: the chat is there."""
+    home = new_home()
+    running = Server(home)
+    context = chromium.new_context()
+    first = Watched(context, running)
+    first.page.click("[data-act=samples]")
+    first.tab("Library")
+    first.page.wait_for_selector(".rb-documents .rb-state.s-done")
+    running.kill()
+    context.close()
+    running = Server(home)
+    context = chromium.new_context()
+    try:
+        second = Watched(context, running)
+        second.tab("Library")
+        second.page.wait_for_function(
+            "document.querySelectorAll('.rb-documents .rb-state.s-done').length === 8"
+        )
+        second.tab("Chat")
+        second.ask(QUESTION)
+        second.check()
+        context.close()
+        assert running.stop() == 0
+        assert list((home / "ui").iterdir()) == []
+        running = Server(home)
+        context = chromium.new_context()
+        third = Watched(context, running)
+        third.page.click(".rb-chat-open")
+        third.page.wait_for_selector(".rb-turn.answer")
+        assert QUESTION in third.page.inner_text(".rb-turn.user")
+        third.check()
+    finally:
+        context.close()
+        running.end()
+
+
+def test_without_a_model_the_page_says_so_and_stays_usable(chromium, tmp_path) -> None:
+    running = Server(tmp_path / "home", "--model", str(tmp_path / "none.gguf"))
+    context = chromium.new_context()
+    try:
+        mine = Watched(context, running)
+        mine.page.wait_for_selector("#rb-banner .rb-note:has-text('none.gguf')")
+        for name in ("Library", "Store", "Settings", "Compare", "Chat"):
+            mine.tab(name)
+        mine.page.click("#rb-mode label:has-text('Chat')")
+        mine.page.fill("#rb-question textarea", "Anything?")
+        mine.page.press("#rb-question textarea", "Control+Enter")
+        mine.page.wait_for_selector("#rb-scroll .rb-note:has-text('none.gguf')")
+        mine.page.wait_for_selector("#rb-send")
+        mine.check()
+    finally:
+        context.close()
+        running.end()

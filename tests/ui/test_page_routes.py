@@ -1,0 +1,190 @@
+"""The whole page as it is served: every endpoint there is, without the token, from elsewhere, too large, upwards."""
+
+import re
+
+import httpx
+import pytest
+from test_safety import SPOOFED_HOSTS, SPOOFED_ORIGINS, TRAVERSALS
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+
+from ragblend.app.desk import Desk
+from ragblend.kvstore.errors import UsageError
+from ragblend.ui.context import Context
+from ragblend.ui.entrance import Entrance
+from ragblend.ui.safety import Rules
+from ragblend.ui.serving import Address, build_app, gradio_environment, open_entrance
+
+# Gradio leaves event loops of its own unclosed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+PORT = 7860
+SECRET = "nobody outside may read this"
+LIMIT = 100_000
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("page") / "home"
+
+
+@pytest.fixture(scope="module")
+def app(home):
+    """The real application over a real desk; nothing is loaded by it, and no model is needed."""
+    with Desk.open(home) as desk, gradio_environment(home):
+        (home / "secret.txt").write_text(SECRET)
+        entrance = Entrance(PORT, token="right")
+        rules = Rules.of("127.0.0.1", PORT, max_upload_bytes=LIMIT)
+        yield build_app(Context(desk), rules, entrance, LIMIT), entrance
+
+
+@pytest.fixture
+def ask(app):
+    served, entrance = app
+
+    async def send(method, path, session=True, **arguments):
+        transport = httpx.ASGITransport(app=served, client=("127.0.0.1", 5000), raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
+        ) as http:
+            if session:
+                http.cookies.set(entrance.cookie_name, entrance._session)
+            return await http.request(method, path, **arguments)
+
+    return send
+
+
+def endpoints(application):
+    """(method, path) of every route of the page and of what is mounted in it, parameters filled with something."""
+    found = set()
+    todo = [("", application)]
+    while todo:
+        prefix, router = todo.pop()
+        for route in router.routes:
+            path = prefix + getattr(route, "path", "")
+            inner = getattr(route, "app", None)
+            if hasattr(inner, "routes"):
+                todo.append((path.rstrip("/"), inner))
+            elif hasattr(route, "original_router"):  # FastAPI's, of a router that was included
+                todo.append((prefix, route.original_router))
+            for method in getattr(route, "methods", None) or ():
+                found.add((method, re.sub(r"\{[^}]*\}", "x", path) or "/"))
+    return sorted(found)
+
+
+async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
+    every = endpoints(app[0]._app)
+    assert len(every) > 30, every
+    for method, path in every:
+        answer = await ask(method, path, session=False)
+        assert answer.status_code == 401, (method, path, answer.status_code)
+
+
+async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
+    page = await ask("GET", "/")
+    assert page.status_code == 200
+    assert "RAGBlend" in page.text
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', page.text)
+    for name in ("style.css", "page.js", "icon.svg", "manifest.webmanifest"):
+        assert (await ask("GET", f"/ragblend/{name}")).status_code == 200
+    assert (await ask("GET", "/theme.css")).status_code == 200
+    assert "googleapis" not in (await ask("GET", "/theme.css")).text
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+async def test_no_path_leads_out(ask, path) -> None:
+    answer = await ask("GET", path)
+    assert 400 <= answer.status_code < 500, path
+    assert "root:" not in answer.text
+
+
+async def test_files_of_the_home_and_of_the_system_are_not_served(ask, home) -> None:
+    for target in (
+        home / "secret.txt",
+        home / "library.sqlite",
+        home / "chats.sqlite",
+        "/etc/passwd",
+        "/proc/self/environ",
+    ):
+        for prefix in (
+            "/gradio_api/file=",
+            "/gradio_api/file/",
+            "/file=",
+            "/gradio_api/stream/",
+            "/gradio_api/deep_link/",
+        ):
+            answer = await ask("GET", f"{prefix}{target}")
+            assert 400 <= answer.status_code < 500, (prefix, target)
+            assert SECRET not in answer.text
+
+
+async def test_other_sites_are_not_fetched_for_anybody(ask) -> None:
+    for path in (
+        "/gradio_api/file=http://evil.example/x",
+        "/gradio_api/proxy=http://evil.example/x",
+        "/proxy=http://127.0.0.1:22/",
+    ):
+        assert 400 <= (await ask("GET", path)).status_code < 500
+
+
+@pytest.mark.parametrize("host", SPOOFED_HOSTS)
+async def test_a_spoofed_host_reaches_nothing(ask, host) -> None:
+    assert 400 <= (await ask("GET", "/config", headers={"host": host})).status_code < 500
+
+
+@pytest.mark.parametrize("origin", SPOOFED_ORIGINS)
+async def test_another_origin_uploads_and_starts_nothing(ask, origin, home) -> None:
+    files = {"files": ("x.txt", b"x")}
+    for path, arguments in (
+        ("/gradio_api/upload", {"files": files}),
+        ("/gradio_api/queue/join", {"json": {}}),
+    ):
+        assert (await ask("POST", path, headers={"origin": origin}, **arguments)).status_code == 403
+    assert list(home.rglob("x.txt")) == []
+
+
+async def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(ask, home) -> None:
+    small = await ask("POST", "/gradio_api/upload", files={"files": ("small.txt", b"x" * 1000)})
+    assert small.status_code == 200
+    for size in (LIMIT + 1, LIMIT + (2 << 20)):
+        large = await ask("POST", "/gradio_api/upload", files={"files": ("large.txt", b"x" * size)})
+        assert large.status_code == 413, size
+    kept = [
+        path
+        for path in home.rglob("*")
+        if path.is_file() and path.stat().st_size > LIMIT and "sqlite" not in path.name
+    ]
+    assert kept == []
+
+
+async def test_the_documentation_of_the_interface_is_off(ask) -> None:
+    for path in (
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/gradio_api/docs",
+        "/gradio_api/openapi.json",
+        "/monitoring",
+    ):
+        answer = await ask("GET", path)
+        assert answer.status_code >= 400 or "swagger" not in answer.text.lower(), path
+
+
+async def test_a_conversation_that_is_not_there_is_no_file(ask) -> None:
+    for name in ("1.md", "1.json", "1.sqlite", "x.md", "-1.md", "99999999999999999999.md", "1"):
+        assert (await ask("GET", f"/ragblend/chats/{name}")).status_code == 404
+
+
+def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
+    with pytest.raises(UsageError, match="--set-password"):
+        open_entrance(home, Address("0.0.0.0"))
+    assert open_entrance(home, Address()).password_hash is None
+
+
+def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
+    left = tmp_path / "ui" / "tmp-999999999-dead"  # of a page that was killed: no process has that number
+    left.mkdir(parents=True)
+    with gradio_environment(tmp_path) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.is_relative_to(tmp_path)
+        assert not left.exists()
+    assert list((tmp_path / "ui").iterdir()) == []

@@ -1,0 +1,313 @@
+"""What the views say: the right words and figures for the data, whatever state it is in."""
+
+import pytest
+from hostile import acts
+from test_render_hostile import WHEN, Anything, hood, message, source
+
+from ragblend.app.chats import Chat, ChatPage
+from ragblend.app.citations import cite
+from ragblend.app.comparing import Compared, Comparison, Side
+from ragblend.app.hood import Event, HoodSegment, Run
+from ragblend.app.reencoding import cost_of
+from ragblend.app.settings import Settings
+from ragblend.app.store_view import Sample, StoreHistory
+from ragblend.kvstore.profile import PrefillProfile
+from ragblend.kvstore.stats import StoreStats
+from ragblend.ui import (
+    render_chat,
+    render_compare,
+    render_frame,
+    render_hood,
+    render_library,
+    render_settings,
+    render_store,
+    render_timeline,
+)
+from ragblend.ui.render_text import duration, milliseconds, size
+
+
+def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
+    html = render_chat.answer_turn(message("x"), cite("It is so [1]. And so [4].", [source("guide.html")]))
+    assert acts(html).count("cite") >= 1
+    assert 'data-number="1"' in html
+    assert "rb-cite unknown" in html
+    assert "The model cited [4], which is not among its sources." in html
+
+
+def test_only_the_last_answer_can_be_made_anew() -> None:
+    messages = [message("q", "user"), message("a"), message("q", "user"), message("b")]
+    cited = [None, cite("a", []), None, cite("b", [])]
+    assert acts(render_chat.transcript(messages, cited)).count("regenerate") == 1
+
+
+def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong() -> None:
+    report = {"notice": "2 passages were left out.", "stopped": True, "error": "The disk is full."}
+    html = render_chat.answer_turn(message("x", report=report), cite("x", []))
+    assert all(word in html for word in ("2 passages were left out.", "Stopped.", "The disk is full."))
+
+
+def test_a_long_list_of_conversations_offers_the_rest() -> None:
+    chats = tuple(Chat(n, f"c{n}", WHEN, WHEN, 2) for n in range(3))
+    html = render_chat.conversations(ChatPage(chats, 10), 1)
+    assert acts(html).count("open-chat") == 3
+    assert "7 older ones" in html
+    assert html.count('aria-current="true"') == 1
+
+
+def test_an_empty_library_shows_the_way_and_a_filled_one_questions() -> None:
+    assert acts(render_chat.welcome(0)) == ["samples", "go-library"]
+    assert acts(render_chat.welcome(8, ["a?", "b?", "c?", "d?"])) == ["suggest"] * 3
+
+
+# --- under the hood
+
+
+def segments():
+    return [
+        HoodSegment("instructions", None, 10, (Run("fresh", 10),), "You are"),
+        HoodSegment("guide.pdf, p. 3", 1, 100, (Run("reused", 80), Run("recomputed", 20)), "The causeway"),
+        HoodSegment("log.md", 2, 50, (Run("missing", 50),), "A leak"),
+    ]
+
+
+def test_the_bar_has_a_stretch_for_every_run_in_proportion() -> None:
+    html = render_hood.context_bar(segments())
+    assert [html.count(f'class="k-{kind}"') for kind in ("reused", "recomputed", "fresh", "missing")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert 'width="80.00"' in html
+    assert "80 reused · [1] guide.pdf, p. 3: 100 tokens (80 reused, 20 recomputed)" in html
+
+
+def test_the_table_says_the_same_as_the_bar() -> None:
+    html = render_hood.context_table(segments())
+    assert html.count("<tr>") == 4
+    assert "<td>80</td><td>20</td>" in html
+
+
+def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
+    from dataclasses import replace
+
+    fast = replace(
+        hood("m"), ttft_ms=500.0, full_prefill_ms=2000.0, full_prefill_is="estimate", method="cacheblend"
+    )
+    html = render_hood.speed(fast, 7)
+    assert "full prefill, estimate" in html
+    assert "Started 4.0 times sooner." in html
+    assert acts(html) == ["measure"]
+    measured = render_hood.speed(replace(fast, full_prefill_is="measured"), 7)
+    assert "full prefill, measured" in measured
+    assert acts(measured) == []
+
+
+def test_what_is_slower_is_not_called_faster() -> None:
+    from dataclasses import replace
+
+    html = render_hood.speed(
+        replace(hood("m"), ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse"),
+        1,
+    )
+    assert "Later than full prefill" in html
+
+
+def test_an_answer_without_a_model_has_no_hood() -> None:
+    assert "nothing to see" in render_hood.hood_view(None, 1)
+
+
+def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
+    events = [
+        Event("stall", "host", 2.0, 1.0, 0, None),
+        Event("compute", "host", 0.0, 8.0, 0, None),
+        Event("load", "w", 0.0, 3.0, 0, 2),
+    ]
+    html = render_timeline.timeline(events)
+    assert html.count('class="track"') == 2
+    assert html.index("p-compute") < html.index("p-stall")
+    assert "load, layer 0, passage 3: 3.0 ms" in html
+    assert "8.0 ms of prefill" in html
+
+
+def test_too_many_events_leave_the_shortest_out() -> None:
+    events = [Event("load", "w", float(n), float(n), n, 0) for n in range(10)]
+    assert [event.layer for event in render_timeline.longest(events, 3)] == [7, 8, 9]
+    assert render_timeline.longest(events, 10) == events
+
+
+# --- library
+
+
+def document(**values):
+    defaults = {
+        "id": "d",
+        "name": "a.pdf",
+        "path": "/x/a.pdf",
+        "state": "done",
+        "reason": "",
+        "scanned": False,
+        "size": 5,
+    }
+    return Anything("", **(defaults | {"passages": 2, "updated_at": WHEN, "uploaded": False} | values))
+
+
+def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
+    page = Anything("", documents=[document(state="failed", reason="It is encrypted."), document()], total=2)
+    html = render_library.documents(page, 0, 50)
+    assert "It is encrypted." in html
+    assert acts(html) == ["retry-document", "delete-document", "delete-document"]
+
+
+def test_pages_lead_on_and_back() -> None:
+    html = render_library.pager(20_000, 50, 50, "document")
+    assert "51 to 100 of 20,000 documents" in html
+    assert 'data-offset="0"' in html
+    assert 'data-offset="100"' in html
+    assert "disabled" not in html
+    assert render_library.pager(20_000, 0, 50, "document").count("disabled") == 1
+    assert acts(render_library.pager(20, 0, 50, "document")) == []
+
+
+def queue(**values):
+    defaults = {
+        "counts": {"done": 1},
+        "total": 4,
+        "finished": 1,
+        "files_per_minute": 20.0,
+        "seconds_left": 90.0,
+    }
+    return Anything("", **(defaults | {"paused": False, "waiting": None, "current": None} | values))
+
+
+def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:
+    html = render_library.queue(queue(current=Anything("", name="b.pdf", state="encoding", done=3, total=12)))
+    assert "1 of 4 files · 20 files a minute · 2 min left" in html
+    assert "encoding 3 of 12 passages" in html
+    assert acts(html) == ["pause", "cancel"]
+    assert 'aria-valuenow="25"' in html
+
+
+def test_a_paused_queue_goes_on_and_a_waiting_one_says_why() -> None:
+    assert "resume" in acts(render_library.queue(queue(paused=True)))
+    assert "Process 5 is writing" in render_library.queue(queue(waiting="Process 5 is writing there."))
+    assert render_library.queue(queue(total=0, finished=0)) == ""
+
+
+def test_a_finished_queue_offers_what_failed_again() -> None:
+    assert acts(render_library.queue(queue(finished=4, counts={"done": 3, "failed": 1}))) == [
+        "retry-all",
+        "clear",
+    ]
+    assert acts(render_library.queue(queue(finished=4, counts={"done": 4}))) == ["clear"]
+
+
+def test_the_header_tells_what_is_being_done() -> None:
+    settings = Settings()
+    assert render_frame.state_line(queue(), settings) == "reading 1 of 4 files"
+    assert render_frame.state_line(queue(finished=4), settings) == "the bundled model · cacheblend"
+    assert render_frame.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
+    assert "a line" in render_frame.header("a line")
+
+
+def test_the_banner_tells_what_is_wrong_and_is_empty_else() -> None:
+    assert render_frame.banner("", None) == ""
+    assert "no model" in render_frame.banner("no model", None)
+
+
+def test_the_fingerprint_moves_with_every_step_and_keeps_what_was_finished() -> None:
+    first, second = queue(), queue(current=Anything("", id=1, state="encoding", done=1, total=2))
+    assert render_frame.fingerprint(first) != render_frame.fingerprint(second)
+    assert render_frame.finished_in(render_frame.fingerprint(first)) == "1"
+
+
+# --- compare, store, settings
+
+
+def compared(method, text, kl=0.02, ratio=None):
+    tokens = {"prompt": 100, "reused": 80, "recomputed": 10, "fresh": 10, "missing": 0}
+    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1)
+
+
+def test_answers_are_marked_where_they_differ() -> None:
+    assert render_compare.difference("five long hours", "five hours") == "five <ins>long </ins>hours"
+    assert render_compare.difference("the same", "the same") == "the same"
+
+
+def test_a_comparison_grows_as_it_comes() -> None:
+    empty = Comparison("q", 100, 3)
+    assert "as the reference" in render_compare.comparison(empty, running=True)
+    full, left = compared("full", "five hours", 0.0), compared("cacheblend", "four hours", ratio=0.15)
+    html = render_compare.comparison(Comparison("q", 100, 3, None, full, (left, full)), running=False)
+    assert "CacheBlend, 15%" in html
+    assert "<ins>four</ins>" in html
+    assert "<b>0.0200</b>" in html
+    assert "rb-dots" not in html
+
+
+def test_the_store_shows_each_tier_and_the_rate() -> None:
+    tiers = {
+        "disk": {
+            "bytes": 50,
+            "budget_bytes": 100,
+            "hits": 30,
+            "misses": 10,
+            "this_process": {"hits": 3, "misses": 1, "evictions": 0},
+        }
+    }
+    html = render_store.overview(
+        {"bytes": 50, "budget_bytes": 100, "entries": 7, "policy": "pgdsf", "tiers": tiers}, 2, 7
+    )
+    assert "75%" in html
+    assert 'aria-valuenow="50"' in html
+    assert render_store.hit_rate(0, 0) == "–"
+
+
+def test_the_rate_over_time_needs_two_points() -> None:
+    now = [0.0]
+    history = StoreHistory(lambda: now[0])
+    for hits, misses in ((0, 0), (1, 1), (1, 1), (5, 1)):
+        now[0] += 1
+        history.note(StoreStats(1, 1, 1, hits, misses))
+    assert history.samples == (Sample(1.0, 0, 0), Sample(2.0, 1, 1), Sample(4.0, 5, 1))
+    assert "now 83%" in render_store.hit_rates(history.samples)
+    assert "Ask a few questions" in render_store.hit_rates(history.samples[:2])
+
+
+def test_only_what_needs_reading_again_has_a_price() -> None:
+    profile = PrefillProfile.of("test", (0, 1024), (1, 1025), lambda cached, new: float(new))
+    before = Settings()
+    free = cost_of(before, before.changed({"top_k": 9}), 3, 30, profile)
+    assert (free.encodes_again, free.passages) == (False, 0)
+    shorter = cost_of(before, before.changed({"chunk_tokens": 256}), 3, 30, profile)
+    assert shorter.cuts_again
+    assert shorter.passages == 30
+    assert shorter.seconds == pytest.approx(60 * 0.256)  # half as long, so twice as many
+    other = cost_of(before, before.changed({"model": "x.gguf"}), 3, 30, profile)
+    assert other.seconds is None  # the profile is another model's
+    assert "never measured" in render_settings.cost(other)
+    assert "Nothing has changed" in render_settings.cost(cost_of(before, before, 3, 30, profile))
+    assert "3 documents (30 passages) must be read, cut and embedded again" in render_settings.cost(shorter)
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(0, "Nothing"), (0.15, "usual"), (1.0, "All"), (0.4, "Much")])
+def test_a_ratio_has_a_meaning(ratio, word) -> None:
+    assert render_settings.ratio_meaning(ratio).startswith((word, "The " + word))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (milliseconds(4.25), "4.2 ms"),
+        (milliseconds(870), "870 ms"),
+        (milliseconds(1240), "1.24 s"),
+        (milliseconds(None), "–"),
+        (milliseconds(12_345), "12.3 s"),
+        (size(1536), "1.5 KiB"),
+        (size(5), "5 bytes"),
+        (duration(40), "40 s"),
+        (duration(7500), "2 h 5 min"),
+    ],
+)
+def test_numbers_are_written_for_people(made, expected) -> None:
+    assert made == expected

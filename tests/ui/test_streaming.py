@@ -1,0 +1,102 @@
+"""Pieces are gathered without losing any, and a page's Stop reaches its own answer and no other."""
+
+import threading
+
+import pytest
+
+from ragblend.ui.coalesce import coalesced
+from ragblend.ui.sessions import Sessions
+from ragblend.ui.uploads import discard
+
+
+def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
+    words = [f"{number} " for number in range(500)]
+    pieces = [piece for piece in coalesced(words) if piece]
+    assert "".join(pieces) == "".join(words)
+    assert len(pieces) < len(words)
+
+
+def test_an_error_comes_after_the_text_before_it() -> None:
+    def source():
+        yield "a"
+        yield "b"
+        raise ValueError("gone")
+
+    seen = []
+    with pytest.raises(ValueError, match="gone"):
+        seen.extend(coalesced(source()))
+    assert "".join(seen) == "ab"
+
+
+def test_silence_gives_empty_pieces_so_that_the_caller_can_look_up() -> None:
+    go = threading.Event()
+
+    def source():
+        go.wait(60)
+        yield "late"
+
+    pieces = coalesced(source(), silence_s=0.01)
+    assert next(pieces) == ""
+    go.set()
+    assert "".join(pieces) == "late"
+
+
+class Turn:
+    def __init__(self):
+        self.stopped = False
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_stop_is_for_one_page() -> None:
+    sessions, mine, yours = Sessions(), Turn(), Turn()
+    sessions.begin("mine")
+    sessions.run("mine", mine)
+    sessions.begin("yours")
+    sessions.run("yours", yours)
+    assert sessions.stop("mine")
+    assert (mine.stopped, yours.stopped) == (True, False)
+
+
+def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
+    """Retrieval takes a while: a click in that time must not be lost."""
+    sessions, turn = Sessions(), Turn()
+    sessions.begin("page")
+    assert not sessions.stop("page")
+    sessions.run("page", turn)
+    assert turn.stopped
+
+
+def test_an_old_stop_does_not_stop_the_next_question() -> None:
+    sessions, turn = Sessions(), Turn()
+    sessions.begin("page")
+    sessions.stop("page")
+    sessions.begin("page")
+    sessions.run("page", turn)
+    assert not turn.stopped
+
+
+def test_a_page_that_goes_away_stops_its_answer() -> None:
+    sessions, turn = Sessions(), Turn()
+    sessions.begin("page")
+    sessions.run("page", turn)
+    sessions.show("page", 3)
+    assert sessions.shows("page", 3)
+    sessions.close("page")
+    assert turn.stopped
+    assert not sessions.shows("page", 3)
+    sessions.end("page", turn)
+    assert not sessions.stop("page")
+
+
+def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "temporary"))
+    mine, other = tmp_path / "temporary" / "hash" / "a.txt", tmp_path / "documents" / "b.txt"
+    for path in (mine, other):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    discard([mine, other, tmp_path / "temporary" / "c.txt"])
+    assert not mine.parent.exists()
+    assert other.exists()
+    assert (tmp_path / "temporary").exists()

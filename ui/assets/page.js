@@ -1,0 +1,200 @@
+// What the page does by itself: hand clicks in drawn HTML to Python, keys, scrolling, the theme. No state beside the DOM.
+(() => {
+  "use strict";
+  const STREAMING = new Set(["regenerate", "edit"]); // answered piece by piece, so they have an event of their own
+  const one = (selector, from = document) => from.querySelector(selector);
+
+  // --- clicks: every element with data-act; its data go along -------------------------------------------------
+  function send(trigger, element, more = {}) {
+    const data = { ...element.dataset, ...more };
+    trigger(STREAMING.has(data.act) ? "submit" : "click", data);
+  }
+
+  const local = {
+    async copy(element) {
+      try { await navigator.clipboard.writeText(element.dataset.text); } catch { copyOldWay(element.dataset.text); }
+      announce("Copied.");
+    },
+    suggest: (element) => { fill(element.dataset.text); clickWhenReady("#rb-send"); },
+    "go-library": () => tab("Library"),
+    "edit-open": openEditor,
+    "rename-open": openRename,
+  };
+
+  function bind(root, trigger) {
+    root.addEventListener("click", (event) => {
+      const element = event.target.closest("[data-act]");
+      if (!element || !root.contains(element) || element.disabled) return;
+      event.preventDefault();
+      const act = element.dataset.act;
+      if (local[act]) return void local[act](element, trigger);
+      if (element.dataset.confirm && !element.classList.contains("asking")) return void ask(element);
+      if (act === "cite") choose(element);
+      if (act === "cite" || act === "hood" || act === "measure") reveal();
+      send(trigger, element);
+    });
+  }
+
+  // A second click within four seconds confirms; nothing opens, nothing moves.
+  function ask(element) {
+    const before = element.innerHTML;
+    element.classList.add("asking");
+    element.textContent = element.dataset.confirm;
+    setTimeout(() => { if (element.isConnected) { element.classList.remove("asking"); element.innerHTML = before; } }, 4000);
+  }
+
+  function choose(element) {
+    document.querySelectorAll(".rb-cite.chosen").forEach((each) => each.classList.remove("chosen"));
+    element.classList.add("chosen");
+  }
+
+  // On narrow screens the panel stands below: go there once it has been drawn.
+  function reveal() {
+    const panel = one("#rb-more");
+    if (panel && innerWidth < 1100) setTimeout(() => panel.scrollIntoView({ behavior: "smooth", block: "start" }), 350);
+  }
+
+  function openEditor(button, trigger) {
+    const turn = button.closest(".rb-turn"), text = one(".rb-text", turn);
+    const form = document.createElement("form");
+    const area = Object.assign(document.createElement("textarea"), { value: text.dataset.raw, rows: 3 });
+    area.setAttribute("aria-label", "Edit the question");
+    const buttons = document.createElement("div");
+    const cancel = Object.assign(document.createElement("button"), { type: "button", className: "rb-button outlined", textContent: "Cancel" });
+    const save = Object.assign(document.createElement("button"), { type: "submit", className: "rb-button primary", textContent: "Send" });
+    buttons.append(cancel, save);
+    form.append(area, buttons);
+    const shown = [...turn.children];
+    shown.forEach((child) => { child.hidden = true; child.style.display = "none"; });
+    const close = () => { form.remove(); shown.forEach((child) => { child.hidden = false; child.style.display = ""; }); };
+    cancel.onclick = close;
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      if (!area.value.trim()) return;
+      const value = area.value;
+      close();
+      trigger("submit", { act: "edit", id: button.dataset.id, text: value });
+    };
+    area.onkeydown = (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); close(); }
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.stopPropagation(); form.requestSubmit(); }
+    };
+    turn.append(form);
+    area.focus();
+  }
+
+  function openRename(button, trigger) {
+    const row = button.closest(".rb-chat");
+    const input = Object.assign(document.createElement("input"), { value: button.dataset.text, maxLength: 200 });
+    input.setAttribute("aria-label", "New name");
+    const shown = [...row.children];
+    shown.forEach((child) => { child.style.display = "none"; });
+    let open = true;
+    const close = () => { if (open) { open = false; input.remove(); shown.forEach((child) => { child.style.display = ""; }); } };
+    input.onblur = close;
+    input.onkeydown = (event) => {
+      event.stopPropagation();
+      if (event.key === "Escape") close();
+      if (event.key === "Enter") {
+        const text = input.value.trim();
+        close();
+        if (text) trigger("click", { act: "rename", id: button.dataset.id, text });
+      }
+    };
+    row.append(input);
+    input.select();
+  }
+
+  // --- keys ---------------------------------------------------------------------------------------------------
+  const box = () => one("#rb-question textarea");
+  const visible = (element) => element && element.offsetParent !== null;
+
+  addEventListener("keydown", (event) => {
+    const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable;
+    if (event.key === "Enter" && !event.isComposing && event.target === box() && !event.shiftKey) {
+      event.preventDefault();
+      event.stopImmediatePropagation();
+      clickWhenReady("#rb-send");
+    } else if (event.key === "Escape" && visible(button("#rb-stop"))) {
+      button("#rb-stop").click();
+    } else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+      const search = [...document.querySelectorAll(".rb-search input, .rb-search textarea")].find(visible);
+      if (search) { event.preventDefault(); search.focus(); search.select(); }
+    }
+  }, true);
+
+  const button = (id) => one(`button${id}`) || one(`${id} button`);
+
+  function clickWhenReady(id) {
+    // Gradio hands the text over a tick after the last key.
+    setTimeout(() => { const found = button(id); if (visible(found) && !found.disabled) found.click(); }, 60);
+  }
+
+  function fill(text) {
+    const area = box();
+    Object.getOwnPropertyDescriptor(HTMLTextAreaElement.prototype, "value").set.call(area, text);
+    area.dispatchEvent(new Event("input", { bubbles: true }));
+    area.focus();
+  }
+
+  function tab(name) {
+    [...document.querySelectorAll("button[role=tab]")].find((each) => each.textContent.trim() === name)?.click();
+  }
+
+  function copyOldWay(text) {
+    const area = Object.assign(document.createElement("textarea"), { value: text });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+
+  // --- scrolling: stay at the end while it grows, unless the reader has gone up -----------------------------------
+  let atEnd = true;
+  function follow(list) {
+    list.addEventListener("scroll", () => { atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60; }, { passive: true });
+    new MutationObserver(() => { if (atEnd) list.scrollTop = list.scrollHeight; })
+      .observe(list, { childList: true, subtree: true, characterData: true });
+  }
+
+  // --- what is said to screen readers, and the theme --------------------------------------------------------------
+  let live;
+  function announce(text) {
+    if (!live) {
+      live = Object.assign(document.createElement("div"), { className: "rb-hidden" });
+      live.setAttribute("role", "status");
+      document.body.append(live);
+    }
+    live.textContent = "";
+    setTimeout(() => { live.textContent = text; }, 50);
+  }
+
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  function kept() { try { return localStorage.getItem("ragblend-theme") || "system"; } catch { return "system"; } }
+  function applyTheme() {
+    const dark = kept() === "dark" || (kept() === "system" && system.matches);
+    document.body?.classList.toggle("dark", dark);
+    document.documentElement.style.background = dark ? "#121518" : "#faf9f6";
+  }
+  function theme(name) {
+    try { localStorage.setItem("ragblend-theme", name); } catch { /* a browser that keeps nothing */ }
+    applyTheme();
+  }
+  system.addEventListener("change", applyTheme);
+
+  function begin() {
+    applyTheme();
+    new MutationObserver(() => {
+      const list = one("#rb-scroll");
+      if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
+      const passage = one("#rb-source .rb-mark");
+      if (passage && !passage.dataset.shown) {
+        passage.dataset.shown = "1";
+        const frame = passage.closest(".rb-document");
+        frame.scrollTop = passage.offsetTop - frame.offsetTop - 40;
+      }
+    }).observe(document.body, { childList: true, subtree: true });
+  }
+  document.readyState === "loading" ? addEventListener("DOMContentLoaded", begin) : begin();
+  window.ragblend = { bind, theme, keptTheme: kept, announce };
+})();

@@ -1,0 +1,88 @@
+"""The page's password: kept as an scrypt hash in the home, and few guesses a minute."""
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ragblend.kvstore.errors import UsageError
+
+COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms a guess
+LEAST_LENGTH = 10
+FREE_ATTEMPTS = 5
+LONGEST_WAIT_S = 900.0
+FILE_MODE = 0o600
+
+
+def hash_password(password: str) -> str:
+    """One line to keep. Raises UsageError for a password that is too short."""
+    if len(password) < LEAST_LENGTH:
+        raise UsageError(f"The password of the page must have at least {LEAST_LENGTH} characters.")
+    salt = secrets.token_bytes(16)
+    return json.dumps({"salt": _text(salt), "scrypt": _text(_scrypt(password, salt))})
+
+
+def matches(password: str, kept: str) -> bool:
+    """Whether this is the password that was hashed; False for a hash that cannot be read."""
+    try:
+        values = json.loads(kept)
+        salt, expected = (base64.b64decode(values[name]) for name in ("salt", "scrypt"))
+    except (ValueError, KeyError, TypeError):
+        return False
+    return secrets.compare_digest(_scrypt(password, salt), expected)
+
+
+def save_password(path: Path, password: str) -> None:
+    """Write the hash for this user only. Raises UsageError for a password that is too short."""
+    line = hash_password(password)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_password(path: Path) -> str | None:
+    """The kept hash, or None."""
+    try:
+        return path.read_text(encoding="utf-8") or None
+    except FileNotFoundError:
+        return None
+
+
+class Attempts:
+    """Wrong guesses by client: five are free, then each doubles the wait, up to a quarter of an hour."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._failures: dict[str, tuple[int, float]] = {}  # client -> how many, when the last
+
+    def wait_s(self, client: str) -> float:
+        """Seconds until this client may guess again; 0 if now."""
+        with self._mutex:
+            count, last = self._failures.get(client, (0, 0.0))
+            if count < FREE_ATTEMPTS:
+                return 0.0
+            wait = min(LONGEST_WAIT_S, 2.0 ** (count - FREE_ATTEMPTS + 1))
+            return max(0.0, last + wait - self._clock())
+
+    def note_failure(self, client: str) -> None:
+        with self._mutex:
+            count, _ = self._failures.get(client, (0, 0.0))
+            self._failures[client] = (count + 1, self._clock())
+
+    def forget(self, client: str) -> None:
+        with self._mutex:
+            self._failures.pop(client, None)
+
+
+def _scrypt(password: str, salt: bytes) -> bytes:
+    return hashlib.scrypt(password.encode(), salt=salt, n=COST, r=BLOCK, p=PARALLEL, dklen=32)
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()

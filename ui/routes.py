@@ -1,0 +1,59 @@
+"""The page's own routes beside Gradio's: its assets, and conversations as files."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from ragblend.app.desk import Desk
+
+ASSETS = Path(__file__).parent / "assets"
+KINDS = {
+    "style.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+    "manifest.webmanifest": "application/manifest+json",
+}
+UNSAFE = re.compile(r"[^\w .-]+")
+
+
+def add_routes(app: FastAPI, desk: "Desk") -> None:
+    """Add them; whatever is mounted at / later gets the rest."""
+
+    @app.get("/ragblend/{name}")
+    def asset(name: str) -> Response:
+        if name not in KINDS:
+            return PlainTextResponse("There is no such file.", 404)
+        return FileResponse(ASSETS / name, media_type=KINDS[name], headers={"cache-control": "no-cache"})
+
+    @app.get("/ragblend/chats/{name}")
+    def chat(name: str) -> Response:
+        number, _, kind = name.partition(".")
+        if not (number.isascii() and number.isdigit() and len(number) < 16 and kind in ("md", "json")):
+            return PlainTextResponse("There is no such conversation.", 404)
+        try:
+            return _exported(desk, int(number), kind)
+        except RagBlendError as error:
+            return PlainTextResponse(str(error), 404)
+
+
+def _exported(desk: "Desk", chat_id: int, kind: str) -> Response:
+    title = desk.chats.get(chat_id).title
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(file_stem(title))}.{kind}"}
+    if kind == "md":
+        return PlainTextResponse(
+            desk.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
+        )
+    value: Any = desk.chats.export_json(chat_id)
+    return JSONResponse(value, headers=headers)
+
+
+def file_stem(title: str) -> str:
+    """A title as the beginning of a file name."""
+    return UNSAFE.sub("", title).strip(" .")[:60] or "conversation"

@@ -1,0 +1,210 @@
+"""Serve the page: Gradio behind our own front, through uvicorn; temporary files inside the home, gone at exit."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragblend.app.lock import writer_lock
+from ragblend.kvstore.errors import UsageError
+from ragblend.ui.entrance import Entrance
+from ragblend.ui.password import read_password
+from ragblend.ui.safety import MIB, Rules, Safety
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from ragblend.app.desk import Desk
+    from ragblend.ui.context import Context
+
+FOLDER_MODE = 0o700
+PORTS_TRIED = 20
+GRADIO_ENVIRONMENT = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "GRADIO_RUN_HISTORY": "False",
+    "GRADIO_SSR_MODE": "False",
+    "GRADIO_MCP_SERVER": "False",
+    "GRADIO_SHARE": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen. names: further host names that the page answers to."""
+
+    host: str = "127.0.0.1"
+    port: int = 7860
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
+
+
+def open_entrance(home: Path, address: Address) -> Entrance:
+    """The launch token, and the password where the page can be reached from elsewhere. Raises "
+    "UsageError without one."""
+    password = None if address.is_loopback else read_password(password_path(home))
+    if not address.is_loopback and password is None:
+        raise UsageError(
+            f"Serving the page at {address.host}: it could be reached from other machines, so it needs a password. "
+            "Set one with `ragblend ui --set-password`, or leave --host away."
+        )
+    return Entrance(address.port, password)
+
+
+def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
+    """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
+    import gradio as gr
+    from fastapi import FastAPI
+
+    from ragblend.ui.page import build_page
+    from ragblend.ui.routes import add_routes
+    from ragblend.ui.theme import page_theme
+
+    page = build_page(context)
+    page.queue(api_open=False, default_concurrency_limit=8)
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    add_routes(outer, context.desk)
+    mounted = gr.mount_gradio_app(
+        outer,
+        page,
+        path="/",
+        server_name="127.0.0.1",
+        server_port=rules.port,
+        footer_links=[],
+        run_history=False,
+        allowed_paths=[],
+        blocked_paths=[
+            str(context.desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
+        ],
+        max_file_size=max_upload_bytes,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        show_error=False,
+        enable_monitoring=False,
+        theme=page_theme(),
+        app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
+    )
+    return Safety(mounted, rules, entrance)
+
+
+@contextlib.contextmanager
+def gradio_environment(home: Path) -> Iterator[Path]:
+    """Gradio's settings and its folder for uploads, inside the home, for this user only and gone afterwards."""
+    parent = home / "ui"
+    parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    _sweep(parent)
+    folder = parent / f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir(mode=FOLDER_MODE)
+    names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _sweep(parent: Path) -> None:
+    """Take away what pages left that were killed."""
+    for folder in parent.glob("tmp-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def free_port(host: str, wanted: int) -> int:
+    """That port, or one of the next few. Raises UsageError if all are taken."""
+    for port in range(wanted, wanted + PORTS_TRIED) if wanted else (0,):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise UsageError(
+        f"Serving the page at {host}: ports {wanted} to {wanted + PORTS_TRIED - 1} are taken; name another with --port."
+    )
+
+
+def password_path(home: Path) -> Path:
+    return home / "ui-password"
+
+
+def write_landing(folder: Path, url: str) -> Path:
+    """A file that leads to the page: a browser is started with its path, so that no process list shows the token."""
+    path = folder / "open.html"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
+            f'content="0;url={url}"><title>RAGBlend</title>'
+        )
+    return path
+
+
+def serve(
+    desk: "Desk",
+    address: Address,
+    entrance: Entrance,
+    on_ready: Callable[[Path], None],
+    max_upload_bytes: int = 512 * MIB,
+) -> None:
+    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
+    import uvicorn
+
+    from ragblend.ui.context import Context
+    from ragblend.ui.server import Server
+
+    rules = Rules.of(address.host, address.port, address.names, max_upload_bytes=max_upload_bytes)
+    root = desk.workspaces.home.root
+    # A second page would take up the first one's running file as one that a kill had left.
+    with writer_lock(root / "ui-page.lock", "ragblend ui"), gradio_environment(root) as folder:
+        context = Context(desk)
+        app = build_app(context, rules, entrance, max_upload_bytes)
+        config = uvicorn.Config(
+            app,
+            host=address.host,
+            port=address.port,
+            log_level="warning",
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+            proxy_headers=False,
+        )
+
+        def ready() -> None:
+            context.startup.begin(desk)
+            on_ready(folder)
+
+        Server(config, ready).run()

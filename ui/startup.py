@@ -1,0 +1,39 @@
+"""Loading the model and the embedder while the page is already there, and what went wrong with it."""
+
+import threading
+from typing import TYPE_CHECKING
+
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from ragblend.app.desk import Desk
+
+
+class Startup:
+    """One loading in the background. problem: what must be told; "" while it is under way or when all is well."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self.is_loading = False
+
+    def begin(self, desk: "Desk") -> threading.Thread:
+        """Load so that the first question need not wait; a model that is missing is told before anybody asks."""
+        self.is_loading = True
+        thread = threading.Thread(target=self._load, args=(desk,), name="ragblend-startup", daemon=True)
+        thread.start()
+        return thread
+
+    def _load(self, desk: "Desk") -> None:
+        try:
+            workspaces = desk.workspaces
+            workspaces.of(workspaces.settings.collection).engine.count_tokens(
+                "one word"
+            )  # is there such a model?
+            desk.conversations.warm_up()
+            self.problem = ""
+        except RagBlendError as error:
+            self.problem = (
+                f"{error} Until then questions cannot be answered; the library and the settings work."
+            )
+        finally:
+            self.is_loading = False

@@ -1,0 +1,407 @@
+"""The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
+
+from ragblend.app import samples
+from ragblend.app.citations import cite
+from ragblend.app.conversation import AskOptions
+from ragblend.app.highlight import locate_source
+from ragblend.app.hood import Hood
+from ragblend.kvstore.errors import RagBlendError
+from ragblend.ui import render_chat, render_hood, render_passage
+from ragblend.ui.coalesce import coalesced
+from ragblend.ui.context import QUEUED, QUICK, Context, drawn
+from ragblend.ui.render_text import problem
+
+if TYPE_CHECKING:
+    from ragblend.app.turn import Turn
+
+Updates = dict[Any, Any]
+SOURCE, HOOD = "source", "hood"
+CHATS_PER_PAGE = 50
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tab's components, by what they show."""
+
+    chat_id: gr.State
+    limit: gr.State
+    search: gr.Textbox
+    new: gr.Button
+    chats: gr.HTML
+    transcript: gr.HTML
+    live: gr.HTML
+    question: gr.Textbox
+    send: gr.Button
+    stop: gr.Button
+    collections: gr.Dropdown
+    mode: gr.Radio
+    panel: gr.Tabs
+    source: gr.HTML
+    hood: gr.HTML
+    export: gr.HTML
+
+
+def build(context: Context) -> Parts:
+    """Lay the tab out and connect it."""
+    with gr.Row(elem_id="rb-chat"):
+        side = _build_side()
+        middle = _build_middle(context)
+        more = _build_more()
+    parts = Parts(chat_id=gr.State(None), limit=gr.State(CHATS_PER_PAGE), **side, **middle, **more)
+    _connect(ChatTab(context, parts), parts)
+    return parts
+
+
+def _build_side() -> dict[str, Any]:
+    with gr.Column(elem_id="rb-side", scale=0):
+        new = gr.Button("New conversation", elem_id="rb-new", size="sm")
+        search = gr.Textbox(
+            "",
+            placeholder="Search  ( / )",
+            label="Search conversations",
+            show_label=False,
+            container=False,
+            elem_id="rb-chat-search",
+            elem_classes="rb-search",
+            max_lines=1,
+        )
+        chats = drawn("rb-chats")
+        export = drawn("rb-export", acts=False)
+    return {"new": new, "search": search, "chats": chats, "export": export}
+
+
+def _build_middle(context: Context) -> dict[str, Any]:
+    with gr.Column(elem_id="rb-middle"):
+        with gr.Column(elem_id="rb-scroll"):
+            transcript = drawn("rb-transcript")
+            live = drawn("rb-live", acts=False)
+        with gr.Column(elem_id="rb-composer"):
+            question = gr.Textbox(
+                "",
+                placeholder="Ask your documents",
+                label="Your question",
+                show_label=False,
+                lines=2,
+                max_lines=8,
+                elem_id="rb-question",
+                container=False,
+                autofocus=True,
+                max_length=20_000,
+            )
+            with gr.Row(elem_id="rb-choices"):
+                collections = gr.Dropdown(
+                    choices=[],
+                    multiselect=True,
+                    label="Collections",
+                    show_label=False,
+                    container=False,
+                    elem_id="rb-collections",
+                    scale=3,
+                    min_width=140,
+                )
+                mode = gr.Radio(
+                    choices=[("Documents only", "documents"), ("Chat", "chat")],
+                    value="documents",
+                    label="Mode",
+                    show_label=False,
+                    container=False,
+                    elem_id="rb-mode",
+                    scale=3,
+                    min_width=200,
+                )
+                send = gr.Button("Send", variant="primary", elem_id="rb-send", scale=1, min_width=84)
+                stop = gr.Button("Stop", elem_id="rb-stop", scale=1, min_width=84, visible=False)
+    return {
+        "transcript": transcript,
+        "live": live,
+        "question": question,
+        "collections": collections,
+        "mode": mode,
+        "send": send,
+        "stop": stop,
+    }
+
+
+def _build_more() -> dict[str, Any]:
+    with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as panel:
+        with gr.Tab("Source", id=SOURCE):
+            source = drawn("rb-source", render_passage.EMPTY, acts=False)
+        with gr.Tab("Under the hood", id=HOOD):
+            hood = drawn("rb-hood", render_hood.EMPTY)
+    return {"panel": panel, "source": source, "hood": hood}
+
+
+def _connect(tab: "ChatTab", parts: Parts) -> None:
+    choices = [parts.chat_id, parts.collections, parts.mode]
+    streamed = [
+        parts.transcript,
+        parts.live,
+        parts.question,
+        parts.chat_id,
+        parts.chats,
+        parts.send,
+        parts.stop,
+        parts.hood,
+        parts.panel,
+        parts.export,
+    ]
+    parts.send.click(tab.send, [parts.question, *choices], streamed, **QUEUED)
+    parts.transcript.submit(tab.again, choices, streamed, **QUEUED)
+    parts.stop.click(tab.stop, None, None, **QUICK)
+    opened = [*streamed, parts.source]
+    parts.new.click(tab.new, None, opened, **QUICK)
+    parts.search.change(
+        tab.search,
+        [parts.search, parts.chat_id, parts.limit],
+        [parts.chats],
+        trigger_mode="always_last",
+        **QUICK,
+    )
+    parts.chats.click(
+        tab.in_list,
+        [parts.chat_id, parts.search, parts.limit],
+        [*opened, parts.limit],
+        concurrency_limit=None,
+        show_progress="hidden",
+    )
+    parts.transcript.click(
+        tab.in_transcript,
+        [parts.chat_id],
+        [parts.panel, parts.source, parts.hood, parts.transcript],
+        concurrency_limit=None,
+        show_progress="hidden",
+        trigger_mode="multiple",
+    )
+    parts.hood.click(tab.measure, [parts.chat_id], [parts.hood], concurrency_limit=4, show_progress="hidden")
+
+
+class ChatTab:
+    """The callbacks: they call the app and hand what it gives to the functions that draw."""
+
+    def __init__(self, context: Context, parts: Parts) -> None:
+        self._context, self._parts = context, parts
+        self._desk, self._sessions = context.desk, context.sessions
+
+    # --- asking
+
+    def send(
+        self, question: str, chat_id: int | None, collections: list[str], mode: str, request: gr.Request
+    ) -> Iterator[Updates]:
+        if not question.strip():
+            return
+        if chat_id is None:
+            chat_id = self._desk.chats.create().id
+        ask = self._desk.conversations.ask
+        options = _options(collections, mode)
+        yield from self._answer(request, chat_id, question, lambda: ask(chat_id, question, options))
+
+    def again(
+        self, chat_id: int | None, collections: list[str], mode: str, event: gr.EventData, request: gr.Request
+    ) -> Iterator[Updates]:
+        """Regenerate the last answer, or edit a question and ask it anew."""
+        if chat_id is None:
+            return
+        options, conversations = _options(collections, mode), self._desk.conversations
+        if event.act == "edit":
+            message_id, text = int(event.id), str(event.text)
+            yield from self._answer(
+                request, chat_id, text, lambda: conversations.edit(message_id, text, options)
+            )
+        else:
+            yield from self._answer(request, chat_id, "", lambda: conversations.regenerate(chat_id, options))
+
+    def _answer(
+        self, request: gr.Request, chat_id: int, question: str, begin: "Callable[[], Turn]"
+    ) -> Iterator[Updates]:
+        """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
+        parts, session = self._parts, request.session_hash or ""
+        self._sessions.begin(session)
+        self._sessions.show(session, chat_id)
+        yield {
+            parts.chat_id: chat_id,
+            parts.question: "",
+            parts.send: gr.update(visible=False),
+            parts.stop: gr.update(visible=True),
+            parts.live: render_chat.live_turn(question, "", "Looking for passages …"),
+        }
+        try:
+            turn = begin()
+        except RagBlendError as error:
+            yield self._ended(session, chat_id, problem(str(error)))
+            return
+        try:
+            self._sessions.run(session, turn)
+            yield from self._draw(session, chat_id, turn)
+        except RagBlendError:
+            pass  # it is stored with the answer, and drawn from there
+        except GeneratorExit:  # the page went away
+            turn.stop()
+            raise
+        finally:
+            turn.stop()
+            self._sessions.end(session, turn)
+        self._note_store()
+        yield self._ended(session, chat_id, "")
+
+    def _note_store(self) -> None:
+        with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
+            self._context.note_store()
+
+    def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
+        parts = self._parts
+        if self._sessions.shows(session, chat_id):
+            yield {parts.transcript: self._transcript(chat_id), parts.chats: self._chats(chat_id)}
+        reading = f"Reading {len(turn.sources)} passages …" if turn.sources else "Thinking …"
+        text = ""
+        for piece in coalesced(turn):
+            text += piece
+            if (piece or not text) and self._sessions.shows(session, chat_id):
+                yield {parts.live: render_chat.live_turn("", text, "" if text else reading, turn.notice)}
+
+    def _ended(self, session: str, chat_id: int, note: str) -> Updates:
+        parts = self._parts
+        resting = {parts.send: gr.update(visible=True), parts.stop: gr.update(visible=False)}
+        if not self._sessions.shows(session, chat_id):
+            return resting
+        return resting | self._shown(chat_id) | {parts.live: note}
+
+    def opening(self) -> Updates:
+        """What a page shows when it opens."""
+        parts = self._parts
+        return {parts.chats: self._chats(None), parts.transcript: self.welcome(), parts.export: ""}
+
+    def stop(self, request: gr.Request) -> None:
+        self._sessions.stop(request.session_hash or "")
+
+    # --- conversations
+
+    def new(self, request: gr.Request) -> Updates:
+        return self._open(request, None) | {self._parts.question: ""}
+
+    def in_list(
+        self, chat_id: int | None, search: str, limit: int, event: gr.EventData, request: gr.Request
+    ) -> Updates:
+        """A click in the list of conversations."""
+        chats, parts = self._desk.chats, self._parts
+        try:
+            if event.act == "open-chat":
+                return self._open(request, int(event.id))
+            if event.act == "more-chats":
+                return {
+                    parts.limit: limit + CHATS_PER_PAGE,
+                    parts.chats: self._chats(chat_id, search, limit + CHATS_PER_PAGE),
+                }
+            if event.act == "rename":
+                chats.rename(int(event.id), str(event.text))
+            if event.act == "delete-chat":
+                chats.delete(int(event.id))
+                self._desk.conversations.forget(int(event.id))
+                if int(event.id) == chat_id:
+                    return self._open(request, None)
+        except RagBlendError as error:
+            gr.Warning(str(error))
+        return {parts.chats: self._chats(chat_id, search, limit)}
+
+    def search(self, text: str, chat_id: int | None, limit: int) -> Updates:
+        return {self._parts.chats: self._chats(chat_id, text, limit)}
+
+    def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
+        session = request.session_hash or ""
+        self._sessions.stop(session)
+        self._sessions.show(session, chat_id)
+        return {**self._shown(chat_id), self._parts.live: "", self._parts.source: render_passage.EMPTY}
+
+    def _shown(self, chat_id: int | None) -> Updates:
+        """Everything that shows a conversation."""
+        parts, messages = self._parts, self._desk.chats.messages(chat_id) if chat_id is not None else []
+        answers = [message for message in messages if message.role == "assistant"]
+        return {
+            parts.chat_id: chat_id,
+            parts.transcript: self._transcript(chat_id),
+            parts.chats: self._chats(chat_id),
+            parts.hood: self._hood(answers[-1].id) if answers else render_hood.EMPTY,
+            parts.export: render_chat.export_links(chat_id if messages else None),
+        }
+
+    def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
+        if search.strip():
+            return render_chat.found_conversations(self._desk.chats.search(search), chat_id)
+        return render_chat.conversations(self._desk.chats.page(limit=limit), chat_id)
+
+    def _transcript(self, chat_id: int | None) -> str:
+        messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
+        if not messages:
+            return self.welcome()
+        cited = [cite(m.text, m.sources) if m.role == "assistant" else None for m in messages]
+        return render_chat.transcript(messages, cited)
+
+    def welcome(self) -> str:
+        workspaces = self._desk.workspaces
+        library = workspaces.of(workspaces.settings.collection).library
+        ready = sum(library.counts_by_state(name).get("done", 0) for name in workspaces.names())
+        questions = [each.question for each in samples.questions()] if self._has_samples() else []
+        return render_chat.welcome(ready, questions)
+
+    def _has_samples(self) -> bool:
+        """Whether questions about the samples make sense: their documents are in the library."""
+        settings = self._desk.workspaces.settings
+        library = self._desk.workspaces.of(settings.collection).library
+        files = [str(path) for path in samples.documents_folder().iterdir()]
+        return any(library.document(settings.collection, path) for path in files)
+
+    # --- one answer
+
+    def in_transcript(self, chat_id: int | None, event: gr.EventData) -> Updates:
+        """A click on a citation or on an answer's speed, or on what an empty conversation offers."""
+        parts = self._parts
+        try:
+            if event.act == "cite":
+                return {
+                    parts.source: self._source(int(event.message), int(event.number)),
+                    parts.panel: gr.Tabs(selected=SOURCE),
+                }
+            if event.act == "hood":
+                return {parts.hood: self._hood(int(event.message)), parts.panel: gr.Tabs(selected=HOOD)}
+            if event.act == "samples":
+                settings = self._desk.workspaces.settings
+                self._desk.jobs.add([samples.documents_folder()], settings.collection)
+                return {parts.transcript: render_chat.reading_samples()}
+        except RagBlendError as error:
+            return {parts.source: problem(str(error)), parts.panel: gr.Tabs(selected=SOURCE)}
+        return {parts.panel: gr.skip()}
+
+    def _source(self, message_id: int, number: int) -> str:
+        message = self._desk.chats.message(message_id)
+        source = next((each for each in message.sources if each.number == number), None)
+        if source is None:
+            return problem(f"Source {number} is no longer here.", "warning")
+        library = self._desk.workspaces.of(source.collection).library
+        return render_passage.source_view(source, locate_source(library, source))
+
+    def _hood(self, message_id: int) -> str:
+        return render_hood.hood_view(Hood.from_json(self._desk.chats.message(message_id).report), message_id)
+
+    def measure(self, chat_id: int | None, event: gr.EventData) -> Iterator[Updates]:
+        """Run full prefill of that answer's prompt, and show it beside the answer's own."""
+        parts, message_id = self._parts, int(event.message)
+        yield {
+            parts.hood: problem("Running full prefill over the same prompt …", "info")
+            + self._hood(message_id)
+        }
+        try:
+            self._desk.conversations.measure_full(message_id)
+        except RagBlendError as error:
+            yield {parts.hood: problem(str(error)) + self._hood(message_id)}
+            return
+        yield {parts.hood: self._hood(message_id)}
+
+
+def _options(collections: list[str], mode: str) -> AskOptions:
+    return AskOptions(collections=tuple(collections or ()), mode="chat" if mode == "chat" else "documents")

@@ -1,0 +1,168 @@
+"""The Compare tab: one question, two methods or ratios. Wiring only."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+from ragblend.app.comparing import Side, compare
+from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.ui import render_compare
+from ragblend.ui.context import Context, drawn
+from ragblend.ui.render_text import problem
+
+Updates = dict[Any, Any]
+METHODS = (
+    "full",
+    "cacheblend",
+    "cacheblend-gradual",
+    "cacheblend-k",
+    "reuse",
+    "random",
+    "heads",
+    "naive",
+    "prefix",
+)
+WITH_RATIO = ("cacheblend", "cacheblend-gradual", "cacheblend-k", "random", "heads")
+CHOICES = [(render_compare.LABELS[name], name) for name in METHODS]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tab's components."""
+
+    question: gr.Textbox
+    collection: gr.Dropdown
+    methods: tuple[gr.Dropdown, gr.Dropdown]
+    ratios: tuple[gr.Slider, gr.Slider]
+    go: gr.Button
+    stop: gr.Button
+    result: gr.HTML
+
+
+def build(context: Context) -> Parts:
+    """Lay the tab out and connect it."""
+    with gr.Column(elem_id="rb-compare"):
+        with gr.Row():
+            question = gr.Textbox(
+                "",
+                label="Question",
+                placeholder="The same prompt is read both ways",
+                elem_id="rb-compare-question",
+                max_lines=3,
+                scale=4,
+                min_width=260,
+            )
+            collection = gr.Dropdown(
+                choices=[], label="Collection", elem_id="rb-compare-collection", scale=1, min_width=150
+            )
+        with gr.Row():
+            left, left_ratio = _side("A", "cacheblend", 0.15)
+            right, right_ratio = _side("B", "full", 0.15)
+        with gr.Row():
+            go = gr.Button("Compare", variant="primary", elem_id="rb-compare-go", scale=0, min_width=130)
+            stop = gr.Button("Stop", elem_id="rb-compare-stop", scale=0, min_width=90, visible=False)
+        result = drawn("rb-compare-result", acts=False)
+    parts = Parts(question, collection, (left, right), (left_ratio, right_ratio), go, stop, result)
+    _connect(CompareTab(context, parts), parts)
+    return parts
+
+
+def _side(name: str, method: str, ratio: float) -> tuple[gr.Dropdown, gr.Slider]:
+    with gr.Column(min_width=240):
+        chosen = gr.Dropdown(
+            choices=CHOICES, value=method, label=f"Method {name}", elem_id=f"rb-method-{name.lower()}"
+        )
+        share = gr.Slider(
+            0,
+            1,
+            value=ratio,
+            step=0.01,
+            label=f"Share computed again, {name}",
+            elem_id=f"rb-ratio-{name.lower()}",
+            interactive=True,
+            visible=method in WITH_RATIO,
+        )
+    return chosen, share
+
+
+def _connect(tab: "CompareTab", parts: Parts) -> None:
+    inputs = [parts.question, parts.collection, *parts.methods, *parts.ratios]
+    outputs = [parts.result, parts.go, parts.stop]
+    parts.go.click(tab.run, inputs, outputs, concurrency_limit=4, show_progress="hidden")
+    parts.question.submit(tab.run, inputs, outputs, concurrency_limit=4, show_progress="hidden")
+    parts.stop.click(tab.stop, None, None, queue=False, show_progress="hidden")
+    for method, ratio in zip(parts.methods, parts.ratios, strict=True):
+        method.change(
+            lambda name: gr.update(visible=name in WITH_RATIO),
+            [method],
+            [ratio],
+            queue=False,
+            show_progress="hidden",
+        )
+
+
+class _Stop:
+    """A comparison, as something that a page can stop."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def stop(self) -> None:
+        self.event.set()
+
+
+class CompareTab:
+    """The callbacks."""
+
+    def __init__(self, context: Context, parts: Parts) -> None:
+        self._desk, self._sessions, self._parts = context.desk, context.sessions, parts
+
+    def run(
+        self,
+        question: str,
+        collection: str,
+        left: str,
+        right: str,
+        left_ratio: float,
+        right_ratio: float,
+        request: gr.Request,
+    ) -> Iterator[Updates]:
+        parts, session, stop = self._parts, _session(request), _Stop()
+        sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
+        self._sessions.begin(session)
+        self._sessions.run(session, stop)
+        resting = {parts.go: gr.update(interactive=True), parts.stop: gr.update(visible=False)}
+        drawing = '<div class="rb-status">Looking for passages …</div>'
+        yield {
+            parts.result: drawing,
+            parts.go: gr.update(interactive=False),
+            parts.stop: gr.update(visible=True),
+        }
+        try:
+            workspace = self._desk.workspaces.of(collection)
+            for found in compare(workspace, question, sides, stop.event):
+                drawing = render_compare.comparison(found, running=len(found.sides) < len(sides))
+                yield {parts.result: drawing}
+            yield resting
+        except Cancelled:
+            yield {parts.result: problem("Stopped.", "info"), **resting}
+        except RagBlendError as error:
+            yield {parts.result: problem(str(error)), **resting}
+        finally:
+            stop.stop()
+            self._sessions.end(session, stop)
+
+    def stop(self, request: gr.Request) -> None:
+        self._sessions.stop(_session(request))
+
+
+def side_of(method: str, ratio: float) -> Side:
+    return Side(method, ratio if method in WITH_RATIO else None)
+
+
+def _session(request: gr.Request) -> str:
+    """A comparison and a chat of one page are stopped apart."""
+    return f"{request.session_hash}/compare"

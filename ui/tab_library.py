@@ -1,0 +1,250 @@
+"""The Library tab: collections, uploads and folders, the queue, the documents. Wiring only."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from ragblend.app import samples
+from ragblend.app.listing import list_documents
+from ragblend.kvstore.errors import RagBlendError, UsageError
+from ragblend.ui import render_library
+from ragblend.ui.context import QUEUED, QUICK, Context, drawn
+from ragblend.ui.render_text import problem
+from ragblend.ui.uploads import discard
+
+Updates = dict[Any, Any]
+PAGE = 50
+JOBS_SHOWN = 100
+STATES = [("All", ""), ("Ready", "done"), ("In the queue", "pending"), ("Failed", "failed")]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tab's components."""
+
+    collection: gr.Dropdown
+    new_name: gr.Textbox
+    create: gr.Button
+    files: gr.File
+    folder: gr.Textbox
+    watch: gr.Checkbox
+    add_folder: gr.Button
+    samples: gr.Button
+    message: gr.HTML
+    queue: gr.HTML
+    jobs: gr.HTML
+    watched: gr.HTML
+    search: gr.Textbox
+    state: gr.Dropdown
+    documents: gr.HTML
+    offset: gr.State
+
+
+def build(context: Context) -> Parts:
+    """Lay the tab out and connect it."""
+    with gr.Row(elem_id="rb-library"):
+        with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
+            collection = gr.Dropdown(
+                choices=[], label="Collection", elem_id="rb-collection", interactive=True
+            )
+            files = gr.File(
+                label="PDF, DOCX, EPUB, HTML, Markdown, text, CSV",
+                file_count="multiple",
+                elem_id="rb-upload",
+                height=150,
+            )
+            folder = gr.Textbox(
+                "",
+                label="Or a folder or file on this machine",
+                placeholder="/path/to/documents",
+                elem_id="rb-folder",
+                max_lines=1,
+            )
+            with gr.Row():
+                watch = gr.Checkbox(label="Watch it for changes", elem_id="rb-watch", scale=2, min_width=150)
+                add_folder = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
+            add_samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
+            watched = drawn("rb-watched")
+            with gr.Accordion("New collection", open=False):
+                new_name = gr.Textbox("", label="Name", elem_id="rb-new-collection", max_lines=1)
+                create = gr.Button("Create", size="sm", elem_id="rb-create-collection")
+        with gr.Column(scale=5, min_width=320):
+            message = drawn("rb-library-message", acts=False)
+            queue = drawn("rb-queue")
+            jobs = drawn("rb-jobs")
+            with gr.Row():
+                search = gr.Textbox(
+                    "",
+                    placeholder="Search documents  ( / )",
+                    label="Search documents",
+                    show_label=False,
+                    container=False,
+                    elem_id="rb-document-search",
+                    elem_classes="rb-search",
+                    max_lines=1,
+                    scale=4,
+                    min_width=180,
+                )
+                state = gr.Dropdown(
+                    choices=STATES,
+                    value="",
+                    label="State",
+                    show_label=False,
+                    container=False,
+                    scale=1,
+                    min_width=130,
+                    elem_id="rb-document-state",
+                )
+            documents = drawn("rb-documents")
+    parts = Parts(
+        collection,
+        new_name,
+        create,
+        files,
+        folder,
+        watch,
+        add_folder,
+        add_samples,
+        message,
+        queue,
+        jobs,
+        watched,
+        search,
+        state,
+        documents,
+        gr.State(0),
+    )
+    _connect(LibraryTab(context, parts), parts)
+    return parts
+
+
+def _connect(tab: "LibraryTab", parts: Parts) -> None:
+    view = [parts.collection, parts.search, parts.state, parts.offset]
+    drawn = [parts.documents, parts.offset]
+    listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
+    parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
+    parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
+    parts.state.change(tab.first_page, view[:3], drawn, **QUICK)
+    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **QUEUED)
+    parts.add_folder.click(
+        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED
+    )
+    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED)
+    parts.samples.click(tab.add_samples, view, listed, **QUEUED)
+    parts.create.click(
+        tab.create, [parts.new_name], [parts.collection, parts.new_name, parts.message], **QUICK
+    )
+    for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
+        drawing.click(tab.act, view, listed, **QUEUED)
+
+
+class LibraryTab:
+    """The callbacks: they call the app and hand what it gives to the functions that draw."""
+
+    def __init__(self, context: Context, parts: Parts) -> None:
+        self._desk, self._parts = context.desk, parts
+
+    def upload(self, files: list[str] | None, *view: Any) -> Updates:
+        paths = [Path(file) for file in files or []]
+        updates = self._after(lambda: self._desk.jobs.upload(paths, view[0]), view)
+        discard(paths)
+        return updates | {self._parts.files: None}
+
+    def add_folder(self, folder: str, watch: bool, *view: Any) -> Updates:
+        def work() -> Any:
+            if not folder.strip():
+                raise UsageError("Name a folder or a file first.")
+            path = Path(folder.strip()).expanduser()
+            added = self._desk.jobs.add([path], view[0])
+            if watch:
+                self._desk.watching.add(path, view[0])
+            return added
+
+        return self._after(work, view) | {self._parts.folder: gr.skip()}
+
+    def add_samples(self, *view: Any) -> Updates:
+        return self._after(lambda: self._desk.jobs.add([samples.documents_folder()], view[0]), view)
+
+    def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
+        """Add something, and say what became of it."""
+        try:
+            message = render_library.added(work())
+        except RagBlendError as error:
+            message = problem(str(error))
+        return {self._parts.message: message, **self.refresh(*view)}
+
+    def create(self, name: str) -> Updates:
+        parts = self._parts
+        try:
+            self._desk.workspaces.create(name.strip())
+        except RagBlendError as error:
+            return {parts.message: problem(str(error))}
+        names = self._desk.workspaces.names()
+        return {
+            parts.collection: gr.update(choices=names, value=name.strip()),
+            parts.new_name: "",
+            parts.message: "",
+        }
+
+    def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
+        """A click on a button of the queue, the folders or the documents."""
+        message = ""
+        try:
+            if event.act == "page":
+                offset = int(event.offset)
+            else:
+                message = self._do(event, collection)
+        except RagBlendError as error:
+            message = problem(str(error))
+        return {self._parts.message: message, **self.refresh(collection, search, state, offset)}
+
+    def _do(self, event: gr.EventData, collection: str) -> str:
+        jobs, act = self._desk.jobs, event.act
+        if act == "delete-document":
+            return render_library.deleted(jobs.remove([str(event.id)], collection))
+        if act == "retry-document":
+            return render_library.added(jobs.add([Path(event.path)], collection))
+        if act == "unwatch":
+            self._desk.watching.remove(int(event.id))
+        elif act in ("retry-job", "cancel-job"):
+            (jobs.retry if act == "retry-job" else jobs.cancel)([int(event.id)])
+        else:
+            plain: dict[str, Any] = {
+                "pause": jobs.pause,
+                "resume": jobs.resume,
+                "cancel": jobs.cancel,
+                "retry-all": jobs.retry,
+                "clear": jobs.clear_finished,
+            }
+            plain[act]()
+        return ""
+
+    def first_page(self, collection: str, search: str, state: str) -> Updates:
+        return {self._parts.documents: self._documents(collection, search, state, 0), self._parts.offset: 0}
+
+    def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
+        """The queue, the folders and the page of documents as they are now."""
+        parts = self._parts
+        return {
+            **self.progress(),
+            parts.watched: render_library.watched(self._desk.watching.folders()),
+            parts.documents: self._documents(collection, search, state, offset),
+            parts.offset: offset,
+        }
+
+    def progress(self) -> Updates:
+        jobs = self._desk.jobs
+        page = jobs.page(limit=JOBS_SHOWN)
+        return {
+            self._parts.queue: render_library.queue(jobs.overview()),
+            self._parts.jobs: render_library.jobs(page.jobs, page.total),
+        }
+
+    def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
+        library = self._desk.workspaces.of(collection).library
+        page = list_documents(
+            library, collection, search=search, state=state or None, offset=offset, limit=PAGE
+        )
+        return render_library.documents(page, offset, PAGE, search)
