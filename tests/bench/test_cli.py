@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.app.bench.cli import bench_app
+from ragblend.engine.selection import METHODS
 from ragblend.kvstore.errors import UsageError
 
 ROW = {
@@ -28,7 +29,10 @@ def bench(model_folder, home, tmp_path):
 def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, data_file, tmp_path) -> None:
     done = bench("quality", "--data", data_file, "--ratios", "0.15,1", "--max-new-tokens", "6", "--json")
     rows = json.loads(done.stdout)
-    assert [set(row) >= ROW for row in rows] == [True] * 13  # full, naive, reuse, and 5 methods at 2 ratios
+    choosing = [name for name, policy in METHODS.items() if policy.fixed_ratio is None]
+    assert [set(row) >= ROW for row in rows] == [True] * (
+        3 + 2 * len(choosing)
+    )  # full, naive, reuse; 2 ratios
     by_name = {(row["method"], row["ratio"]): row for row in rows}
     assert {row["n"] for row in rows} == {4}
     full = by_name["full", None]
