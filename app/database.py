@@ -13,7 +13,7 @@ from typing import Self
 
 from ragblend.app.home import FILE_MODE
 from ragblend.kvstore.errors import LibraryError, StoreFullError
-from ragblend.kvstore.sqlite import BUSY, error_code
+from ragblend.kvstore.sqlite import BUSY, error_code, transaction
 
 BUSY_SECONDS = 30.0
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
@@ -60,15 +60,8 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing. Raises LibraryError, StoreFullError when the disk is full."""
-        with self._mutex, self._named_errors():
-            self._sql.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._sql
-                self._sql.execute("COMMIT")
-            except BaseException:
-                if self._sql.in_transaction:
-                    self._sql.execute("ROLLBACK")
-                raise
+        with self._mutex, self._named_errors(), transaction(self._sql):
+            yield self._sql
 
     def erase_log(self) -> None:
         """Empty the write-ahead log, where what was deleted would live on. Nothing happens while others read."""

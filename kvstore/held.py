@@ -1,5 +1,6 @@
 """Values held in memory, open for reading: as tensors, or packed by a codec."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -156,14 +157,20 @@ def held_copy(source: Source, tier: str, device: torch.device, pinned: bool) -> 
     return PackedChunk(source.token_ids, source.start, geometry, source.codec, layers, tier)
 
 
-def whole(held: Held) -> ChunkKV:
-    """All of it, on the CPU, in memory that the caller owns."""
-    g, tokens = held.geometry, len(held.token_ids)
-    keys = [torch.empty((g.kv_heads, tokens, g.key_size), dtype=g.torch_dtype) for _ in range(g.layers)]
-    values = [torch.empty((g.kv_heads, tokens, g.value_size), dtype=g.torch_dtype) for _ in range(g.layers)]
+def layers_of(source: Source) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every layer's K and V, each in new memory."""
+    g, tokens = source.geometry, len(source.token_ids)
     for layer in range(g.layers):
-        held.read_layer(layer, keys[layer], values[layer])
-    return ChunkKV(held.token_ids, held.start, g, keys, values)
+        keys = torch.empty((g.kv_heads, tokens, g.key_size), dtype=g.torch_dtype)
+        values = torch.empty((g.kv_heads, tokens, g.value_size), dtype=g.torch_dtype)
+        source.read_layer(layer, keys, values)
+        yield keys, values
+
+
+def whole(source: Source) -> ChunkKV:
+    """All of it, on the CPU, in memory that the caller owns. Raises CorruptBlobError."""
+    keys, values = zip(*layers_of(source), strict=True)
+    return ChunkKV(source.token_ids, source.start, source.geometry, keys, values)
 
 
 def _memory(numbers: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> Tensor:

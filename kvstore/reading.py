@@ -14,12 +14,12 @@ from pathlib import Path
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE
-from ragblend.kvstore.held import Held
+from ragblend.kvstore.held import Held, whole
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.reader import ChunkReader, open_verified
 from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed
 from ragblend.kvstore.state import StoreState
-from ragblend.kvstore.upkeep import layers_of, refuse_row
+from ragblend.kvstore.upkeep import refuse_row
 
 log = logging.getLogger(__name__)
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
@@ -94,11 +94,9 @@ class ReadingStore(StoreState):
             return None
         with reader:
             try:
-                layers = list(layers_of(reader))
+                return whole(reader)
             except CorruptBlobError:
                 return None
-            keys, values = zip(*layers, strict=True)
-            return ChunkKV(reader.token_ids, reader.start, reader.geometry, keys, values)
 
     def _open(self, key: ChunkKey, token_ids: tuple[int, ...]) -> ChunkReader | None:
         missing: Path | None = None

@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ragblend.kvstore.blob import BlobDamage
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.disk import digest_in
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, sync_folder
-from ragblend.kvstore.held import Source
+from ragblend.kvstore.held import layers_of
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.layout import (
     QUARANTINE_FOLDER,
@@ -107,16 +105,6 @@ def _read_through(path: Path, key: ChunkKey) -> None:
     with open_verified(path, key, None, lambda what: None) as reader:
         for _ in layers_of(reader):
             pass
-
-
-def layers_of(reader: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every layer's K and V, each in new memory."""
-    g, tokens = reader.geometry, len(reader.token_ids)
-    for layer in range(g.layers):
-        keys = torch.empty((g.kv_heads, tokens, g.key_size), dtype=g.torch_dtype)
-        values = torch.empty((g.kv_heads, tokens, g.value_size), dtype=g.torch_dtype)
-        reader.read_layer(layer, keys, values)
-        yield keys, values
 
 
 def sweep(root: Path, index: Index) -> int:
