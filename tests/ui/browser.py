@@ -70,12 +70,18 @@ class Server:
         """Ctrl-C; the exit code."""
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(60)
-        self._reader.join(10)
+        self._close()
         return code
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(60)
+        self._close()
+
+    def _close(self) -> None:
+        self._reader.join(10)
+        self.process.stdout.close()
+        self.process.stderr.close()
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -83,6 +89,7 @@ class Server:
                 self.stop()
                 return
             self.kill()
+        self._close()
 
 
 class Watched:
