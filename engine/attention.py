@@ -1,15 +1,16 @@
 """The attention that models call: blocks of scattered rows on the CPU, and a look at what some rows look at.
 
 Torch's CPU kernel computes every masked score, so rows spread over a sequence cost twice what causality asks for, and
-ten times where a window slides. Rows are ascending: a block of them sees one run of keys. Watched rows are attended to
-by plain products, so that their weights are at hand for a policy: computed once, kept for that layer alone. Registered
-with transformers under names of its own (its documented extension point); with neither row blocks nor a watch it is
+ten times where a window slides. Rows are ascending: a block of them sees one run of keys. Where rows are few, the
+heads that share a key head are folded into rows, so that they do not each read the same keys again. Watched rows are
+attended to by plain products, so that their weights are at hand for a policy: computed once, kept for that layer alone.
+Registered with transformers under names of its own (its documented extension point); with none of these it is
 transformers' sdpa, or the model's own eager attention, unchanged.
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,17 +18,28 @@ from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
 BLOCK_ROWS = 128
+FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows start..stop of those being computed see keys first..last + 1, under mask (1, 1, stop - start, keys)."""
+    """Rows start..stop of those being computed see keys first_key..stop_key, under mask (1, 1, stop - start, keys)."""
 
     start: int
     stop: int
     first_key: int
     stop_key: int
     mask: Tensor
+
+    _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def folded(self, group: int) -> Tensor | None:
+        """(1, 1, group * rows, keys): the mask for a group's heads one below the other; made once for all layers."""
+        if self.mask is None:
+            return None
+        if group not in self._folds:
+            self._folds[group] = self.mask.repeat(1, 1, group, 1)
+        return self._folds[group]
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,8 @@ def rows_attention(
         return _watched_attention(
             module, query, key, value, attention_mask, scaling, row_blocks, watch, kwargs
         )
+    if row_blocks is None and attention_mask is None and query.shape[2] == 1 and query.device.type == "cpu":
+        row_blocks = [RowBlock(0, 1, 0, key.shape[2], None)]  # one row sees all that it is given
     if row_blocks is None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -131,19 +145,25 @@ def _blocked(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, row_blocks: list[RowBlock]
 ) -> Tensor:
     heads, rows, size = query.shape[1:]
-    groups = query.reshape(key.shape[1], heads // key.shape[1], rows, size)  # (H, G, R, D)
-    keys, values = key[0, :, None], value[0, :, None]  # (H, 1, T, D): one for all heads of a group
+    group = heads // key.shape[1]
+    folds = rows <= FOLDED_ROWS
+    groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     for block in row_blocks:
-        shape = (*groups.shape[:2], block.stop_key - block.first_key, -1)
+        queries = groups[:, :, block.start : block.stop]
+        if folds:
+            queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
+        shape = (*queries.shape[:2], block.stop_key - block.first_key, -1)
+        keys = slice(block.first_key, block.stop_key)
         part = nn.functional.scaled_dot_product_attention(
-            groups[:, :, block.start : block.stop],
-            keys[:, :, block.first_key : block.stop_key].expand(shape),
-            values[:, :, block.first_key : block.stop_key].expand(shape),
-            attn_mask=block.mask,
+            queries,
+            key[0, :, None, keys].expand(shape),
+            value[0, :, None, keys].expand(shape),
+            attn_mask=block.folded(group) if folds else block.mask,
             scale=scaling,
         )
-        out[0, block.start : block.stop] = part.flatten(0, 1).transpose(0, 1)
+        part = part.reshape(heads, block.stop - block.start, -1)
+        out[0, block.start : block.stop] = part.transpose(0, 1)
     return out
 
 

@@ -5,9 +5,11 @@ buffers and keys are moved by the computing thread. On CUDA the loader reads int
 copies and moves, and an event tells the compute stream when a layer is there, so the host never waits for the copy.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,15 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def available_bytes() -> int:
+    """Host memory that can be had without swapping; where the system does not tell, half of what there is."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        # Not SC_AVPHYS_PAGES: it leaves out the page cache, most of what is there to be had.
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 def default_budgets(device: torch.device) -> tuple[int, int]:
     """Bytes of KV to keep in host memory and on the device, where nobody said.
 
@@ -59,7 +70,7 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cpu":
         return 0, 0
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_bytes()
     on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return free // 4, on_device // 10
 

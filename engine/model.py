@@ -14,6 +14,7 @@ from ragblend.engine.attention import EAGER, NAME, register
 from ragblend.engine.convert import converted
 from ragblend.engine.decoder import Decoder, kv_geometry, rope_parameters
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
+from ragblend.engine.packing import pack
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, TokenizerMissingError, UnsupportedModelError
 from ragblend.kvstore.keys import ModelFingerprint
@@ -105,6 +106,7 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
         )
     model.eval().requires_grad_(False)
     use_own_attention(model)
+    pack(model)
     try:
         return LoadedModel(model, Decoder(model, dtype), None)
     except UnsupportedModelError as error:
