@@ -1,5 +1,6 @@
 """The whole page as it is served: every endpoint there is, without the token, from elsewhere, too large, upwards."""
 
+import asyncio
 import re
 
 import httpx
@@ -15,8 +16,6 @@ from ragblend.ui.entrance import Entrance
 from ragblend.ui.safety import Rules
 from ragblend.ui.serving import Address, build_app, gradio_environment, open_entrance
 
-# Gradio leaves event loops of its own unclosed.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PORT = 7860
 SECRET = "nobody outside may read this"
 LIMIT = 100_000
@@ -34,7 +33,14 @@ def app(home):
         (home / "secret.txt").write_text(SECRET)
         entrance = Entrance(PORT, token="right")
         rules = Rules.of("127.0.0.1", PORT, max_upload_bytes=LIMIT)
-        yield build_app(Context(desk), rules, entrance, LIMIT), entrance
+
+        async def built():
+            return build_app(Context(desk), rules, entrance, LIMIT)
+
+        # Outside a loop Gradio makes loops for its locks, and closes none of them.
+        with asyncio.Runner() as runner:
+            served = runner.run(built())
+        yield served, entrance
 
 
 @pytest.fixture
