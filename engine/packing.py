@@ -1,8 +1,8 @@
 """Linear layers that keep a second copy of their weights in the order in which oneDNN computes.
 
-A pass over few rows is bound by reading weights, and torch puts bfloat16 weights into the kernel's order again on every
-call: on a Xeon with AMX that is a third of the time at 68 rows and half of it at one. With many rows the plain order is as
-fast or faster, so both are kept. Results are those of the same kernel; only the order of the sums may differ.
+A pass over few rows is bound by reading weights, and torch puts bfloat16 weights into the kernel's order again on
+every call: on a Xeon with AMX that is a third of the time at 68 rows and half of it at one. With many rows the plain
+order is as fast or faster, so both are kept. Results are those of the same kernel; the order of sums may differ.
 """
 
 from typing import Any
