@@ -15,7 +15,10 @@ GROW_TOKENS = 256
 
 
 class FusedLayer(DynamicLayer):
-    """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing."""
+    """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing.
+
+    evicted: how many tokens each head has lost; to positions and masks they count as if they were there.
+    """
 
     keys: Tensor
     values: Tensor
@@ -27,6 +30,7 @@ class FusedLayer(DynamicLayer):
         self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
         self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
         self.is_initialized = True
+        self.evicted = 0
         self.set_length(0)
 
     def set_length(self, tokens: int) -> None:
@@ -46,6 +50,21 @@ class FusedLayer(DynamicLayer):
         self.value_buffer[:, :, start:stop] = value_states
         self.set_length(stop)
         return self.keys, self.values
+
+    def keep(self, rows: Tensor) -> None:
+        """Of what it holds, keep for each head rows (H, kept), ascending, and give the memory of the others back."""
+        held = self.keys.shape[2]
+        self.key_buffer = _gathered(self.keys, rows, GROW_TOKENS)
+        self.value_buffer = _gathered(self.values, rows, GROW_TOKENS)
+        self.evicted += held - rows.shape[1]
+        self.set_length(rows.shape[1])
+
+    def get_seq_length(self) -> int:
+        return int(self.keys.shape[2]) + self.evicted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys, and the position of the first: what is left stands, for a mask, right before what comes."""
+        return int(self.keys.shape[2]) + query_length, self.evicted
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers: a negative number of tokens to drop from the end."""
@@ -120,17 +139,23 @@ class FusedCache(DynamicCache):
         held.value_buffer[0].index_fill_(1, rows, 0)
 
     def truncate(self) -> None:
-        """Forget everything after the prompt; the prompt's own KV stays as the prefill left it."""
+        """Forget everything after the prompt; the prompt's own KV stays as the prefill, or an eviction, left it."""
         for held in self.fused:
-            held.set_length(self.prompt_tokens)
+            held.set_length(self.prompt_tokens - held.evicted)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self.fused[layer_idx].keys.shape[2])
+        return self.fused[layer_idx].get_seq_length()
+
+    @property
+    def evicted_tokens(self) -> int:
+        """How many tokens of the prompt each head has lost, in the layers that lost any."""
+        return max(held.evicted for held in self.fused)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prompt's KV in all layers."""
-        return self.prompt_tokens * self.geometry.token_bytes
+        """Bytes of the prompt's KV in all layers, without what was evicted."""
+        tokens = sum(self.prompt_tokens - held.evicted for held in self.fused)
+        return tokens * self.geometry.token_bytes // self.geometry.layers
 
     def _evidence(self, layer: int, new_keys: Tensor, new_values: Tensor) -> Evidence:
         keys, values = self.span(layer, 0, self.prompt_tokens)
@@ -142,6 +167,14 @@ class FusedCache(DynamicCache):
         else:  # about to be written over
             old = keys.clone(), values.clone()
         return Evidence(layer, rows, new_keys, new_values, *old)
+
+
+def _gathered(held: Tensor, rows: Tensor, room: int) -> Tensor:
+    """A new buffer (1, H, kept + room, D) that begins with held (1, H, T, D) at rows (H, kept)."""
+    heads, kept = rows.shape
+    buffer = torch.empty((1, heads, kept + room, held.shape[3]), dtype=held.dtype, device=held.device)
+    torch.gather(held[0], 1, rows[..., None].expand(-1, -1, held.shape[3]), out=buffer[0, :, :kept])
+    return buffer
 
 
 def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:

@@ -69,7 +69,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How the tokens after the prompt are chosen; temperature 0 is greedy."""
+    """How the tokens after the prompt are chosen; temperature 0 is greedy.
+
+    keep_tokens: of the passages each key head keeps so many once the first token is out (`eviction.py`); None: all.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -78,10 +81,11 @@ class DecodeOptions:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    keep_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"):
-            _check_number(name, getattr(self, name), type(self).__dataclass_fields__[name].default)
+        for name in self.__dataclass_fields__.keys() - {"stop"}:
+            _check_number(name, getattr(self, name), self.__dataclass_fields__[name].default)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature < 0:
@@ -90,6 +94,8 @@ class DecodeOptions:
             raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (off) or above, not {self.top_k}")
+        if self.keep_tokens is not None and self.keep_tokens < 1:
+            raise UsageError(f"keep_tokens must be at least 1, or None to keep all, not {self.keep_tokens}")
         if self.repetition_penalty <= 0:
             raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -158,7 +164,7 @@ class Report:
     decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
     fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
     averaged over layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt:
-    `r`eused, re`c`omputed, `f`resh, `m`issing.
+    `r`eused, re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
     """
 
     method: str
@@ -174,3 +180,4 @@ class Report:
     probe_rows: int = 0
     computed_fraction: float = 1.0
     served: str = ""
+    evicted_tokens: int = 0

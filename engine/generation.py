@@ -8,10 +8,11 @@ from typing import Any
 
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.decode import decode
+from ragblend.engine.eviction import evict
 from ragblend.engine.resources import Resources
 from ragblend.engine.results import Prefilled, Result
 from ragblend.engine.text import TextStream, text_of
-from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 OnText = Callable[[str], None]
 
@@ -44,9 +45,12 @@ def finish(
     stream = TextStream(resources.tokenizing.tokenizer, options.stop)
 
     def on_token(token_id: int) -> None:
+        first = clock.first is None
         clock.tick()
         if (on_text is not None or options.stop) and (piece := stream.feed(token_id)) and on_text is not None:
             on_text(piece)
+        if first and options.keep_tokens is not None and options.max_new_tokens > 1:
+            _evict(resources, prefilled, options.keep_tokens)
 
     def halted() -> bool:
         return stream.stopped or (cancel is not None and cancel.is_set())
@@ -69,9 +73,17 @@ def finish(
     if on_text is not None and (piece := stream.finish()):
         on_text(piece)
     report = clock.report(prefilled.report, len(ids))
+    if prefilled.cache is not None:
+        report = replace(report, evicted_tokens=prefilled.cache.evicted_tokens)
     # `generate` ends an answer early for no other reasons than its end token and our own criterion.
     stopped = stream.stopped or len(ids) < options.max_new_tokens or ids[-1] in _end_ids(model)
     return Result(text_of(tokenizer, ids, options.stop), tuple(ids), report, prefilled.prompt, stopped)
+
+
+def _evict(resources: Resources, prefilled: Prefilled, keep_tokens: int) -> None:
+    if prefilled.cache is None:  # the model was run by its own means
+        raise UnsupportedModelError("keep_tokens needs fused KV, which this model cannot have; leave it out")
+    evict(resources.decoder, prefilled.prompt, prefilled.cache, keep_tokens)
 
 
 def _end_ids(model: Any) -> set[int]:

@@ -42,7 +42,13 @@ class Session:
         return kept.cache.geometry.token_bytes * len(kept.token_ids) if kept else 0
 
     def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
-        """Hold the KV of these tokens, as far as the cache goes; nobody else may change that cache from now on."""
+        """Hold the KV of these tokens, as far as the cache goes; nobody else may change that cache from now on.
+
+        What was thinned out after the first token is no context to go on from, so of that nothing is held.
+        """
+        if cache.evicted_tokens:
+            self.forget()
+            return
         self._kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
 
     def forget(self) -> None:
