@@ -4,8 +4,11 @@ What a chunk's KV lacks is in part the same for all its tokens: the text before 
 (turned back to position 0) the same way, and draws them away from what they had from the chunk alone. So the mean
 change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
 value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`). Nothing is
-learnt beforehand: every prompt, layer and head has its own regression. Ours; measured in docs/methods.md. Cost: one
-pass over the layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and products (T, F) by (F, D).
+learnt beforehand: every prompt, layer and head has its own regression. The computed rows were chosen for what the
+question looks at, so they say less about rows unlike them: the regression's part shrinks with how far a row is from
+them, and all of a shift with how few they are beside the numbers that they are to tell. Ours; measured in
+docs/methods.md. Cost: one pass over the layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and
+products (T, F) by (F, D).
 """
 
 import torch
@@ -21,6 +24,10 @@ SHRINK_ROWS = 16
 RIDGE = 4.0
 # How large a row's places stand beside its keys and values: what is large is shrunk less.
 PLACE_SCALE = 3.0
+# Where a row's squared distance from the computed rows' mean is k times theirs, the regression counts 1 / (1 + 8 (k - 1)).
+CAUTION = 8.0
+# n computed rows count n / (n + 1.5 D): with few rows even their mean is a guess.
+SHRINK_SIZES = 1.5
 
 
 def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | None:
@@ -36,7 +43,11 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
         shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
         picked, of_rows = chunks[change.rows], chunks[change.start : change.stop].clamp_min(0)
         keys, values = (_means(of, picked, count, shrink)[:, of_rows] for of in (change.keys, change.values))
-    return Shift(keys.mul_(strength), values.mul_(strength))
+    rows = change.rows.numel()
+    keys, values = (
+        part.mul_(strength * rows / (rows + SHRINK_SIZES * part.shape[-1])) for part in (keys, values)
+    )
+    return Shift(keys, values)
 
 
 def chunk_of(plan: Plan) -> Tensor:
@@ -68,12 +79,28 @@ def _linear(change: Change, stored: Tensor, changes: Tensor, chunks: Tensor, pla
     known = torch.cat([known, places[change.rows].expand(known.shape[0], -1, -1)], dim=-1)
     centre = known.mean(1, keepdim=True)
     means = _means(changes, chunks[change.rows], count, SHRINK_ROWS)
-    weights = _ridge(known - centre, changes - means[:, chunks[change.rows]])  # (H, D + 3, D)
-    by_chunk = means - centre @ weights
-    # One product for all that is the same in every head: which chunk a row is of, and its place.
-    static = torch.cat([places[run], _one_hot(chunks[run], count)], dim=-1)
-    of_static = torch.cat([weights[:, stored.shape[-1] :], by_chunk], dim=1)
-    return (static @ of_static).baddbmm_(stored, weights[:, : stored.shape[-1]])
+    squares, gram = _system(known - centre)
+    weights = torch.cholesky_solve(
+        (known - centre).transpose(1, 2) @ (changes - means[:, chunks[change.rows]]),
+        torch.linalg.cholesky(gram),
+    )  # (H, D + 3, D)
+    size = stored.shape[-1]
+    predicted = (places[run] @ weights[:, size:] - centre @ weights).baddbmm_(stored, weights[:, :size])
+    nearness = _nearness(stored, places[run], centre, gram.diagonal(dim1=1, dim2=2), squares)
+    return predicted.mul_(nearness[..., None]).add_(means[:, chunks[run].clamp_min(0)])
+
+
+def _nearness(stored: Tensor, places: Tensor, centre: Tensor, scales: Tensor, squares: Tensor) -> Tensor:
+    """(H, n), at most 1: how far the regression may be trusted about rows of stored (H, n, D) at places (n, 3).
+
+    By the squared distance from centre (H, 1, F), each feature in units of scales (H, F), beside that of the computed
+    rows, whose features have mean squares (H, F).
+    """
+    size, units = stored.shape[-1], 1 / scales[..., None]
+    away = (stored - centre[..., :size]).square() @ units[:, :size]
+    away = away + (places - centre[..., size:]).square() @ units[:, size:]
+    typical = (squares[:, None] @ units).clamp_min(1e-12)  # (H, 1, 1)
+    return (1 / (1 + CAUTION * (away / typical - 1).clamp_min(0)))[..., 0]
 
 
 def _places(plan: Plan, chunks: Tensor) -> Tensor:
@@ -84,14 +111,11 @@ def _places(plan: Plan, chunks: Tensor) -> Tensor:
     return torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
 
 
-def _one_hot(chunks: Tensor, count: int) -> Tensor:
-    return (chunks[:, None] == torch.arange(count, device=chunks.device)).float()
-
-
-def _ridge(known: Tensor, wanted: Tensor) -> Tensor:
-    """Weights (H, F, D) of the ridge regression of wanted (H, C, D) on known (H, C, F), both about their means."""
+def _system(known: Tensor) -> tuple[Tensor, Tensor]:
+    """Of known (H, C, F), about its mean: mean squares of the features (H, F), and the ridged gram (H, F, F)."""
     rows, size = known.shape[1:]
     gram = known.transpose(1, 2) @ known
     diagonal = gram.diagonal(dim1=1, dim2=2)  # a view
+    squares = diagonal / rows
     diagonal += (RIDGE * size / rows * diagonal.mean(1) + 1e-6)[:, None]
-    return torch.cholesky_solve(known.transpose(1, 2) @ wanted, torch.linalg.cholesky(gram))
+    return squares, gram

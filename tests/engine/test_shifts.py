@@ -30,6 +30,7 @@ def turned(vector, position, inv_freq):
 def expected_shift(form, chunk, changes, strength):
     """changes: {chunk: [vectors]} of the computed rows."""
     everything = [vector for vectors in changes.values() for vector in vectors]
+    strength *= len(everything) / (len(everything) + 1.5 * everything[0].numel())
     common = sum(everything) / len(everything)
     own = changes.get(chunk, [])
     if form == "common":
@@ -104,7 +105,7 @@ def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkey
         out[:size] = turned(out[:size], sign * row, inv_freq)
         return out
 
-    size = stale[0].shape[-1]
+    size, trusted = stale[0].shape[-1], []
     for head, kind in ((0, 0), (1, 0), (0, 1), (1, 1)):  # keys and values alone say what becomes of them
 
         def held(row, head=head, kind=kind):
@@ -134,12 +135,19 @@ def test_the_linear_form_is_ridge_regression_on_the_computed_rows(stored, monkey
         damped = torch.cat([system, math.sqrt(ridge) * torch.eye(size + 3, dtype=torch.float64)])
         right = torch.cat([wanted, torch.zeros(size + 3, size, dtype=torch.float64)])
         weights = torch.linalg.lstsq(damped, right).solution
+        scales = (system**2).sum(0) + ridge
+        typical = sum(float((each**2 / scales).sum()) for each in system) / len(picked)
+        strength = 0.5 * len(picked) / (len(picked) + 1.5 * size)
         for row in left:
-            shift = 0.5 * (mean(chunk[row]) + (features(row) - centre) @ weights)
+            away = float(((features(row) - centre) ** 2 / scales).sum()) / typical
+            trust = 1 / (1 + 8 * max(0.0, away - 1))
+            trusted.append(trust)
+            shift = strength * (mean(chunk[row]) + trust * ((features(row) - centre) @ weights))
             shift = shift if kind else turned_row(shift, row, 1)
             now, before = found.span(1, row, row + 1)[kind][head, 0], stale[kind][head, row]
             assert largest_error(now, before + shift) < 1e-3
             assert largest_error(now, before) > 1e-3
+    assert min(trusted) < 0.5 < max(trusted) == 1
 
 
 @pytest.mark.parametrize("form", [*FORMS, "linear"])
