@@ -24,7 +24,8 @@ SHRINK_ROWS = 16
 RIDGE = 4.0
 # How large a row's places stand beside its keys and values: what is large is shrunk less.
 PLACE_SCALE = 3.0
-# Where a row's squared distance from the computed rows' mean is k times theirs, the regression counts 1 / (1 + 8 (k - 1)).
+# Where a row's squared distance from the computed rows' mean is k times theirs, the regression counts
+# 1 / (1 + 8 (k - 1)).
 CAUTION = 8.0
 # n computed rows count n / (n + 1.5 D): with few rows even their mean is a guess.
 SHRINK_SIZES = 1.5
