@@ -29,7 +29,7 @@ class RowBlock:
     stop: int
     first_key: int
     stop_key: int
-    mask: Tensor
+    mask: Tensor | None
 
     _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
