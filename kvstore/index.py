@@ -3,7 +3,7 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,9 @@ from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed, integrity, lenient
 
 COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
-_ROW_BYTES = (
-    "SELECT rowid, CAST(key AS BLOB), raw, size, mode, CAST(filename AS BLOB), value IS NOT NULL FROM Cache"
-)
-_DIGEST = slice(len("values/ab/"), len("values/ab/") + 64)  # in the name of a value file
+# Rows that the store could have written, as bytes: a damaged name need not be text.
+_NAMED = f"""SELECT CAST(filename AS BLOB), size FROM Cache WHERE raw = 1 AND mode = {MODE_BINARY} AND value IS NULL
+    AND CAST(key AS BLOB) = substr(CAST(filename AS BLOB), {len("values/ab/") + 1}, 64)"""
 _INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
     VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
 _UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, value = NULL,
@@ -93,20 +92,18 @@ class Index:
         with self.connection() as sql:
             return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY rowid")]
 
-    def rows_amiss(self, sizes: dict[bytes, int]) -> list[Row]:
-        """Rows that cannot be true, given the names and sizes of all files; those of the other rows leave `sizes`.
+    def compared(self, files: Set[tuple[bytes, int]]) -> tuple[list[Row], set[tuple[bytes, int]]]:
+        """Rows that cannot be true, given name and size of every file; and the files that the other rows name.
 
-        For 100,000 rows, so nothing is decoded and no `Row` is made of what is in order.
+        For 100,000 rows, so two sets are compared, and no `Row` is made where all is in order.
         """
-        amiss = []
         with self.connection() as sql:
-            for rowid, key, raw, size, mode, filename, has_value in sql.execute(_ROW_BYTES):
-                ours = raw == 1 and mode == MODE_BINARY and not has_value
-                if ours and sizes.get(filename) == size and filename[_DIGEST] == key:
-                    del sizes[filename]
-                else:
-                    amiss.append(rowid)
-            return [Row(*sql.execute(f"{_ROW} WHERE rowid = ?", (rowid,)).fetchone()) for rowid in amiss]
+            named = set(sql.execute(_NAMED).fetchall())
+            (count,) = sql.execute("SELECT COUNT(*) FROM Cache").fetchone()
+        if len(named) == count and named <= files:
+            return [], named
+        named &= files
+        return [row for row in self.rows() if not _is_named(row, named)], named
 
     def row(self, digest: str) -> Row | None:
         with self.connection() as sql:
@@ -161,6 +158,10 @@ class Index:
     def close(self) -> None:
         with self._lock:
             self._sql.close()
+
+
+def _is_named(row: Row, named: Set[tuple[bytes, int]]) -> bool:
+    return row.digest is not None and (str(row.filename).encode(), row.size) in named
 
 
 def totals(sql: sqlite3.Connection) -> tuple[int, int]:

@@ -35,6 +35,8 @@ _IN_ORDER = f"""SELECT key, size, {_FIELDS} FROM Uses CROSS JOIN Cache ON Cache.
 _SOUND = """typeof(priority) = 'real' AND ABS(priority) < ? AND typeof(used_at) = 'real' AND used_at BETWEEN 0 AND ?
     AND typeof(frequency) = 'real' AND frequency BETWEEN 0 AND ? AND typeof(cost) = 'real' AND cost BETWEEN 0 AND ?
     AND typeof(computations) = 'integer' AND computations >= 0"""
+# One pass for both: rows of no value, and damaged ones.
+_AMISS = f"SELECT cache_row FROM Uses LEFT JOIN Cache ON rowid = cache_row WHERE raw IS NOT 1 OR NOT ({_SOUND})"
 _TOO_MANY_GONE = """DELETE FROM Gone WHERE digest IN (SELECT digest FROM Gone ORDER BY used_at, digest
     LIMIT MAX(0, (SELECT COUNT(*) FROM Gone) - ?))"""
 
@@ -122,11 +124,12 @@ def trim_gone(sql: sqlite3.Connection, at_most: int) -> None:
 
 def mend(sql: sqlite3.Connection, state: State) -> None:
     """Drop rows of no value; what is damaged counts as never used."""
-    sql.execute("DELETE FROM Uses WHERE cache_row NOT IN (SELECT rowid FROM Cache WHERE raw = 1)")
-    damaged = sql.execute(f"SELECT cache_row FROM Uses WHERE NOT ({_SOUND})", (LARGEST,) * 4).fetchall()
-    for (rowid,) in damaged:
-        found = _found(sql.execute(f"{_STORED} AND Cache.rowid = ?", (rowid,)).fetchone())
-        enter(sql, state, rowid, found.entry)
+    for (rowid,) in sql.execute(_AMISS, (LARGEST,) * 4).fetchall():
+        fields = sql.execute(f"{_STORED} AND Cache.rowid = ?", (rowid,)).fetchone()
+        if fields is None:
+            sql.execute("DELETE FROM Uses WHERE cache_row = ?", (rowid,))
+        else:
+            enter(sql, state, rowid, _found(fields).entry)
 
 
 def rank_anew(sql: sqlite3.Connection, state: State) -> State:
