@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import torch
 from benches import make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
-from ragblend.engine import serving
+from ragblend.engine import profiling, serving
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     USD_PER_GB_MONTH,
@@ -22,6 +23,8 @@ from ragblend.engine.controller import (
     ttft_ms,
 )
 from ragblend.engine.machine import Machine
+from ragblend.engine.packing import MOST_ROWS
+from ragblend.engine.plan import make_plan
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.profile import PrefillProfile
@@ -233,3 +236,33 @@ def test_every_tier_of_a_staged_device_is_measured_through_its_lane(fresh, monke
     assert [tier.name for tier in measured.tiers] == ["device", "memory", "disk"]
     assert len(lane.delivered) >= 3 * fresh.engine._resources.decoder.geometry.layers
     assert not list(fresh.engine.store.keys())
+
+
+def test_the_grid_has_points_on_both_sides_of_what_changes_kernels():
+    """Linear layers are faster up to that many rows: interpolated across it, few rows looked dear and many cheap."""
+    at = profiling.NEW.index(MOST_ROWS)
+    assert profiling.NEW[at + 1] <= 1.5 * MOST_ROWS
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (2, 2), (7, 7), (100, 1), (4113, 16), (5120, 1024)])
+def test_measured_rows_are_spread_and_the_last_is_among_them(tokens, count):
+    """Rows at the end look at everything, and 455 of them took a fifth longer than as many that a policy chose."""
+    plan = make_plan(torch.ones(tokens, dtype=torch.int64), (), 2, 0.0, 0.3)
+    rows = profiling._Spread(count).rows(plan)
+    assert rows.numel() == count and rows[-1] == tokens - 1 and (rows.diff() > 0).all()
+    assert rows.diff().float().std(correction=0) < 1 if count > 1 else True
+
+
+def test_long_prompts_behind_something_are_composed_of_goes(monkeypatch):
+    """A go of 1,024 rows has the ones before it behind it; only behind nothing they are measured."""
+    asked = []
+
+    def made_up(bench, behind, count):
+        asked.append((behind, count))
+        return float(count * (1 + behind))
+
+    monkeypatch.setattr(profiling, "_prefill_ms", made_up)
+    bench = profiling.Bench(None, None, None, None, 0, lambda: None)
+    grid = profiling._grid(bench, "test", (0, 2048), (16, 1024), (2048,))
+    assert grid.ms(0, 2048) == 2048 and (2048, 2048) not in asked
+    assert grid.ms(2048, 2048) == 1024 * 2049 + 1024 * 3073
