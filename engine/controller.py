@@ -2,8 +2,8 @@
 
 Loading and recomputing run side by side, layer by layer, so a request takes about as long as the slower of the two.
 Where loading is the slower one, more rows can be recomputed without any delay; where it is the faster one, the KV might
-as well lie on a cheaper tier (CacheBlend, EuroSys'25, section 5.1 and footnotes 5-6). Pure functions over a measured
-profile.
+as well lie on a cheaper tier (CacheBlend, EuroSys'25, section 5.1 and footnotes 5-6). On a CPU loading needs the cores
+that compute, so a measured share of it stands in the layers' way. Pure functions over a measured profile.
 """
 
 import json
@@ -12,25 +12,34 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ragblend.engine.selection.base import FLOOR_RATIO
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.profile import PrefillProfile
 
 RATIO_STEPS = 1 << 10
 GIGABYTE = 10**9
+NO_DELAY = (
+    1.05  # of the quickest tier's time to the first token: below what two runs of one request differ by
+)
 # What a GB costs for a month where nothing else is said: cloud list prices, rounded; the order is what decides.
 USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Where KV may lie. bytes_per_s: into the fused buffers, moved; usd_per_gb_month: what keeping it there costs."""
+    """Where KV may lie. bytes_per_s: into the fused buffers, moved; usd_per_gb_month: what keeping it there costs.
+
+    in_the_way: share of the loading time for which the layers cannot go on, because it takes what they compute with:
+    0 before a device of its own, 1 where loading and computing take turns.
+    """
 
     name: str
     bytes_per_s: float
     usd_per_gb_month: float
+    in_the_way: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.usd_per_gb_month < 0:
+        if self.bytes_per_s <= 0 or self.usd_per_gb_month < 0 or not 0 <= self.in_the_way <= 1:
             raise UsageError(f"the profile of tier {self.name!r} makes no sense; measure it again")
 
 
@@ -79,7 +88,8 @@ class Workload:
     """A request before anything is computed. bytes_by_tier: stored KV to load, by the tier that it lies on.
 
     always: rows that every policy computes; candidates: stored rows that may be recomputed; all of `stored` count in a
-    ratio.
+    ratio. What choosing costs is paid from the ratio: whole_layers are computed for all candidates before some of them
+    are chosen, and a probe takes probe_rows through probe_layers, settled_rows of them for good.
     """
 
     tokens: int
@@ -88,10 +98,21 @@ class Workload:
     stored: int
     layers: int
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    whole_layers: float = 0.0
+    probe_rows: int = 0
+    probe_layers: int = 0
+    settled_rows: int = 0
+
+    def whole(self, ratio: float) -> float:
+        """Layers computed for all candidates: none where there is nothing to choose."""
+        return self.whole_layers if 0 < ratio * self.stored < self.candidates else 0.0
 
     def rows(self, ratio: float) -> float:
-        """Rows computed at that ratio, averaged over layers."""
-        return self.always + min(ratio * self.stored, self.candidates)
+        """Rows computed in a layer behind the choice, those that a probe has settled included."""
+        whole = self.whole(ratio)
+        spent = whole * self.candidates + self.probe_layers * (self.probe_rows - self.settled_rows)
+        left = (ratio * self.stored * self.layers - spent) / (self.layers - int(whole))
+        return self.always + min(max(left, min(FLOOR_RATIO, ratio) * self.stored), self.candidates)
 
 
 @dataclass(frozen=True)
@@ -110,21 +131,41 @@ class Decision:
 
 
 def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
-    """The layers, for the rows of that ratio against the whole sequence."""
-    rows = work.rows(ratio)
-    return profile.prefill.ms(work.tokens - rows, rows)
+    """The layers for the rows of that ratio against the whole sequence, after those that choosing takes.
+
+    Pass by pass, because few rows take longer each: a mean over layers would say too little.
+    """
+
+    def ms(rows: float, layers: float) -> float:
+        return layers / work.layers * profile.prefill.ms(work.tokens - rows, rows) if layers else 0.0
+
+    whole, rows = work.whole(ratio), work.rows(ratio)
+    choosing = ms(work.probe_rows, work.probe_layers) + ms(work.always + work.candidates, whole)
+    behind = ms(rows - work.settled_rows, work.probe_layers)
+    return choosing + behind + ms(rows, work.layers - work.probe_layers - int(whole))
 
 
 def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> float:
     """Reading all stored KV from where it lies, or, if named, from one tier."""
+    return sum(ms for _, ms in _loads(profile, work, tier))
+
+
+def busy_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | None = None) -> float:
+    """The layers, and what of the loading stands in their way."""
+    in_the_way = sum(each.in_the_way * ms for each, ms in _loads(profile, work, tier))
+    return compute_ms(profile, work, ratio) + in_the_way
+
+
+def _loads(profile: DeviceProfile, work: Workload, tier: str | None) -> list[tuple[Tier, float]]:
     parts = work.bytes_by_tier if tier is None else {tier: sum(work.bytes_by_tier.values())}
-    return sum(nbytes / profile.tier(name).bytes_per_s * 1e3 for name, nbytes in parts.items())
+    tiers = [(profile.tier(name), nbytes) for name, nbytes in parts.items()]
+    return [(each, nbytes / each.bytes_per_s * 1e3) for each, nbytes in tiers]
 
 
 def ttft_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | None = None) -> float:
     """Layers in a pipeline: the first must be loaded, the last computed, and between them the slower one counts."""
     compute, load = compute_ms(profile, work, ratio), load_ms(profile, work, tier)
-    between = (work.layers - 1) / work.layers * max(compute, load)
+    between = (work.layers - 1) / work.layers * max(busy_ms(profile, work, ratio, tier), load)
     return profile.overhead_ms + between + (compute + load) / work.layers
 
 
@@ -134,7 +175,7 @@ def hidden_ratio(profile: DeviceProfile, work: Workload) -> float:
     low, high = 0, RATIO_STEPS
     while low < high:  # compute time only grows with the ratio
         middle = (low + high + 1) // 2
-        if compute_ms(profile, work, middle / RATIO_STEPS) <= load:
+        if busy_ms(profile, work, middle / RATIO_STEPS) <= load:
             low = middle
         else:
             high = middle - 1
@@ -142,11 +183,10 @@ def hidden_ratio(profile: DeviceProfile, work: Workload) -> float:
 
 
 def cheapest_tier(profile: DeviceProfile, work: Workload, ratio: float) -> str:
-    """Of the tiers that load as fast as the rows are computed the cheapest; the fastest if none does (footnote 6)."""
-    compute = compute_ms(profile, work, ratio)
-    quick = [tier for tier in profile.tiers if load_ms(profile, work, tier.name) <= compute]
-    if not quick:
-        return max(profile.tiers, key=lambda tier: tier.bytes_per_s).name
+    """Of the tiers from which a request takes no longer than from the quickest, the cheapest (footnote 6)."""
+    times = [(ttft_ms(profile, work, ratio, tier.name), tier) for tier in profile.tiers]
+    quickest = min(ms for ms, _ in times)
+    quick = [tier for ms, tier in times if ms <= NO_DELAY * quickest]
     return min(quick, key=lambda tier: tier.usd_per_gb_month).name
 
 

@@ -170,6 +170,22 @@ def _probes(run: Run) -> Probed | None:
     return probed
 
 
+def probe_size(plan: Plan, policy: Policy) -> tuple[int, int, int]:
+    """Rows of the first probe, its layers, and how many of the rows nothing can change; zeros where there is none."""
+    rows = policy.probe_rows(plan, None)
+    if rows is None or not rows.numel():
+        return 0, 0, 0
+    stored = int((plan.kinds[rows] > Kind.MISSING).sum())
+    first = int((rows < plan.settled_tokens).sum())
+    settled = first if first == int(plan.always[: plan.settled_tokens].sum()) else 0
+    return rows.numel(), _probe_layers(plan, policy, stored), settled
+
+
+def _probe_layers(plan: Plan, policy: Policy, stored: int) -> int:
+    """All layers if stored rows are among the probe's, for they are computed for good; else up to the last watched."""
+    return plan.layers if stored else max(n for n in range(plan.layers) if policy.watches(plan, n)) + 1
+
+
 def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
     """One probe: rows through the layers up to the last one that is watched, or all if stored rows are among them."""
     policy, plan, spent = run.policy, run.plan, run.spent
@@ -183,8 +199,7 @@ def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
     watched = min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
     with run.recorder.device_part("prepare", "device"):
         work = _begin(run, rows, watched, absent if gone.numel() else None)
-    last = max(layer for layer in range(plan.layers) if policy.watches(plan, layer))
-    layers = plan.layers if work.stored else last + 1
+    layers = _probe_layers(plan, policy, work.stored)
     scores: dict[int, Tensor] = {}
     for layer in range(layers):
         run.check_cancelled()

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ragblend.engine.profiling import measure
 from ragblend.engine.resources import Resources
 from ragblend.engine.results import Prefilled
 from ragblend.engine.scheduler import Chores, DeviceQueue
-from ragblend.engine.serving import Request, left_to_generate, prefill_natively
+from ragblend.engine.serving import Request, left_to_generate, overhead_ms, prefill_natively
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import UsageError
 
@@ -94,7 +95,7 @@ class Machine:
             if not resources.gate.passed:
                 raise UsageError(f"{resources.model_name} is not fused, so there is nothing to profile")
             server = resources.server
-            server.profile = measure(
+            measured = measure(
                 resources.decoder,
                 server.lane,
                 server.pool,
@@ -103,6 +104,7 @@ class Machine:
                 resources.config.prices,
                 progress,
             )
+            server.profile = replace(measured, overhead_ms=overhead_ms(server))
             server.profile.save(resources.profile_path)
             return server.profile
 

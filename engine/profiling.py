@@ -1,14 +1,14 @@
-"""Measuring a device for the controller: prefill over a grid, and loading from each tier.
+"""Measuring a device for the controller: prefill over a grid, and loading from each tier, alone and beside the layers.
 
-The layers are timed through the very loop that serves requests, with nothing to load; the tiers through the very
-loader, with nothing to compute, on a chunk of random values.
+Everything is timed through the very loop and loader that serve requests: the layers with nothing to load, the tiers
+with nothing to compute, and then both at once, on chunks of random values.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
-from ragblend.engine.fusion import fused_prefill
+from ragblend.engine.fusion import BATCH_ROWS, fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.selection.base import Policy
@@ -31,24 +31,29 @@ from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
 CACHED = (0, 512, 2048, 4096)
-NEW = (16, 128, 512, 1024)
-REPEATS = 3
-LONG_MS = 1000.0  # what takes longer is timed once: it is steady enough, and a profile should take seconds
+# 256 is where linear layers change the order of their weights (packing.MOST_ROWS), so there is a point behind it too.
+NEW = (16, 64, 256, 320, 512, BATCH_ROWS)
+LONG = (2 * BATCH_ROWS, 4 * BATCH_ROWS)  # behind nothing; behind something they are composed of goes
+REPEATS = 7
+ENOUGH_MS = 1000.0  # of one thing
 CHUNK_TOKENS = 512
+CHUNKS = 4  # read at once: one alone would be over before the threads have shared it out
 MOVED_TOKENS = 8  # so that keys have to be moved, as they nearly always have
-_KEY = ChunkKey("0" * 64)  # of no real chunk
 Progress = Callable[[int, int], None]
+Opened = Callable[[int], AbstractContextManager[Source]]
 
 
 @dataclass(frozen=True)
-class _Last(Policy):
-    """Computes the last rows of a sequence, as many as it is told."""
+class _Spread(Policy):
+    """Computes so many rows, evenly spread, the last one among them: as rows are that a policy has chosen."""
 
     count: int = 0
     name: str = field(default="profile", kw_only=True)
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        return torch.arange(plan.tokens - self.count, plan.tokens, device=plan.token_ids.device)
+        places = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
+        places[-1] = plan.tokens - 1
+        return places.round().long().to(plan.token_ids.device)
 
 
 class _Nothing:
@@ -56,6 +61,18 @@ class _Nothing:
 
     def wait(self, layer: int) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and with what. step() is called after each measurement."""
+
+    decoder: Decoder
+    lane: Lane
+    pool: ThreadPoolExecutor
+    store: KVStore
+    window: int
+    step: Callable[[], None]
 
 
 def measure(
@@ -72,9 +89,8 @@ def measure(
     pool: the loader's threads; window: tokens that the model takes; longer sequences are left out of the grid; prices:
     USD for a GB and month by tier. progress(done, total).
     """
-    cached = tuple(count for count in CACHED if count + NEW[-1] <= window) or (0, 1)
-    new = tuple(count for count in NEW if count + cached[-1] <= window) or (1, 2)
-    total, done = len(cached) * len(new) + (3 if lane.staged else 2), 0
+    cached, new, long = _axes(window)
+    total, done = len(cached) * len(new) + len(long) + (3 if lane.staged else 2), 0
 
     def step() -> None:
         nonlocal done
@@ -82,67 +98,113 @@ def measure(
         if progress is not None:
             progress(done, total)
 
+    bench = Bench(decoder, lane, pool, store, window, step)
+    _prefill_ms(bench, cached[-1], new[-1])  # the first pays for pages and kernels
+    about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
+    grid = _grid(bench, f"{about} on {decoder.device}", cached, new, long)
+    return DeviceProfile(grid.about, grid, tuple(_tiers(bench, grid, prices)))
+
+
+def _axes(window: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    cached = tuple(count for count in CACHED if count + NEW[-1] <= window) or (0, 1)
+    new = tuple(count for count in NEW if count + cached[-1] <= window)
+    return (
+        cached if len(cached) > 1 else (0, 1),
+        new if len(new) > 1 else (1, 2),
+        tuple(n for n in LONG if n <= window),
+    )
+
+
+def _grid(
+    bench: Bench, about: str, cached: Sequence[int], new: Sequence[int], long: Sequence[int]
+) -> PrefillProfile:
     def layers_ms(behind: int, count: int) -> float:
-        elapsed = _median(lambda: _prefill_ms(decoder, lane, behind, count), LONG_MS)
-        step()
+        (elapsed,) = _medians(lambda: _prefill_ms(bench, behind, count))
+        bench.step()
         return elapsed
 
-    _prefill_ms(decoder, lane, cached[-1], new[-1])  # the first pays for pages and kernels
-    about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
-    grid = PrefillProfile.of(f"{about} on {decoder.device}", cached, new, layers_ms)
-    return DeviceProfile(grid.about, grid, tuple(_tiers(decoder, lane, pool, store, prices, step)))
+    short = PrefillProfile.of(about, cached, new, layers_ms)
+    measured = {count: layers_ms(0, count) for count in long}
+
+    def ms(behind: int, count: int) -> float:
+        if behind == 0 and count in measured:
+            return measured[count]
+        goes = range(0, count, BATCH_ROWS)  # each has those before it behind it
+        return sum(short.ms(behind + first, min(BATCH_ROWS, count - first)) for first in goes)
+
+    return PrefillProfile.of(about, cached, (*new, *long), ms)
 
 
-def _tiers(
-    decoder: Decoder,
-    lane: Lane,
-    pool: ThreadPoolExecutor,
-    store: KVStore,
-    prices: Mapping[str, float],
-    step: Callable[[], None],
-) -> Iterator[Tier]:
-    """Every tier that KV may lie in, by how fast a loader brings it into the fused buffers, moved."""
-    chunk = _made_up(decoder)
-    nbytes = chunk.nbytes
+def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> Iterator[Tier]:
+    """Every tier that KV may lie in: how fast a loader brings it into new buffers, moved, and what the layers lose."""
+    lane, chunk = bench.lane, _made_up(bench.decoder)
+    count = max(1, min(CHUNKS, (bench.window - MOVED_TOKENS - NEW[0]) // CHUNK_TOKENS))
+    stored = MOVED_TOKENS + count * CHUNK_TOKENS
+    fitting = [n for n in NEW if stored + n <= bench.window] or [1]
 
-    def tier(name: str, opened: Callable[[], AbstractContextManager[Source]]) -> Tier:
-        seconds = _median(lambda: _load_s(decoder, lane, pool, opened), LONG_MS / 1e3)
-        step()
-        return Tier(name, nbytes / seconds, prices[name])
+    def tier(name: str, opened: Opened) -> Tier:
+        load_ms = _load_ms(bench, count, opened)
+        # As many rows as take longer than the loading: what both take beyond the rows alone is the loading's doing.
+        rows = next((n for n in fitting if grid.ms(stored, n) >= load_ms), fitting[-1])
+        load_ms, alone_ms, both_ms = _medians(
+            lambda: _load_ms(bench, count, opened),
+            lambda: _prefill_ms(bench, stored, rows),
+            lambda: _load_ms(bench, count, opened, rows),
+        )
+        bench.step()
+        share = min(max((both_ms - max(alone_ms, load_ms)) / load_ms, 0.0), 1.0)
+        return Tier(name, count * chunk.nbytes / load_ms * 1e3, prices[name], round(share, 3))
 
     held = held_copy(HeldChunk.of(chunk), "memory", torch.device("cpu"), pinned=lane.device.type == "cuda")
     if lane.staged:
         on_device = held_copy(held, "device", lane.device, pinned=False)
-        yield tier("device", lambda: on_device)
-    yield tier("memory", lambda: held)
-    store.put(_KEY, chunk)
+        yield tier("device", lambda _: on_device)
+    yield tier("memory", lambda _: held)
+    keys = [ChunkKey(f"{number:064x}") for number in range(count)]  # of no real chunk
     try:
-        yield tier("disk", lambda: _cold(store, chunk))
+        for key in keys:
+            bench.store.put(key, chunk)
+        yield tier("disk", lambda number: _cold(bench.store, keys[number], chunk))
     finally:
-        store.delete(_KEY)
+        for key in keys:
+            bench.store.delete(key)
 
 
-def _median(timed: Callable[[], float], long: float) -> float:
-    first = timed()
-    return first if first > long else statistics.median([first, *(timed() for _ in range(REPEATS - 1))])
+def _medians(*timed: Callable[[], float]) -> list[float]:
+    """Of each several times, fewer of what takes long: that is steadier, and a profile should take seconds.
+
+    In turns, because a busy machine is not as busy a second later, and differences are taken of these.
+    """
+    rounds = [[each() for each in timed]]
+    while len(rounds) < REPEATS and sum(map(sum, rounds)) < ENOUGH_MS * len(timed):
+        rounds.append([each() for each in timed])
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def _prefill_ms(decoder: Decoder, lane: Lane, behind: int, count: int) -> float:
-    tokens = behind + count
-    plan = make_plan(
-        torch.ones(tokens, dtype=torch.int64, device=decoder.device),
-        (),
-        decoder.geometry.layers,
-        0.0,
-        decoder.attention_share,
-    )
-    cache = FusedCache(decoder.geometry, tokens, 0, decoder.device)
+def _prefill_ms(bench: Bench, behind: int, count: int) -> float:
+    """So many rows of a sequence, with nothing to load."""
+    cache = FusedCache(bench.decoder.geometry, behind + count, 0, bench.decoder.device)
     _zero(cache)
-    lane.synchronize()
+    bench.lane.synchronize()
     begun = time.perf_counter()
-    fused_prefill(decoder, plan, _Last(count), cache, _Nothing(), Recorder(lane))  # type: ignore[arg-type]
-    lane.synchronize()
+    _fused(bench, behind + count, (), count, cache, _Nothing(), Recorder(bench.lane))
+    bench.lane.synchronize()
     return (time.perf_counter() - begun) * 1e3
+
+
+def _fused(
+    bench: Bench,
+    tokens: int,
+    spans: tuple[Span, ...],
+    rows: int,
+    cache: FusedCache,
+    loader: "LayerLoader | _Nothing",
+    recorder: Recorder,
+) -> None:
+    decoder = bench.decoder
+    ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
+    plan = make_plan(ids, spans, decoder.geometry.layers, 0.0, decoder.attention_share)
+    fused_prefill(decoder, plan, _Spread(rows), cache, loader, recorder)  # type: ignore[arg-type]
 
 
 def _made_up(decoder: Decoder) -> ChunkKV:
@@ -154,34 +216,38 @@ def _made_up(decoder: Decoder) -> ChunkKV:
     return ChunkKV(tuple(range(CHUNK_TOKENS)), 0, geometry, keys, values)
 
 
-def _cold(store: KVStore, chunk: ChunkKV) -> ChunkReader:
-    reader = store.open_chunk(_KEY, chunk.token_ids)
+def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
+    reader = store.open_chunk(key, chunk.token_ids)
     assert isinstance(reader, ChunkReader), "it has just been stored, and nothing brought it up"
     reader.drop_page_cache()
     return reader
 
 
-def _load_s(
-    decoder: Decoder,
-    lane: Lane,
-    pool: ThreadPoolExecutor,
-    opened: Callable[[], AbstractContextManager[Source]],
-) -> float:
-    """Seconds until a chunk of that source stands in buffers that are there already, moved by a few tokens."""
-    cache = FusedCache(decoder.geometry, MOVED_TOKENS + CHUNK_TOKENS, 0, decoder.device)
-    _zero(cache)
-    lane.synchronize()
-    with opened() as source:
+def _load_ms(bench: Bench, count: int, opened: Opened, rows: int = 0) -> float:
+    """Until so many chunks of that source stand in new buffers, moved; and so many rows, if any, are computed."""
+    decoder, lane = bench.decoder, bench.lane
+    tokens = MOVED_TOKENS + count * CHUNK_TOKENS + rows
+    with ExitStack() as sources:
+        readers = [sources.enter_context(opened(number)) for number in range(count)]
+        spans = tuple(
+            Span(MOVED_TOKENS + number * CHUNK_TOKENS, CHUNK_TOKENS, reader)
+            for number, reader in enumerate(readers)
+        )
+        cache = FusedCache(decoder.geometry, tokens, 0, decoder.device)
+        recorder = Recorder(lane)
+        lane.synchronize()
         begun = time.perf_counter()
-        span = Span(MOVED_TOKENS, CHUNK_TOKENS, source)
-        loader = LayerLoader([span], cache, decoder, lane, pool, Recorder(lane))
+        loader = LayerLoader(spans, cache, decoder, lane, bench.pool, recorder)
         try:
-            for layer in range(decoder.geometry.layers):
-                loader.wait(layer)
+            if rows:
+                _fused(bench, tokens, spans, rows, cache, loader, recorder)
+            else:
+                for layer in range(decoder.geometry.layers):
+                    loader.wait(layer)
         finally:
             loader.finish()
         lane.synchronize()
-        return time.perf_counter() - begun
+        return (time.perf_counter() - begun) * 1e3
 
 
 def _zero(cache: FusedCache) -> None:

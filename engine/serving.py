@@ -1,6 +1,7 @@
 """One request, run: look up its chunks, plan, load and fuse; or read it all with the model's own forward."""
 
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
-from ragblend.engine.fusion import Spent, fused_prefill
+from ragblend.engine.fusion import Spent, fused_prefill, probe_size
 from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompt import Chunk, Literal, Prompt
 from ragblend.engine.results import Prefilled
-from ragblend.engine.selection import Policy
+from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.chunks import ChunkKey
@@ -109,7 +110,8 @@ class Server:
         )
         fixed = request.policy.fixed_ratio
         asked = request.ratio if fixed is None else fixed
-        decision = decide(self.profile, self._workload(plan, request.policy), asked, DEFAULT_RATIO)
+        typical = replace(plan, ratio=DEFAULT_RATIO if asked is None else asked)
+        decision = decide(self.profile, self._workload(typical, request.policy), asked, DEFAULT_RATIO)
         # What a session holds is no reason to recompute more of the chunks that are new.
         held = sum(span.length for span in spans if span.held)
         share = 1 - held / plan.stored_tokens if held and fixed is None else 1.0
@@ -121,6 +123,9 @@ class Server:
             assert span.reader is not None
             tier = span.reader.tier
             loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.reader)
+        size = probe_size(plan, policy) if self.profile else (0, 0, 0)
+        layers = range(plan.layers)
+        whole = next((layer + plan.attention_share for layer in layers if policy.peeks(plan, layer)), 0.0)
         return Workload(
             plan.tokens,
             plan.always_tokens,
@@ -128,6 +133,8 @@ class Server:
             plan.stored_tokens,
             plan.layers,
             loaded,
+            whole,
+            *size,
         )
 
     def _fuse(
@@ -185,6 +192,18 @@ class Server:
                 return reader, prefix
         key = self.key_of(self.canonical_prefix, token_ids, collection)
         return self.store.open_chunk(key, token_ids), self.canonical_prefix
+
+
+def overhead_ms(server: Server, repeats: int = 5) -> float:
+    """What the smallest of requests takes beside its layers: planning before them, reporting behind them."""
+    request = Request(Prompt([Literal(token_ids=(0,))]), policy_named("full"), None, "")
+    times = []
+    for _ in range(repeats):
+        report = server.prefill(request).report
+        assert report.trace is not None
+        layers = sum(report.trace.total_ms(part) for part in ("prepare", "select", "compute", "head"))
+        times.append(max(0.0, report.timings.prefill_ms - layers))
+    return statistics.median(times)
 
 
 def prefill_natively(

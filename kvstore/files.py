@@ -5,6 +5,7 @@ KV can be inverted to text: modes are set by chmod, because a umask must not dec
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file syst
 
 def make_private_folder(path: Path) -> None:
     """Make `path` and its missing parents 0700; an existing `path` is tightened to 0700."""
+    if _is_private_folder(path):
+        return
     if not path.parent.exists():
         make_private_folder(path.parent)
     created = False
@@ -32,6 +35,13 @@ def make_private_folder(path: Path) -> None:
         path.chmod(FOLDER_MODE)
     if created:
         sync_folder(path.parent)
+
+
+def _is_private_folder(path: Path) -> bool:
+    try:
+        return os.stat(path).st_mode == stat.S_IFDIR | FOLDER_MODE
+    except OSError:
+        return False
 
 
 def make_private_file(path: Path) -> None:

@@ -3,7 +3,7 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,13 @@ from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed, integrity, lenient
 
 COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL"
 _ROW = f"SELECT {COLUMNS} FROM Cache"
-_ROW_BYTES = (
-    "SELECT rowid, CAST(key AS BLOB), raw, size, mode, CAST(filename AS BLOB), value IS NOT NULL FROM Cache"
-)
-_DIGEST = slice(len("values/ab/"), len("values/ab/") + 64)  # in the name of a value file
+# Rows that the store could have written, as bytes: a damaged name need not be text.
+_NAMED = f"""SELECT CAST(filename AS BLOB), size FROM Cache WHERE raw = 1 AND mode = {MODE_BINARY} AND value IS NULL
+    AND CAST(key AS BLOB) = substr(CAST(filename AS BLOB), {len("values/ab/") + 1}, 64)"""
 _INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
     VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
-_UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, value = NULL,
-    expire_time = NULL, tag = NULL WHERE rowid = ?5"""
+_UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, key = ?5, raw = 1,
+    value = NULL, expire_time = NULL, tag = NULL WHERE rowid = ?6"""
 # Kept by diskcache's triggers: counting 100,000 rows takes longer than all the rest of a put.
 _TOTALS = (
     "SELECT SUM(value) FILTER (WHERE key = 'count'), SUM(value) FILTER (WHERE key = 'size') FROM Settings"
@@ -60,7 +59,7 @@ class Index:
         self.path = root / INDEX_NAME
         self._lock = threading.Lock()
         self._sql = sqlite3.connect(
-            self.path, timeout=timeout_s, isolation_level=None, check_same_thread=False, cached_statements=16
+            self.path, timeout=timeout_s, isolation_level=None, check_same_thread=False, cached_statements=64
         )
         try:
             self._sql.text_factory = lenient_text
@@ -90,23 +89,22 @@ class Index:
             committed()
 
     def rows(self) -> list[Row]:
+        """All of them, as they were written; a row that was handed on has the number of an older one."""
         with self.connection() as sql:
-            return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY rowid")]
+            return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY store_time, rowid")]
 
-    def rows_amiss(self, sizes: dict[bytes, int]) -> list[Row]:
-        """Rows that cannot be true, given the names and sizes of all files; those of the other rows leave `sizes`.
+    def compared(self, files: Set[tuple[bytes, int]]) -> tuple[list[Row], set[tuple[bytes, int]]]:
+        """Rows that cannot be true, given name and size of every file; and the files that the other rows name.
 
-        For 100,000 rows, so nothing is decoded and no `Row` is made of what is in order.
+        For 100,000 rows, so two sets are compared, and no `Row` is made where all is in order.
         """
-        amiss = []
         with self.connection() as sql:
-            for rowid, key, raw, size, mode, filename, has_value in sql.execute(_ROW_BYTES):
-                ours = raw == 1 and mode == MODE_BINARY and not has_value
-                if ours and sizes.get(filename) == size and filename[_DIGEST] == key:
-                    del sizes[filename]
-                else:
-                    amiss.append(rowid)
-            return [Row(*sql.execute(f"{_ROW} WHERE rowid = ?", (rowid,)).fetchone()) for rowid in amiss]
+            named = set(sql.execute(_NAMED).fetchall())
+            (count,) = sql.execute("SELECT COUNT(*) FROM Cache").fetchone()
+        if len(named) == count and named <= files:
+            return [], named
+        named &= files
+        return [row for row in self.rows() if not _is_named(row, named)], named
 
     def row(self, digest: str) -> Row | None:
         with self.connection() as sql:
@@ -163,21 +161,28 @@ class Index:
             self._sql.close()
 
 
+def _is_named(row: Row, named: Set[tuple[bytes, int]]) -> bool:
+    return row.digest is not None and (str(row.filename).encode(), row.size) in named
+
+
 def totals(sql: sqlite3.Connection) -> tuple[int, int]:
     """How many values there are, and their bytes."""
     count, nbytes = sql.execute(_TOTALS).fetchone()
     return int(count or 0), int(nbytes or 0)
 
 
-def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int) -> str | None:
-    """Let the row of `digest` name that file; which file it named before.
+def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int, rowid: int | None) -> int:
+    """Let a row say that this key's value is in that file: the given one, whatever it said, or a new one; which it was.
 
     As diskcache's `set` does, but in a transaction that evicting and counting are part of too.
     """
-    columns = (time.time(), nbytes, MODE_BINARY, filename)
-    before = sql.execute("SELECT rowid, filename FROM Cache WHERE key = ? AND raw = 1", (digest,)).fetchone()
-    sql.execute(_INSERT if before is None else _UPDATE, (*columns, digest if before is None else before[0]))
-    return before[1] if before else None
+    columns = (time.time(), nbytes, MODE_BINARY, filename, digest)
+    if rowid is None:
+        entered = sql.execute(_INSERT, columns).lastrowid
+        assert entered is not None, digest
+        return entered
+    sql.execute(_UPDATE, (*columns, rowid))
+    return rowid
 
 
 def drop(sql: sqlite3.Connection, rowid: int) -> bool:

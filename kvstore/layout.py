@@ -90,14 +90,14 @@ def value_files(root: Path) -> Iterator[ValueFile]:
             yield ValueFile(filename, digest_in(filename), status.st_size, status.st_mode & 0o777)
 
 
-def value_sizes(root: Path) -> dict[bytes, int]:
-    """The size of everything in the folders below values/, by name; whose name it is is not looked at."""
-    sizes = {}
+def value_sizes(root: Path) -> set[tuple[bytes, int]]:
+    """Name and size of everything in the folders below values/; whose name it is is not looked at."""
+    sizes = set()
     for folder in os.scandir(os.fsencode(root / VALUES_FOLDER)):
         within = VALUES_FOLDER.encode() + b"/" + folder.name + b"/"
         for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
             try:
-                sizes[within + entry.name] = entry.stat(follow_symlinks=False).st_size
+                sizes.add((within + entry.name, entry.stat(follow_symlinks=False).st_size))
             except FileNotFoundError:
                 continue
     return sizes

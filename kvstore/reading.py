@@ -42,7 +42,7 @@ class ReadingStore(StoreState):
         """A reader of the fastest tier that has it, key and token ids verified; None is a miss (absent, or damaged)."""
         # What another process deleted is deleted: the index has the last word on whether there is such a value.
         self._uses.used(key.digest)
-        for tier in self.tiers if self.contains(key) else ():
+        for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
         reader = self._open(key, tuple(token_ids))

@@ -89,8 +89,8 @@ class StoreState:
         return {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
 
     @contextmanager
-    def _recording(self) -> Iterator[sqlite3.Connection]:
-        """A transaction for a change of the index; what was counted goes into it as well. StoreError."""
+    def _recording(self, counts_at_least: int = 1) -> Iterator[sqlite3.Connection]:
+        """A transaction for a change of the index; what was counted, if it is so much, goes into it too. StoreError."""
         counters = self._counters_by_tier()
 
         def committed() -> None:
@@ -99,9 +99,10 @@ class StoreState:
                 each.written()
 
         with self._index.transaction(committed) as sql:
+            self._uses.begun()
             yield sql
             for tier, each in counters.items():
-                each.write(sql, tier)
+                each.write(sql, tier, counts_at_least)
 
     def _flush(self) -> None:
         """Write what waits in memory, uses and counts."""

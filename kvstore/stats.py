@@ -49,7 +49,8 @@ class StoreStats:
 class Counters:
     """What this process did on one tier, counted by several threads; `write` adds it to everybody's totals.
 
-    In memory until the next change of the store: a hit must not cost a write. Who is killed before that is not counted.
+    In memory until a change of the store writes them, a put only many at once: neither a hit nor a put shall cost a
+    write for the sake of counting. Who is killed before that is not counted.
     """
 
     def __init__(self) -> None:
@@ -70,12 +71,13 @@ class Counters:
         with self._lock:
             return self._now - self._written
 
-    def write(self, sql: sqlite3.Connection, tier: str) -> None:
-        """Add what is new to the totals of that tier; `written` is told when that was committed."""
+    def write(self, sql: sqlite3.Connection, tier: str, at_least: int = 1) -> None:
+        """Add what is new, if it is so much, to the totals of that tier; `written` is told when that was committed."""
         with self._lock:
-            self._writing = self._now
             new = self._now - self._written
-        if new != Counts():
+            enough = sum(abs(getattr(new, name)) for name in COUNTED) >= at_least
+            self._writing = self._now if enough else self._written
+        if enough:
             sql.execute(_ADD, (tier, *(getattr(new, name) for name in COUNTED)))
 
     def written(self) -> None:

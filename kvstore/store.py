@@ -3,18 +3,18 @@
 Errors are raised only for what the caller must know: no room, no access, another format.
 """
 
-import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
 
+from ragblend.kvstore.admission import Newcomer, admit
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.codec import RAW, Codec
 from ragblend.kvstore.errors import StoreFullError
 from ragblend.kvstore.files import write_failed
-from ragblend.kvstore.index import drop, enter, totals
+from ragblend.kvstore.index import drop
 from ragblend.kvstore.layout import files_of, value_files
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.opening import default_budget_bytes, open_index
@@ -23,8 +23,9 @@ from ragblend.kvstore.reading import ReadingStore
 from ragblend.kvstore.state import Cost
 from ragblend.kvstore.stats import Counts, StoreStats, read_totals, with_unwritten
 from ragblend.kvstore.upkeep import GcReport, Problem, check_files, collect, remove_files, repair
-from ragblend.kvstore.use_rows import Stored
 from ragblend.kvstore.uses import Uses
+
+_COUNTS_AT_A_TIME = 64
 
 
 def same_cost(cached_tokens: int, new_tokens: int) -> float:
@@ -78,7 +79,7 @@ class KVStore(ReadingStore):
         with self._changing():
             filename = self._write(blob)
             try:
-                unnamed = self._enter(blob, filename, cost)
+                unnamed = self._enter(Newcomer(key.digest, filename, blob.nbytes, cost))
             except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
                 self._drop_if_unnamed(key.digest, filename)
                 raise
@@ -95,26 +96,12 @@ class KVStore(ReadingStore):
             raise write_failed(error, self.root / disk.last_written, blob.nbytes) from error
         return filename
 
-    def _enter(self, blob: Blob, filename: str, cost: float) -> list[str | None]:
+    def _enter(self, new: Newcomer) -> list[str | None]:
         """Name the file in the index and evict what is too much then; the files that no row names any more."""
-        digest = blob.header.key.digest
-        with self._recording() as sql:
-            replaced = enter(sql, digest, filename, blob.nbytes)
-            self._uses.stored(sql, digest, cost)
-            victims = self._victims(sql, spare=digest)
-            for victim in victims:
-                drop(sql, victim.rowid)
-            self._uses.gone(sql, victims)
-        self._counters.add(evictions=len(victims))
-        return [replaced, *(victim.filename for victim in victims)]
-
-    def _victims(self, sql: sqlite3.Connection, spare: str) -> list[Stored]:
-        excess_bytes = totals(sql)[1] - self.budget_bytes
-        victims = self._uses.victims(sql, excess_bytes, spare)
-        if sum(victim.entry.nbytes for victim in victims) < excess_bytes:  # rows that damage has made unknown
-            self._uses.settle(sql)
-            victims = self._uses.victims(sql, excess_bytes, spare)
-        return victims
+        with self._recording(_COUNTS_AT_A_TIME) as sql:
+            admitted = admit(sql, self._uses, new, self.budget_bytes)
+        self._counters.add(evictions=admitted.evicted)
+        return admitted.unnamed
 
     def _drop_if_unnamed(self, digest: str, filename: str) -> None:
         row = self._index.row(digest)
@@ -186,7 +173,7 @@ class KVStore(ReadingStore):
         return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
 
     def totals_by_tier(self) -> dict[str, Counts]:
-        """What all processes ever did on each tier, this one included; a killed one's since its last put are lost.
+        """What all processes ever did on each tier, this one included; what a killed one had not written is lost.
 
         Tiers that only other processes have are there as well.
         """

@@ -109,11 +109,12 @@ def _read_through(path: Path, key: ChunkKey) -> None:
 
 def sweep(root: Path, index: Index) -> int:
     """Remove leftovers of killed puts, put aside rows that cannot be true; how many of those there were."""
-    sizes = value_sizes(root)
-    refused = sum(refuse_row(root, index, row) for row in index.rows_amiss(sizes))
-    for leftover in map(os.fsdecode, sizes):
-        if digest_in(leftover) is not None:
-            (root / leftover).unlink(missing_ok=True)
+    files = value_sizes(root)
+    amiss, named = index.compared(files)
+    refused = sum(refuse_row(root, index, row) for row in amiss)
+    for leftover, _ in files - named:
+        if digest_in(os.fsdecode(leftover)) is not None:
+            (root / os.fsdecode(leftover)).unlink(missing_ok=True)
     return refused
 
 

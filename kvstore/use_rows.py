@@ -26,15 +26,28 @@ CREATE TABLE IF NOT EXISTS Ranking (
     only INTEGER PRIMARY KEY, policy TEXT NOT NULL, uses REAL NOT NULL, clock REAL NOT NULL
 );
 """
-_FIELDS = "used_at, 0, frequency, cost, computations, priority, Cache.rowid, filename"
-_STORED = f"SELECT key, size, {_FIELDS} FROM Cache LEFT JOIN Uses ON cache_row = Cache.rowid WHERE raw = 1"
-_GONE = "SELECT digest, 0, used_at, 0, frequency, cost, computations, used_at FROM Gone WHERE digest = ?"
+_FIELDS = """Cache.key, size, Uses.used_at, 0, Uses.frequency, Uses.cost, Uses.computations, priority, Cache.rowid,
+    filename"""
+_STORED = f"SELECT {_FIELDS} FROM Cache LEFT JOIN Uses ON cache_row = Cache.rowid WHERE raw = 1"
+_GONE_FIELDS = "digest, 0, Gone.used_at, 0, Gone.frequency, Gone.cost, Gone.computations, Gone.used_at"
+_GONE = f"SELECT {_GONE_FIELDS} FROM Gone WHERE digest = ?"
+_STATE = "SELECT policy, uses, clock FROM Ranking"
+# What there is to know before a value comes in, by one statement. Triggers of diskcache keep the size: to add up
+# 100,000 rows takes longer than all the rest of a put.
+_KNOWN = f"""SELECT policy, uses, clock, (SELECT value FROM Settings WHERE key = 'size'),
+    {_FIELDS}, {_GONE_FIELDS}
+    FROM (SELECT 1) LEFT JOIN Ranking LEFT JOIN Cache ON Cache.key = ?1 AND raw = 1
+    LEFT JOIN Uses ON cache_row = Cache.rowid LEFT JOIN Gone ON digest = ?1"""
 # CROSS JOIN: in this order, so that the first rows are there without sorting the rest.
-_IN_ORDER = f"""SELECT key, size, {_FIELDS} FROM Uses CROSS JOIN Cache ON Cache.rowid = cache_row
+_IN_ORDER = f"""SELECT {_FIELDS} FROM Uses CROSS JOIN Cache ON Cache.rowid = cache_row
     WHERE key != ? AND raw = 1 ORDER BY priority, used_at, cache_row"""
 _SOUND = """typeof(priority) = 'real' AND ABS(priority) < ? AND typeof(used_at) = 'real' AND used_at BETWEEN 0 AND ?
     AND typeof(frequency) = 'real' AND frequency BETWEEN 0 AND ? AND typeof(cost) = 'real' AND cost BETWEEN 0 AND ?
     AND typeof(computations) = 'integer' AND computations >= 0"""
+# One pass for both: rows of no value, and damaged ones.
+_AMISS = (
+    f"SELECT cache_row FROM Uses LEFT JOIN Cache ON rowid = cache_row WHERE raw IS NOT 1 OR NOT ({_SOUND})"
+)
 _TOO_MANY_GONE = """DELETE FROM Gone WHERE digest IN (SELECT digest FROM Gone ORDER BY used_at, digest
     LIMIT MAX(0, (SELECT COUNT(*) FROM Gone) - ?))"""
 
@@ -56,6 +69,15 @@ class Stored(NamedTuple):
     known: bool
 
 
+class Known(NamedTuple):
+    """What is known before a value comes in. before: its own row, if it is replaced; gone: of its evicted self."""
+
+    state: State
+    stored_bytes: int
+    before: Stored | None
+    gone: Entry | None
+
+
 def half_life_of(policy: Policy) -> float | None:
     """Of a retrieval, in uses; None if all count alike."""
     return HALF_LIFE_USES if policy.fades else None
@@ -70,6 +92,18 @@ def _found(fields: Sequence[Any]) -> Stored:
     known = fields[2] is not None
     entry = _entry((fields[0], size, *fields[2:8])) if known else Entry(fields[0], size)
     return Stored(entry, fields[8], fields[9], known)
+
+
+def read_known(sql: sqlite3.Connection, digest: str, otherwise: Policy) -> Known:
+    """What there is to know before that value comes in; `otherwise` as in `read_state`."""
+    fields = sql.execute(_KNOWN, (digest,)).fetchone()
+    stored, gone = fields[4:14], fields[14:]
+    return Known(
+        _state(sql, fields[:3], otherwise),
+        int(fields[3] or 0),
+        None if stored[0] is None else _found(stored),
+        None if gone[0] is None else _entry(gone),
+    )
 
 
 def read_stored(sql: sqlite3.Connection, digest: str) -> Stored | None:
@@ -96,14 +130,6 @@ def read_gone(sql: sqlite3.Connection, digest: str) -> Entry | None:
     return None if fields is None else _entry(fields)
 
 
-def take_gone(sql: sqlite3.Connection, digest: str) -> Entry | None:
-    """The same, for a value that comes in again."""
-    entry = read_gone(sql, digest)
-    if entry is not None:
-        forget(sql, digest)
-    return entry
-
-
 def keep(sql: sqlite3.Connection, entry: Entry) -> None:
     """Remember a value that is not stored."""
     row = (entry.digest, entry.used_at, entry.frequency, entry.cost, entry.computations)
@@ -122,11 +148,12 @@ def trim_gone(sql: sqlite3.Connection, at_most: int) -> None:
 
 def mend(sql: sqlite3.Connection, state: State) -> None:
     """Drop rows of no value; what is damaged counts as never used."""
-    sql.execute("DELETE FROM Uses WHERE cache_row NOT IN (SELECT rowid FROM Cache WHERE raw = 1)")
-    damaged = sql.execute(f"SELECT cache_row FROM Uses WHERE NOT ({_SOUND})", (LARGEST,) * 4).fetchall()
-    for (rowid,) in damaged:
-        found = _found(sql.execute(f"{_STORED} AND Cache.rowid = ?", (rowid,)).fetchone())
-        enter(sql, state, rowid, found.entry)
+    for (rowid,) in sql.execute(_AMISS, (LARGEST,) * 4).fetchall():
+        fields = sql.execute(f"{_STORED} AND Cache.rowid = ?", (rowid,)).fetchone()
+        if fields is None:
+            sql.execute("DELETE FROM Uses WHERE cache_row = ?", (rowid,))
+        else:
+            enter(sql, state, rowid, _found(fields).entry)
 
 
 def rank_anew(sql: sqlite3.Connection, state: State) -> State:
@@ -154,14 +181,14 @@ def rank_the_unranked(sql: sqlite3.Connection, state: State) -> State:
 
 def read_state(sql: sqlite3.Connection, otherwise: Policy) -> State:
     """What holds for all values; `otherwise` ranks them where no known policy is named."""
-    found: tuple[Any, Any, Any] = sql.execute("SELECT policy, uses, clock FROM Ranking").fetchone() or (
-        "",
-        None,
-        None,
-    )
-    policy = POLICIES.get(found[0], otherwise)
-    if is_count(found[1]) and isinstance(found[2], float) and is_count(abs(found[2])):
-        return State(policy, float(found[1]), found[2])
+    return _state(sql, sql.execute(_STATE).fetchone() or (None, None, None), otherwise)
+
+
+def _state(sql: sqlite3.Connection, fields: Sequence[Any], otherwise: Policy) -> State:
+    name, uses, clock = fields
+    policy = POLICIES.get(name, otherwise)
+    if is_count(uses) and isinstance(clock, float) and is_count(abs(clock)):
+        return State(policy, float(uses), clock)
     # New, or damaged: numbering goes on behind the latest use, the clock from the lowest value's priority.
     (latest,) = sql.execute("SELECT MAX(used_at) FROM Uses WHERE used_at < ?", (LARGEST,)).fetchone()
     lowest_sound = "SELECT MIN(priority) FROM Uses WHERE priority BETWEEN 0 AND ?"

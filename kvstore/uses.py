@@ -25,6 +25,7 @@ from ragblend.kvstore.policy import (
 )
 from ragblend.kvstore.ranking import REMEMBERED
 from ragblend.kvstore.use_rows import (
+    Known,
     State,
     Stored,
     enter,
@@ -39,7 +40,6 @@ from ragblend.kvstore.use_rows import (
     read_state,
     read_stored,
     save_state,
-    take_gone,
     trim_gone,
 )
 
@@ -106,6 +106,10 @@ class Uses:
         self._in_transaction = count, known
         return state
 
+    def begun(self) -> None:
+        """A transaction begins: what one wrote that failed is not written."""
+        self._in_transaction = self._written, []
+
     def flushed(self) -> None:
         """The transaction of the last `flush` is committed."""
         with self._lock:
@@ -114,20 +118,21 @@ class Uses:
             for digest in known:
                 self._flushing.pop(digest, None)
 
-    def stored(self, sql: sqlite3.Connection, digest: str, cost: float) -> None:
-        """A value whose row is there was computed, at `cost` a token, and written; nobody having asked counts as once.
+    def arrival(self, known: Known, new: Entry, cost: float) -> tuple[State, Entry]:
+        """A value was computed, at `cost` a token, and is stored now; what to rank, nobody having asked counts as once.
 
         Else all that one ingests would go before anything that was asked for once, however long ago.
         """
-        state = self._flush(sql)
-        found = read_stored(sql, digest)
-        assert found is not None, digest
-        entry = computed(found.entry if found.known else self._asked_before(sql, found, state), cost)
+        state, before = known.state, known.before
+        if before is None or not before.known:
+            entry = self._asked_before(known, new)
+        else:
+            entry = before.entry._replace(nbytes=new.nbytes)
+        entry = computed(entry, cost)
         if not entry.frequency:
             state = state._replace(uses=state.uses + 1.0)
             entry = entry._replace(used_at=state.uses, frequency=1.0)
-        enter(sql, state, found.rowid, entry)
-        save_state(sql, state)
+        return state, entry
 
     def victims(self, sql: sqlite3.Connection, excess_bytes: int, spare: str) -> list[Stored]:
         """The lowest values that together free `excess_bytes`; fewer if only `spare` is left."""
@@ -140,11 +145,8 @@ class Uses:
                     break
         return victims
 
-    def gone(self, sql: sqlite3.Connection, victims: Sequence[Stored]) -> None:
+    def gone(self, sql: sqlite3.Connection, state: State, victims: Sequence[Stored]) -> None:
         """These were evicted; the clock moves on, and their counts are kept if the policy wants them."""
-        if not victims:
-            return
-        state = read_state(sql, self.policy)
         if state.policy.fades:
             for victim in victims:
                 keep(sql, victim.entry)
@@ -191,19 +193,17 @@ class Uses:
             _forget_oldest(self._flushing, self.remembered)
             return list(self._flushing.values()), self._count
 
-    def _asked_before(self, sql: sqlite3.Connection, found: Stored, state: State) -> Entry:
+    def _asked_before(self, known: Known, new: Entry) -> Entry:
         """What is known of a value that comes in: its count from before it was evicted, or retrievals that wait."""
-        digest = found.entry.digest
-        gone = take_gone(sql, digest)
         with self._lock:
-            asked = self._flushing.pop(digest, None)
-        if not state.policy.fades:  # others count from when the value came in
-            return found.entry
-        if gone is not None:
-            return gone._replace(nbytes=found.entry.nbytes)
+            asked = self._flushing.pop(new.digest, None)
+        if not known.state.policy.fades:  # others count from when the value came in
+            return new
+        if known.gone is not None:
+            return known.gone._replace(nbytes=new.nbytes)
         if asked is None:
-            return found.entry
-        return asked._replace(nbytes=found.entry.nbytes, used_at=asked.used_at + state.uses - self._count)
+            return new
+        return asked._replace(nbytes=new.nbytes, used_at=asked.used_at + known.state.uses - self._count)
 
 
 def _forget_oldest(entries: OrderedDict[str, Entry], at_most: int) -> None:

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 from benches import make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
+from ragblend.engine import profiling, serving
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     USD_PER_GB_MONTH,
@@ -21,6 +23,9 @@ from ragblend.engine.controller import (
     ttft_ms,
 )
 from ragblend.engine.machine import Machine
+from ragblend.engine.packing import MOST_ROWS
+from ragblend.engine.plan import make_plan
+from ragblend.engine.selection import METHODS
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.profile import PrefillProfile
 
@@ -29,10 +34,10 @@ MB = 10**6
 TEXTS = [make_text(seed) for seed in range(3)]
 
 
-def profile(memory=1000.0, disk=100.0, overhead_ms=0.0):
+def profile(memory=1000.0, disk=100.0, overhead_ms=0.0, in_the_way=0.0):
     """Speeds in MB/s; a row takes 0.1 ms, wherever it stands."""
     grid = PrefillProfile.of("test", (0, 1000), (10, 1000), lambda cached, new: 0.1 * new)
-    tiers = (Tier("memory", memory * MB, 3.0), Tier("disk", disk * MB, 0.1))
+    tiers = (Tier("memory", memory * MB, 3.0, in_the_way), Tier("disk", disk * MB, 0.1, in_the_way))
     return DeviceProfile("test", grid, tiers, overhead_ms)
 
 
@@ -40,12 +45,15 @@ def work(megabytes, tier="disk", stored=1000, candidates=1000, always=100):
     return Workload(stored + always, always, candidates, stored, LAYERS, {tier: int(megabytes * MB)})
 
 
-def simulated_ms(compute, load):
-    """Reads one after the other; a layer is computed when it is there and the one before is done."""
+def simulated_ms(compute, load, in_the_way=0.0):
+    """Reads one after the other; a layer is computed when it is there and the one before is done.
+
+    in_the_way: for so much of each read the layers stand still; not in the first, before which there are none.
+    """
     read = done = 0.0
-    for _ in range(LAYERS):
+    for layer in range(LAYERS):
         read += load / LAYERS
-        done = max(read, done) + compute / LAYERS
+        done = max(read, done + in_the_way * load / LAYERS * (layer > 0)) + compute / LAYERS
     return done
 
 
@@ -58,6 +66,9 @@ def test_the_prediction_is_what_a_pipeline_takes(megabytes, ratio):
     assert load == pytest.approx(10 * megabytes)
     assert ttft_ms(found, request, ratio) == pytest.approx(simulated_ms(compute, load))
     assert ttft_ms(profile(overhead_ms=7), request, ratio) == pytest.approx(7 + simulated_ms(compute, load))
+    for share in (0.3, 1.0):
+        expected = simulated_ms(compute, load, share)
+        assert ttft_ms(profile(in_the_way=share), request, ratio) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("megabytes", [0.5, 3, 6, 50])
@@ -71,6 +82,48 @@ def test_what_loading_hides_costs_nothing_and_more_does(megabytes):
         assert compute_ms(found, request, 0.0) >= load_ms(found, request) - 0.1
     elif hidden < 1:
         assert compute_ms(found, request, hidden + 0.01) > load_ms(found, request)
+
+
+def test_loading_that_takes_what_computes_hides_less():
+    """On two cores reading takes turns with computing: `reuse` was predicted a third too short, as if it did not."""
+    request = work(5)  # 50 ms from the disk
+    assert hidden_ratio(profile(in_the_way=0.5), request) == pytest.approx(0.15, abs=0.002)  # not 0.4
+    assert hidden_ratio(profile(in_the_way=1.0), request) == 0.0
+    # Neither tier delays 100 ms of rows, if it only reads; taking turns with them the disk does.
+    assert cheapest_tier(profile(), work(2.1), 0.9) == "disk"
+    assert cheapest_tier(profile(in_the_way=1.0), work(2.1), 0.9) == "memory"
+    with pytest.raises(UsageError, match="makes no sense"):
+        Tier("disk", 1.0, 1.0, in_the_way=1.5)
+
+
+def row_layers(request, ratio):
+    """Rows computed in a layer, over all layers and passes."""
+    whole = request.whole(ratio)
+    behind = (request.layers - int(whole)) * request.rows(ratio)
+    probed = (request.probe_rows - request.settled_rows) * request.probe_layers
+    return probed + whole * (request.always + request.candidates) + behind
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_choosing_costs_is_in_the_prediction(fresh, monkeypatch, method):
+    """Few rows take longer each, so passes are predicted one by one; together they are what is then computed."""
+    engine, seen = fresh.engine, []
+    engine.encode(TEXTS)
+    monkeypatch.setattr(engine._resources.server, "profile", profile())
+
+    def noted(measured, request, *args):
+        seen.append(request)
+        return decide(measured, request, *args)
+
+    monkeypatch.setattr(serving, "decide", noted)
+    for ratio in (0.0, 0.5, 1.0):
+        report = engine.prefill(make_prompt(TEXTS), method=method, ratio=ratio).report
+        request = seen.pop()
+        share = row_layers(request, report.decision.ratio) / (request.layers * request.tokens)
+        assert share == pytest.approx(report.computed_fraction, rel=0.1), (ratio, request)
+        last = report.tokens.fresh + report.tokens.recomputed
+        if "gradual" not in method:  # whose last layer has the fewest
+            assert request.rows(report.decision.ratio) == pytest.approx(last, abs=4), (ratio, request)
 
 
 def test_a_slow_tier_buys_rows_and_a_fast_one_none():
@@ -183,3 +236,33 @@ def test_every_tier_of_a_staged_device_is_measured_through_its_lane(fresh, monke
     assert [tier.name for tier in measured.tiers] == ["device", "memory", "disk"]
     assert len(lane.delivered) >= 3 * fresh.engine._resources.decoder.geometry.layers
     assert not list(fresh.engine.store.keys())
+
+
+def test_the_grid_has_points_on_both_sides_of_what_changes_kernels():
+    """Linear layers are faster up to that many rows: interpolated across it, few rows looked dear and many cheap."""
+    at = profiling.NEW.index(MOST_ROWS)
+    assert profiling.NEW[at + 1] <= 1.5 * MOST_ROWS
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (2, 2), (7, 7), (100, 1), (4113, 16), (5120, 1024)])
+def test_measured_rows_are_spread_and_the_last_is_among_them(tokens, count):
+    """Rows at the end look at everything, and 455 of them took a fifth longer than as many that a policy chose."""
+    plan = make_plan(torch.ones(tokens, dtype=torch.int64), (), 2, 0.0, 0.3)
+    rows = profiling._Spread(count).rows(plan)
+    assert rows.numel() == count and rows[-1] == tokens - 1 and (rows.diff() > 0).all()
+    assert rows.diff().float().std(correction=0) < 1 if count > 1 else True
+
+
+def test_long_prompts_behind_something_are_composed_of_goes(monkeypatch):
+    """A go of 1,024 rows has the ones before it behind it; only behind nothing they are measured."""
+    asked = []
+
+    def made_up(bench, behind, count):
+        asked.append((behind, count))
+        return float(count * (1 + behind))
+
+    monkeypatch.setattr(profiling, "_prefill_ms", made_up)
+    bench = profiling.Bench(None, None, None, None, 0, lambda: None)
+    grid = profiling._grid(bench, "test", (0, 2048), (16, 1024), (2048,))
+    assert grid.ms(0, 2048) == 2048 and (2048, 2048) not in asked
+    assert grid.ms(2048, 2048) == 1024 * 2049 + 1024 * 3073

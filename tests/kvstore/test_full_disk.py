@@ -90,7 +90,9 @@ def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch)
         (sqlite3.SQLITE_BUSY, StoreLockedError),
     ],
 )
-@pytest.mark.parametrize("step", ["enter", "Uses.stored", "Uses.victims", "Uses.gone"])
+@pytest.mark.parametrize(
+    "step", ["index.enter", "Uses.arrival", "Uses.victims", "use_rows.enter", "Uses.gone"]
+)
 def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
     old, new = sample(1), sample(2)
     store.put(*old)
@@ -101,7 +103,7 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"ragblend.kvstore.store.{step}", broken)
+        patch.setattr(f"ragblend.kvstore.admission.{step}", broken)
         with pytest.raises(kind, match=r"cache\.db"):
             store.put(*new)
     assert len(list(root.glob("values/*/*"))) == 1
@@ -144,18 +146,19 @@ def test_a_commit_that_fails_ends_its_transaction(store, sample, same, root):
 
 def test_a_put_whose_eviction_fails_changes_nothing(open_store, sample, same, root):
     """Both are one transaction: the budget is kept, and what was there before is there."""
-    old, new = sample(0), sample(1)
-    store = open_store(budget_bytes=Blob.of(*old).nbytes)
-    store.put(*old)
+    old, other, new = sample(0), sample(1), sample(2, tokens=8)
+    store = open_store(budget_bytes=2 * Blob.of(*old).nbytes)
+    for each in (old, other):
+        store.put(*each)
 
     def broken(*args, **more):
         raise sqlite3.OperationalError("disk trouble")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragblend.kvstore.store.drop", broken)
+        patch.setattr("ragblend.kvstore.admission.index.drop", broken)
         with pytest.raises(StoreError, match="disk trouble"):
             store.put(*new)
-    assert same(store.get(old[0], old[1].token_ids), old[1])
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, other))
     assert store.check() == [] and store.stats().evictions == 0
     store.put(*new)
     assert list(store.keys()) == [new[0]] and len(list(root.glob("values/*/*"))) == 1
@@ -172,7 +175,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ragblend.kvstore.store.enter", interrupted)
+        patch.setattr("ragblend.kvstore.admission.index.enter", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.put(*sample(1))
     assert list(root.glob("values/*/*")) == []

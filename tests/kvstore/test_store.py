@@ -79,7 +79,7 @@ def test_other_token_ids_are_a_miss_and_never_the_stored_kv(store, sample):
 def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sample, root, monkeypatch):
     """The order that makes an acknowledged value outlive a power cut: nothing else here could tell."""
     steps = []
-    fsync, rename, insert = os.fsync, os.rename, kvstore_store.enter
+    fsync, rename, insert = os.fsync, os.rename, kvstore_store.admit
 
     def note_fsync(fd):
         steps.append("fsync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), root))
@@ -98,7 +98,7 @@ def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sa
     (root / "values" / key.digest[:2]).mkdir(exist_ok=True)
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
-    monkeypatch.setattr(kvstore_store, "enter", note_insert)
+    monkeypatch.setattr(kvstore_store, "admit", note_insert)
     store.put(key, chunk)
     assert [step.partition("-")[0] for step in steps] == [
         f"fsync values/{key.digest[:2]}/{key.digest}",

@@ -289,3 +289,58 @@ def test_totals_are_those_of_all_processes(root, sample):
         store.get(key, chunk.token_ids)
         assert store.totals_by_tier()["disk"].misses == 2  # its own, not written yet
         assert other.totals_by_tier()["disk"].misses == 1
+
+
+def test_a_put_that_evicts_takes_few_statements(root, sample):
+    """Each is paid by every admission; an UPDATE of the victim's row took the place of an INSERT and two DELETEs."""
+    size, statements = Blob.of(*sample(0)).nbytes, []
+    with KVStore.open(root, 2 * size) as store:
+        for seed in range(3):
+            store.put(*sample(seed))
+        store._index._sql.set_trace_callback(statements.append)
+        store.put(*sample(3))
+        store._index._sql.set_trace_callback(None)
+        assert digests(store) == {sample(seed)[0].digest for seed in (2, 3)}
+    own = [each.split()[0] for each in dict.fromkeys(statements)]  # a trigger's is told as its cause's again
+    assert own == ["BEGIN", "SELECT", "SELECT", "UPDATE", "INSERT", "INSERT", "INSERT", "COMMIT"], statements
+
+
+def test_a_row_that_was_handed_on_is_the_new_value_s(root, sample, same):
+    """Of several victims the first gives its row; the others' go. The newest value is the last of the keys."""
+    small, large = [sample(seed, tokens=4) for seed in range(4)], sample(9, tokens=60)
+    size = Blob.of(*large).nbytes
+    with KVStore.open(root, size + Blob.of(*small[0]).nbytes, policy="lru") as store:
+        for each in small:
+            store.put(*each)
+        store.put(*large)
+        assert list(store.keys()) == [small[3][0], large[0]]
+        assert same(store.get(large[0], large[1].token_ids), large[1])
+        assert all(store.get(key, chunk.token_ids) is None for key, chunk in small[:3])
+        assert store.stats().evictions == 3 and store.check() == []
+        rows = "SELECT (SELECT COUNT(*) FROM Cache), (SELECT COUNT(*) FROM Uses)"
+        assert store._index._sql.execute(rows).fetchone() == (2, 2)
+
+
+def test_uses_of_a_change_that_failed_are_not_taken_for_written(root, sample):
+    """A later change that writes none of them was taken for the one that did, and they were lost."""
+    key, chunk = sample(0)
+    with KVStore.open(root, 1 << 20) as store:
+        store.put(key, chunk)
+        store.get(key, chunk.token_ids)
+        with suppress(ZeroDivisionError), store._recording() as sql:
+            store._uses.flush(sql)
+            raise ZeroDivisionError
+        store.delete(sample(1)[0])
+        store._flush()
+        found = store._index._sql.execute("SELECT frequency FROM Uses").fetchone()
+    assert found == (pytest.approx(2.0, abs=0.01),)
+
+
+def test_puts_write_their_counts_many_at_once(root, sample):
+    size = Blob.of(*sample(0)).nbytes
+    with KVStore.open(root, size) as store, KVStore.open(root, size) as other:
+        seen = []
+        for seed in range(70):
+            store.put(*sample(seed))
+            seen.append(other.totals_by_tier()["disk"].evictions)
+    assert set(seen) == {0, 64}
