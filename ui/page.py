@@ -89,7 +89,7 @@ class Frame:
         }
 
     def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:
-        """Draw the queue again where it has moved since `seen`; the documents too when a file was finished."""
+        """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished."""
         overview = self._context.desk.jobs.overview()
         startup = self._context.startup
         now = f"{render_frame.fingerprint(overview)} {startup.is_loading} {startup.problem}"
@@ -98,7 +98,7 @@ class Frame:
         updates: dict[Any, Any] = {
             self.library_parts.queue: self.library.progress()[self.library_parts.queue]
         }
-        if render_frame.finished_in(now) != render_frame.finished_in(seen):
+        if render_frame.listed_in(now) != render_frame.listed_in(seen):
             updates |= self.library.refresh(*view)
             if chat_id is None and overview.finished:
                 updates[self.chat_parts.transcript] = self.chat.welcome()

@@ -17,7 +17,7 @@ from ragblend.ui.uploads import discard
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-STATES = [("All", ""), ("Ready", "done"), ("In the queue", "pending"), ("Failed", "failed")]
+STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ class LibraryTab:
         if act == "delete-document":
             return render_library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
-            return render_library.added(jobs.add([Path(event.path)], collection))
+            known = self._desk.workspaces.of(collection).library.documents_with([str(event.id)])
+            return render_library.added(jobs.add([Path(each.path) for each in known.values()], collection))
         if act == "unwatch":
             self._desk.watching.remove(int(event.id))
         elif act in ("retry-job", "cancel-job"):
@@ -247,4 +248,6 @@ class LibraryTab:
         page = list_documents(
             library, collection, search=search, state=state or None, offset=offset, limit=PAGE
         )
-        return render_library.documents(page, offset, PAGE, search)
+        paths = [document.path for document in page.documents]
+        queued = self._desk.jobs.open_among(collection, paths)
+        return render_library.documents(page, offset, PAGE, search, queued)
