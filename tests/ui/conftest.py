@@ -22,16 +22,20 @@ def load(path: Path):
 
 
 @pytest.fixture(scope="module")
-def chromium():
+def play():
     pytest.importorskip("gradio", reason="the page needs the extra `ui`")
     playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
-    path = find_chromium()
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(
-            executable_path=path, headless=True, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
+    with playwright.sync_playwright() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def chromium(play):
+    browser = play.chromium.launch(
+        executable_path=find_chromium(), headless=True, args=["--no-sandbox", "--disable-gpu"]
+    )
+    yield browser
+    browser.close()
 
 
 @pytest.fixture
@@ -67,7 +71,8 @@ def start(tmp_path, tiny_model):
     """Starts `ragblend ui` on a home of its own with the tiny model, as often as it is called; ends what still runs."""
     started = []
 
-    def start_(*options: str, home: Path = tmp_path / "home", settings: str = "", **more) -> Server:
+    def start_(*options: str, settings: str = "", **more) -> Server:
+        home = tmp_path / "home"
         home.mkdir(exist_ok=True, mode=0o700)
         if not (home / "settings.toml").exists():
             (home / "settings.toml").write_text(f'model = "{tiny_model}"\n{settings}')
