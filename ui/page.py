@@ -35,7 +35,14 @@ def build_page(context: Context) -> gr.Blocks:
 def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
     chat, library = frame.chat_parts, frame.library_parts
     view = [library.collection, library.search, library.state, library.offset]
-    drawn_there = [library.queue, library.jobs, library.watched, library.documents, library.offset]
+    drawn_there = [
+        library.queue,
+        library.jobs,
+        library.watched,
+        library.documents,
+        library.offset,
+        library.tools,
+    ]
     first = [
         frame.header,
         frame.banner,

@@ -63,6 +63,13 @@ def _document(document: "ListedDocument", is_queued: bool) -> str:
     )
 
 
+def collection_tools(name: str, documents: int) -> str:
+    """What can be done to the whole collection."""
+    said = f"Delete all of “{name}”"
+    confirm = f"Delete {plural(documents, 'document')} and the collection?"
+    return f'<div class="tools">{button(escape(said), "delete-collection", kind="outlined", confirm=confirm)}</div>'
+
+
 def pager(total: int, offset: int, limit: int, noun: str) -> str:
     """`51 to 100 of 20,000 documents`, with buttons to the pages before and after."""
     first, last = offset + 1, min(offset + limit, total)

@@ -39,6 +39,7 @@ class Parts:
     search: gr.Textbox
     state: gr.Dropdown
     documents: gr.HTML
+    tools: gr.HTML
     offset: gr.State
 
 
@@ -98,6 +99,7 @@ def build(context: Context) -> Parts:
                     elem_id="rb-document-state",
                 )
             documents = drawn("rb-documents")
+            tools = drawn("rb-collection-tools")
     parts = Parts(
         collection,
         new_name,
@@ -114,6 +116,7 @@ def build(context: Context) -> Parts:
         search,
         state,
         documents,
+        tools,
         gr.State(0),
     )
     _connect(LibraryTab(context, parts), parts)
@@ -122,7 +125,7 @@ def build(context: Context) -> Parts:
 
 def _connect(tab: "LibraryTab", parts: Parts) -> None:
     view = [parts.collection, parts.search, parts.state, parts.offset]
-    drawn = [parts.documents, parts.offset]
+    drawn = [parts.documents, parts.offset, parts.tools]
     listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
     parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
     parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
@@ -138,6 +141,7 @@ def _connect(tab: "LibraryTab", parts: Parts) -> None:
     )
     for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
         drawing.click(tab.act, view, listed, **QUEUED)
+    parts.tools.click(tab.remove_collection, view, [*listed, parts.collection], **QUEUED)
 
 
 class LibraryTab:
@@ -188,6 +192,24 @@ class LibraryTab:
             parts.message: "",
         }
 
+    def remove_collection(self, collection: str, *view: Any) -> Updates:
+        """All of it: its watched folders first, which would bring the documents back."""
+        desk, shown = self._desk, collection
+        try:
+            for folder in desk.watching.folders():
+                if folder.collection == collection:
+                    desk.watching.remove(folder.id)
+            message = render_library.deleted(desk.jobs.remove_collection(collection))
+            shown = desk.workspaces.settings.collection
+        except RagBlendError as error:
+            message = problem(str(error))
+        chosen = gr.update(choices=desk.workspaces.names(), value=shown)
+        return {
+            self._parts.message: message,
+            self._parts.collection: chosen,
+            **self.refresh(shown, "", "", 0),
+        }
+
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
         """A click on a button of the queue, the folders or the documents."""
         message = ""
@@ -223,7 +245,12 @@ class LibraryTab:
         return ""
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
-        return {self._parts.documents: self._documents(collection, search, state, 0), self._parts.offset: 0}
+        parts = self._parts
+        return {
+            parts.documents: self._documents(collection, search, state, 0),
+            parts.tools: self._tools(collection),
+            parts.offset: 0,
+        }
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """The queue, the folders and the page of documents as they are now."""
@@ -232,6 +259,7 @@ class LibraryTab:
             **self.progress(),
             parts.watched: render_library.watched(self._desk.watching.folders()),
             parts.documents: self._documents(collection, search, state, offset),
+            parts.tools: self._tools(collection),
             parts.offset: offset,
         }
 
@@ -242,6 +270,10 @@ class LibraryTab:
             self._parts.queue: render_library.queue(jobs.overview()),
             self._parts.jobs: render_library.jobs(page.jobs, page.total),
         }
+
+    def _tools(self, collection: str) -> str:
+        counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
+        return render_library.collection_tools(collection, sum(counts.values()))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._desk.workspaces.of(collection).library

@@ -133,5 +133,20 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     mine = open_page(start())
     mine.tab("Library")
     mine.await_states(later="ready")
+    page = mine.page
+    page.click("button:has-text('New collection')")
+    page.fill("#rb-new-collection input, #rb-new-collection textarea", "letters")
+    page.click("#rb-create-collection")
+    page.wait_for_selector("#rb-collection-tools:has-text('letters')")
+    (other := tmp_path / "other").mkdir()
+    (other / "letter.txt").write_text("Dear harbour master, the ledgers are in the lamp room.")
+    mine.add(other, watch=True)
+    mine.await_states(letter="ready")
+    page.click("[data-act=delete-collection]")
+    page.click("[data-act=delete-collection].asking:has-text('Delete 1 document and the collection?')")
+    page.wait_for_selector("#rb-library-message:has-text('Deleted 1 document: 1 passage')")
+    mine.await_states(later="ready")
+    assert page.locator("#rb-watched .name").count() == 1
+    assert page.input_value("#rb-collection input") == "default"
     mine.page.click("#rb-watched [data-act=unwatch]")
     mine.page.wait_for_selector("#rb-watched .name", state="detached")
