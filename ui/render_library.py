@@ -56,7 +56,7 @@ def _document(document: "ListedDocument", is_queued: bool) -> str:
         f'<tr class="s-{escape(document.state)}"><td><span class="name" '
         f'title="{escape(document.path)}">{escape(document.name)}'
         f'</span>{tag}<div class="where">{escape(where)}</div>{reason}</td>'
-        f'<td><span class="rb-state s-{escape(document.state)}">{state}</span></td>'
+        f'<td><span class="rb-state s-{"pending" if is_queued else escape(document.state)}">{state}</span></td>'
         f'<td class="number">{document.passages:,}</td><td class="number">{size(max(document.size, 0))}</td>'
         f"<td>{day(document.updated_at)}</td>"
         f'<td class="tools">{retry if can_be_tried else ""}{remove}</td></tr>'
@@ -66,7 +66,7 @@ def _document(document: "ListedDocument", is_queued: bool) -> str:
 def collection_tools(name: str, documents: int) -> str:
     """What can be done to the whole collection."""
     said = f"Delete all of “{name}”"
-    confirm = f"Delete {plural(documents, 'document')} and the collection?"
+    confirm = f"Delete {plural(documents, "document")} for good?"
     return f'<div class="tools">{button(escape(said), "delete-collection", kind="outlined", confirm=confirm)}</div>'
 
 

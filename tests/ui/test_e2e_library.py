@@ -143,7 +143,7 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     mine.add(other, watch=True)
     mine.await_states(letter="ready")
     page.click("[data-act=delete-collection]")
-    page.click("[data-act=delete-collection].asking:has-text('Delete 1 document and the collection?')")
+    page.click("[data-act=delete-collection].asking:has-text('Delete 1 document for good?')")
     page.wait_for_selector("#rb-library-message:has-text('Deleted 1 document: 1 passage')")
     mine.await_states(later="ready")
     assert page.locator("#rb-watched .name").count() == 1

@@ -164,6 +164,8 @@ def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() ->
     page = Anything("", documents=[document(state="pending")], total=1)
     waiting, left = (render_library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
     assert ("in the queue" in waiting, "in the queue" in left) == (True, False)
+    again = Anything("", documents=[document(state="failed")], total=1)
+    assert "rb-state s-pending" in render_library.documents(again, 0, 50, queued=["/x/a.pdf"])
     assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
 
 
