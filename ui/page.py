@@ -4,7 +4,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.ui import render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
+from ragblend.ui import layout_chat, render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
 from ragblend.ui.context import QUICK, Context, drawn
 
 TICK_S = 1.5
@@ -73,7 +73,7 @@ class Frame:
         header: gr.HTML,
         banner: gr.HTML,
         seen: gr.State,
-        chat: tab_chat.Parts,
+        chat: layout_chat.Parts,
         library: tab_library.Parts,
         compared: gr.Dropdown,
     ) -> None:

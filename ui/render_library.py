@@ -66,7 +66,7 @@ def _document(document: "ListedDocument", is_queued: bool) -> str:
 def collection_tools(name: str, documents: int) -> str:
     """What can be done to the whole collection."""
     said = f"Delete all of “{name}”"
-    confirm = f"Delete {plural(documents, "document")} for good?"
+    confirm = f"Delete {plural(documents, 'document')} for good?"
     return f'<div class="tools">{button(escape(said), "delete-collection", kind="outlined", confirm=confirm)}</div>'
 
 
