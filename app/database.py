@@ -63,6 +63,11 @@ class Database:
         with self._mutex, self._named_errors(), transaction(self._sql):
             yield self._sql
 
+    @property
+    def changes(self) -> int:
+        """How many rows this connection has written: another number says that something has moved."""
+        return self._sql.total_changes
+
     def erase_log(self) -> None:
         """Empty the write-ahead log, where what was deleted would live on. Nothing happens while others read."""
         with self._mutex, self._named_errors():

@@ -184,6 +184,14 @@ class JobStore:
             sql.execute("DELETE FROM watched WHERE collection = ?", (collection,))
         self.database.erase_log()
 
+    def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
+        """Those of these files (no more than a page shows) that are worked on or wait for their turn."""
+        marks = ", ".join("?" * len(paths))
+        query = (
+            f"SELECT path FROM jobs WHERE collection = ? AND path IN ({marks}) AND state IN {_listed(OPEN)}"
+        )
+        return {row["path"] for row in self.database.rows(query, collection, *paths)}
+
     def counts(self) -> dict[State, int]:
         """How many are in each state."""
         rows = self.database.rows("SELECT state, count(*) AS n FROM jobs GROUP BY state")

@@ -43,7 +43,10 @@ class Added:
 
 @dataclass(frozen=True)
 class Overview:
-    """How far the queue is. waiting: why the worker cannot work just now; current: the file that it works on."""
+    """How far the queue is. waiting: why the worker cannot work just now; current: the file that it works on;
+
+    changes: another number whenever anything was written to the queue, also if all counts are what they were.
+    """
 
     counts: dict[State, int]
     total: int
@@ -54,6 +57,7 @@ class Overview:
     waiting: str | None
     current: FileJob | None
     running: bool
+    changes: int
 
 
 class JobQueue:
@@ -179,6 +183,7 @@ class JobQueue:
             worker.waiting if left else None,
             worker.current,
             worker.is_alive and left > 0 and not worker.paused,
+            self._store.database.changes,
         )
 
     def page(self, state: str | None = None, search: str = "", offset: int = 0, limit: int = 50) -> JobPage:
@@ -188,6 +193,10 @@ class JobQueue:
             return page
         jobs = (current if j.id == current.id and j.state in RUNNING else j for j in page.jobs)
         return replace(page, jobs=tuple(jobs))
+
+    def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
+        """Those of these files that are worked on or wait for their turn."""
+        return self._store.open_among(collection, paths)
 
     def job(self, job_id: int) -> FileJob:
         """Raises LibraryError if it is gone."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.ui import render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
+from ragblend.ui import layout_chat, render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
 from ragblend.ui.context import QUICK, Context, drawn
 
 TICK_S = 1.5
@@ -35,7 +35,14 @@ def build_page(context: Context) -> gr.Blocks:
 def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
     chat, library = frame.chat_parts, frame.library_parts
     view = [library.collection, library.search, library.state, library.offset]
-    drawn_there = [library.queue, library.jobs, library.watched, library.documents, library.offset]
+    drawn_there = [
+        library.queue,
+        library.jobs,
+        library.watched,
+        library.documents,
+        library.offset,
+        library.tools,
+    ]
     first = [
         frame.header,
         frame.banner,
@@ -66,7 +73,7 @@ class Frame:
         header: gr.HTML,
         banner: gr.HTML,
         seen: gr.State,
-        chat: tab_chat.Parts,
+        chat: layout_chat.Parts,
         library: tab_library.Parts,
         compared: gr.Dropdown,
     ) -> None:
@@ -89,7 +96,7 @@ class Frame:
         }
 
     def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:
-        """Draw the queue again where it has moved since `seen`; the documents too when a file was finished."""
+        """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished."""
         overview = self._context.desk.jobs.overview()
         startup = self._context.startup
         now = f"{render_frame.fingerprint(overview)} {startup.is_loading} {startup.problem}"
@@ -98,7 +105,7 @@ class Frame:
         updates: dict[Any, Any] = {
             self.library_parts.queue: self.library.progress()[self.library_parts.queue]
         }
-        if render_frame.finished_in(now) != render_frame.finished_in(seen):
+        if render_frame.listed_in(now) != render_frame.listed_in(seen):
             updates |= self.library.refresh(*view)
             if chat_id is None and overview.finished:
                 updates[self.chat_parts.transcript] = self.chat.welcome()

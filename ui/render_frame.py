@@ -34,14 +34,15 @@ def state_line(overview: "Overview", settings: "Settings", is_loading: bool = Fa
 
 
 def fingerprint(overview: "Overview") -> str:
-    """Another text as soon as there is anything new to draw; how many are finished stands before the colon."""
+    """Another text as soon as there is anything new to draw; before the colon stands what the list depends on."""
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()
     return (
-        f"{overview.finished}:{overview.total} {overview.paused} {overview.waiting} "
+        f"{overview.changes}:{overview.finished} {overview.total} {overview.paused} {overview.waiting} "
         f"{sorted(overview.counts.items())} {now}"
     )
 
 
-def finished_in(fingerprint: str) -> str:
+def listed_in(fingerprint: str) -> str:
+    """What of it moves when a file is begun, or ends, in whatever state."""
     return fingerprint.partition(":")[0]

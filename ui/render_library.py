@@ -1,6 +1,6 @@
 """The library as HTML: documents by page, the ingest queue, watched folders. All pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragblend.ui import icons
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 WORKING = ("parsing", "embedding", "encoding")
 PHASES = {"parsing": "reading", "embedding": "embedding", "encoding": "encoding"}
-STATES = {"done": "ready", "pending": "in the queue", "failed": "failed"}
+STATES = {"done": "ready", "pending": "not finished", "failed": "failed"}
+IN_QUEUE = "in the queue"
 
 
-def documents(page: "DocumentPage", offset: int, limit: int, search: str = "") -> str:
-    """One page of documents, each with its state, and the way to the others."""
+def documents(
+    page: "DocumentPage", offset: int, limit: int, search: str = "", queued: Collection[str] = ()
+) -> str:
+    """One page of documents, each with its state, and the way to the others. queued: paths that wait for their turn."""
     if not page.documents:
         words = f"No document matches “{escape(search)}”." if search else "No documents here yet."
         return f'<p class="rb-empty">{words}</p>'
-    rows = "".join(_document(document) for document in page.documents)
+    rows = "".join(_document(document, document.path in queued) for document in page.documents)
     return (
         '<div class="scroll"><table class="rb-documents"><thead><tr><th scope="col">Document</th><th '
         'scope="col">State</th>'
@@ -34,11 +37,12 @@ def documents(page: "DocumentPage", offset: int, limit: int, search: str = "") -
     )
 
 
-def _document(document: "ListedDocument") -> str:
-    state = escape(STATES.get(document.state, document.state))
+def _document(document: "ListedDocument", is_queued: bool) -> str:
+    state = IN_QUEUE if is_queued else escape(STATES.get(document.state, document.state))
+    can_be_tried = document.state != "done" and not is_queued
     tag = ' <span class="rb-tag">scanned: no text in it</span>' if document.scanned else ""
     reason = f'<div class="reason">{escape(document.reason)}</div>' if document.reason else ""
-    retry = button(icons.RETRY, "retry-document", title="Try again", kind="icon", path=document.path)
+    retry = button(icons.RETRY, "retry-document", title="Try again", kind="icon", id=document.id)
     remove = button(
         icons.BIN,
         "delete-document",
@@ -52,11 +56,18 @@ def _document(document: "ListedDocument") -> str:
         f'<tr class="s-{escape(document.state)}"><td><span class="name" '
         f'title="{escape(document.path)}">{escape(document.name)}'
         f'</span>{tag}<div class="where">{escape(where)}</div>{reason}</td>'
-        f'<td><span class="rb-state s-{escape(document.state)}">{state}</span></td>'
+        f'<td><span class="rb-state s-{"pending" if is_queued else escape(document.state)}">{state}</span></td>'
         f'<td class="number">{document.passages:,}</td><td class="number">{size(max(document.size, 0))}</td>'
         f"<td>{day(document.updated_at)}</td>"
-        f'<td class="tools">{retry if document.state == "failed" else ""}{remove}</td></tr>'
+        f'<td class="tools">{retry if can_be_tried else ""}{remove}</td></tr>'
     )
+
+
+def collection_tools(name: str, documents: int) -> str:
+    """What can be done to the whole collection."""
+    said = f"Delete all of “{name}”"
+    confirm = f"Delete {plural(documents, 'document')} for good?"
+    return f'<div class="tools">{button(escape(said), "delete-collection", kind="outlined", confirm=confirm)}</div>'
 
 
 def pager(total: int, offset: int, limit: int, noun: str) -> str:

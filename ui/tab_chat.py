@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -13,129 +12,28 @@ from ragblend.app.conversation import AskOptions
 from ragblend.app.highlight import locate_source
 from ragblend.app.hood import Hood
 from ragblend.kvstore.errors import RagBlendError
-from ragblend.ui import render_chat, render_hood, render_passage
+from ragblend.ui import layout_chat, render_chat, render_hood, render_passage
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import QUEUED, QUICK, Context, drawn
+from ragblend.ui.context import QUEUED, QUICK, Context
+from ragblend.ui.layout_chat import HOOD, SOURCE, Parts
 from ragblend.ui.render_text import problem
 
 if TYPE_CHECKING:
     from ragblend.app.turn import Turn
 
 Updates = dict[Any, Any]
-SOURCE, HOOD = "source", "hood"
 CHATS_PER_PAGE = 50
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The tab's components, by what they show."""
-
-    chat_id: gr.State
-    limit: gr.State
-    search: gr.Textbox
-    new: gr.Button
-    chats: gr.HTML
-    transcript: gr.HTML
-    live: gr.HTML
-    question: gr.Textbox
-    send: gr.Button
-    stop: gr.Button
-    collections: gr.Dropdown
-    mode: gr.Radio
-    panel: gr.Tabs
-    source: gr.HTML
-    hood: gr.HTML
-    export: gr.HTML
 
 
 def build(context: Context) -> Parts:
     """Lay the tab out and connect it."""
     with gr.Row(elem_id="rb-chat"):
-        side = _build_side()
-        middle = _build_middle(context)
-        more = _build_more()
+        side = layout_chat.side()
+        middle = layout_chat.middle()
+        more = layout_chat.more()
     parts = Parts(chat_id=gr.State(None), limit=gr.State(CHATS_PER_PAGE), **side, **middle, **more)
     _connect(ChatTab(context, parts), parts)
     return parts
-
-
-def _build_side() -> dict[str, Any]:
-    with gr.Column(elem_id="rb-side", scale=0):
-        new = gr.Button("New conversation", elem_id="rb-new", size="sm")
-        search = gr.Textbox(
-            "",
-            placeholder="Search  ( / )",
-            label="Search conversations",
-            show_label=False,
-            container=False,
-            elem_id="rb-chat-search",
-            elem_classes="rb-search",
-            max_lines=1,
-        )
-        chats = drawn("rb-chats")
-        export = drawn("rb-export", acts=False)
-    return {"new": new, "search": search, "chats": chats, "export": export}
-
-
-def _build_middle(context: Context) -> dict[str, Any]:
-    with gr.Column(elem_id="rb-middle"):
-        with gr.Column(elem_id="rb-scroll"):
-            transcript = drawn("rb-transcript")
-            live = drawn("rb-live", acts=False)
-        with gr.Column(elem_id="rb-composer"):
-            question = gr.Textbox(
-                "",
-                placeholder="Ask your documents",
-                label="Your question",
-                show_label=False,
-                lines=2,
-                max_lines=8,
-                elem_id="rb-question",
-                container=False,
-                autofocus=True,
-                max_length=20_000,
-            )
-            with gr.Row(elem_id="rb-choices"):
-                collections = gr.Dropdown(
-                    choices=[],
-                    multiselect=True,
-                    label="Collections",
-                    show_label=False,
-                    container=False,
-                    elem_id="rb-collections",
-                    scale=3,
-                    min_width=140,
-                )
-                mode = gr.Radio(
-                    choices=[("Documents only", "documents"), ("Chat", "chat")],
-                    value="documents",
-                    label="Mode",
-                    show_label=False,
-                    container=False,
-                    elem_id="rb-mode",
-                    scale=3,
-                    min_width=200,
-                )
-                send = gr.Button("Send", variant="primary", elem_id="rb-send", scale=1, min_width=84)
-                stop = gr.Button("Stop", elem_id="rb-stop", scale=1, min_width=84, visible=False)
-    return {
-        "transcript": transcript,
-        "live": live,
-        "question": question,
-        "collections": collections,
-        "mode": mode,
-        "send": send,
-        "stop": stop,
-    }
-
-
-def _build_more() -> dict[str, Any]:
-    with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as panel:
-        with gr.Tab("Source", id=SOURCE):
-            source = drawn("rb-source", render_passage.EMPTY, acts=False)
-        with gr.Tab("Under the hood", id=HOOD):
-            hood = drawn("rb-hood", render_hood.EMPTY)
-    return {"panel": panel, "source": source, "hood": hood}
 
 
 def _connect(tab: "ChatTab", parts: Parts) -> None:

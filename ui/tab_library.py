@@ -17,7 +17,7 @@ from ragblend.ui.uploads import discard
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-STATES = [("All", ""), ("Ready", "done"), ("In the queue", "pending"), ("Failed", "failed")]
+STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Parts:
     search: gr.Textbox
     state: gr.Dropdown
     documents: gr.HTML
+    tools: gr.HTML
     offset: gr.State
 
 
@@ -98,6 +99,7 @@ def build(context: Context) -> Parts:
                     elem_id="rb-document-state",
                 )
             documents = drawn("rb-documents")
+            tools = drawn("rb-collection-tools")
     parts = Parts(
         collection,
         new_name,
@@ -114,6 +116,7 @@ def build(context: Context) -> Parts:
         search,
         state,
         documents,
+        tools,
         gr.State(0),
     )
     _connect(LibraryTab(context, parts), parts)
@@ -122,7 +125,7 @@ def build(context: Context) -> Parts:
 
 def _connect(tab: "LibraryTab", parts: Parts) -> None:
     view = [parts.collection, parts.search, parts.state, parts.offset]
-    drawn = [parts.documents, parts.offset]
+    drawn = [parts.documents, parts.offset, parts.tools]
     listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
     parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
     parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
@@ -138,6 +141,7 @@ def _connect(tab: "LibraryTab", parts: Parts) -> None:
     )
     for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
         drawing.click(tab.act, view, listed, **QUEUED)
+    parts.tools.click(tab.remove_collection, view, [*listed, parts.collection], **QUEUED)
 
 
 class LibraryTab:
@@ -188,6 +192,24 @@ class LibraryTab:
             parts.message: "",
         }
 
+    def remove_collection(self, collection: str, *view: Any) -> Updates:
+        """All of it: its watched folders first, which would bring the documents back."""
+        desk, shown = self._desk, collection
+        try:
+            for folder in desk.watching.folders():
+                if folder.collection == collection:
+                    desk.watching.remove(folder.id)
+            message = render_library.deleted(desk.jobs.remove_collection(collection))
+            shown = desk.workspaces.settings.collection
+        except RagBlendError as error:
+            message = problem(str(error))
+        chosen = gr.update(choices=desk.workspaces.names(), value=shown)
+        return {
+            self._parts.message: message,
+            self._parts.collection: chosen,
+            **self.refresh(shown, "", "", 0),
+        }
+
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
         """A click on a button of the queue, the folders or the documents."""
         message = ""
@@ -205,7 +227,8 @@ class LibraryTab:
         if act == "delete-document":
             return render_library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
-            return render_library.added(jobs.add([Path(event.path)], collection))
+            known = self._desk.workspaces.of(collection).library.documents_with([str(event.id)])
+            return render_library.added(jobs.add([Path(each.path) for each in known.values()], collection))
         if act == "unwatch":
             self._desk.watching.remove(int(event.id))
         elif act in ("retry-job", "cancel-job"):
@@ -222,7 +245,12 @@ class LibraryTab:
         return ""
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
-        return {self._parts.documents: self._documents(collection, search, state, 0), self._parts.offset: 0}
+        parts = self._parts
+        return {
+            parts.documents: self._documents(collection, search, state, 0),
+            parts.tools: self._tools(collection),
+            parts.offset: 0,
+        }
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """The queue, the folders and the page of documents as they are now."""
@@ -231,6 +259,7 @@ class LibraryTab:
             **self.progress(),
             parts.watched: render_library.watched(self._desk.watching.folders()),
             parts.documents: self._documents(collection, search, state, offset),
+            parts.tools: self._tools(collection),
             parts.offset: offset,
         }
 
@@ -242,9 +271,15 @@ class LibraryTab:
             self._parts.jobs: render_library.jobs(page.jobs, page.total),
         }
 
+    def _tools(self, collection: str) -> str:
+        counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
+        return render_library.collection_tools(collection, sum(counts.values()))
+
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._desk.workspaces.of(collection).library
         page = list_documents(
             library, collection, search=search, state=state or None, offset=offset, limit=PAGE
         )
-        return render_library.documents(page, offset, PAGE, search)
+        paths = [document.path for document in page.documents]
+        queued = self._desk.jobs.open_among(collection, paths)
+        return render_library.documents(page, offset, PAGE, search, queued)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def find_chromium():
 class Server:
     """`ragblend ui` on one home, as a user starts it."""
 
-    def __init__(self, home: Path, *options: str) -> None:
+    def __init__(self, home: Path, *options: str, prefix: Sequence[str] = ()) -> None:
+        """prefix: a command that becomes this one, as `prlimit` does."""
         self.home = home
         command = [
             sys.executable,
@@ -45,7 +47,7 @@ class Server:
         ]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAGBLEND_")}
         self.process = subprocess.Popen(
-            [*map(str, command), *options],
+            [*prefix, *map(str, command), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -96,7 +98,7 @@ class Watched:
     """A browser's page, with everything noted that must not happen on any."""
 
     def __init__(self, context, server: Server) -> None:
-        self.page = context.new_page()
+        self.context, self.page = context, context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.foreign: list[str] = []
         self.errors: list[str] = []
@@ -117,6 +119,11 @@ class Watched:
     def _note_console(self, message) -> None:
         if message.type == "error":
             self.errors.append(message.text)
+
+    def leave(self) -> None:
+        """Close the browser's window, and look that all was well until then."""
+        self.context.close()
+        self.check()
 
     def check(self) -> None:
         """Nothing was asked of another host, nothing failed."""
@@ -148,3 +155,19 @@ class Watched:
     def all_read(self) -> None:
         """Wait until the queue is done."""
         self.page.wait_for_selector("#rb-queue .head:has-text('Finished')")
+
+    def add(self, path: Path, watch: bool = False) -> None:
+        """Name a folder or a file in the Library tab, which must be open."""
+        self.page.fill("#rb-folder input, #rb-folder textarea", str(path))
+        self.page.set_checked("#rb-watch input", watch)
+        self.page.click("#rb-add-folder")
+        self.page.wait_for_selector("#rb-library-message .rb-note")
+
+    def await_states(self, **expected: str) -> None:
+        """Wait until the list of documents is that: the name's stem and its state."""
+        self.page.wait_for_function(
+            "expected => { const rows = [...document.querySelectorAll('.rb-documents tbody tr')].map(row => ["
+            "row.querySelector('.name').textContent.split('.')[0], row.querySelector('.rb-state').textContent]);"
+            " return JSON.stringify(Object.fromEntries(rows.sort())) === JSON.stringify(expected); }",
+            arg=dict(sorted(expected.items())),
+        )

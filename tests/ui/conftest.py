@@ -1,6 +1,84 @@
-"""What the page's tests share."""
+"""What the page's tests share: a browser, pages that are checked when they close, and a model that costs nothing."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+
+from browser import Server, Watched, find_chromium
+
+TESTS = Path(__file__).parents[1]
+
+
+def load(path: Path):
+    """A file of other tests as a module: importlib mode has no packages of tests."""
+    spec = importlib.util.spec_from_file_location(f"lent_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def play():
+    pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
+    with playwright.sync_playwright() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def chromium(play):
+    browser = play.chromium.launch(
+        executable_path=find_chromium(), headless=True, args=["--no-sandbox", "--disable-gpu"]
+    )
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def open_page(chromium, request):
+    """Opens the page in a browser of its own; afterwards nothing foreign was asked for and nothing failed."""
+    opened = []
+
+    def open_(on=None, width=1280, height=800, **options):
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        opened.append(Watched(context, on or request.getfixturevalue("server")))
+        return opened[-1]
+
+    yield open_
+    for watched in opened:
+        watched.leave()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """Four layers of random weights: it answers nonsense, which is all that the queue and the store need."""
+    return load(TESTS / "engine" / "tiny_models.py").save_model(
+        "llama", tmp_path_factory.mktemp("tiny") / "llama"
+    )
+
+
+@pytest.fixture(scope="session")
+def write_epub():
+    return load(TESTS / "app" / "conftest.py").write_epub
+
+
+@pytest.fixture
+def start(tmp_path, tiny_model):
+    """Starts `ragblend ui` on a home of its own with the tiny model, as often as it is called; ends what still runs."""
+    started = []
+
+    def start_(*options: str, settings: str = "", **more) -> Server:
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True, mode=0o700)
+        if not (home / "settings.toml").exists():
+            (home / "settings.toml").write_text(f'model = "{tiny_model}"\n{settings}')
+        started.append(Server(home, *options, **more))
+        return started[-1]
+
+    yield start_
+    for server in started:
+        server.end()

@@ -1,19 +1,15 @@
 """The page as its users have it: the real command, the bundled model, a real Chromium."""
 
-import importlib.util
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from browser import Server, Watched, find_chromium
+from browser import Server, Watched
 from hostile import HUNDRED
 
 from ragblend.app import samples
-
-pytest.importorskip("gradio", reason="the page needs the extra `ui`")
-playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
 
 QUESTION = "How long is the causeway under water at every high tide?"
 CANARY = "zanzibarcanary"
@@ -22,17 +18,6 @@ PRINTABLE = [
 ]  # with it a file is taken for a binary one, and refused
 SETTINGS = "max_new_tokens = 24\ntop_k = 3\n"
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    path = find_chromium()
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(
-            executable_path=path, headless=True, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +36,6 @@ def server(new_home):
     running = Server(new_home())
     yield running
     running.end()
-
-
-@pytest.fixture
-def open_page(chromium, server):
-    """Opens the page in a browser of its own; afterwards nothing foreign was asked for and nothing failed."""
-    opened = []
-
-    def open_(on=None, width=1280, height=800, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        watched = Watched(context, on or server)
-        opened.append((context, watched))
-        return watched
-
-    yield open_
-    for context, watched in opened:
-        context.close()
-        watched.check()
 
 
 def screenshots() -> Path:
@@ -224,15 +192,8 @@ def test_two_methods_are_compared(open_page) -> None:
     page.screenshot(path=screenshots() / "compare.png")
 
 
-def epub(path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("makers", Path(__file__).parents[1] / "app" / "conftest.py")
-    makers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(makers)
-    makers.write_epub(path, [("a.xhtml", "Kites", "<p>Kites are flown from the mole on Sundays.</p>")])
-
-
 @pytest.fixture(scope="module")
-def uploads(tmp_path_factory):
+def uploads(tmp_path_factory, write_epub):
     """One small file of each format; three of them hostile, one of them with a word that is nowhere else."""
     folder = tmp_path_factory.mktemp("uploads")
     (folder / "canary.txt").write_text(f"The word of the day is {CANARY}, and nobody knows why.")
@@ -244,7 +205,9 @@ def uploads(tmp_path_factory):
         "A file with a name. Hostile names hold hostile words."
     )
     (folder / "table.csv").write_text("engine,fuel\nDunlin,sawdust\nWhimbrel,battery\n")
-    epub(folder / "kites.epub")
+    write_epub(
+        folder / "kites.epub", [("a.xhtml", "Kites", "<p>Kites are flown from the mole on Sundays.</p>")]
+    )
     for suffix in (".pdf", ".docx"):
         shutil.copy(
             next(path for path in samples.documents_folder().iterdir() if path.suffix == suffix),

@@ -159,6 +159,16 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     assert acts(html) == ["retry-document", "delete-document", "delete-document"]
 
 
+def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() -> None:
+    """A cancelled one was said to be in the queue, with no way to have it read after all."""
+    page = Anything("", documents=[document(state="pending")], total=1)
+    waiting, left = (render_library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
+    assert ("in the queue" in waiting, "in the queue" in left) == (True, False)
+    again = Anything("", documents=[document(state="failed")], total=1)
+    assert "rb-state s-pending" in render_library.documents(again, 0, 50, queued=["/x/a.pdf"])
+    assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
+
+
 def test_pages_lead_on_and_back() -> None:
     html = render_library.pager(20_000, 50, 50, "document")
     assert "51 to 100 of 20,000 documents" in html
@@ -177,7 +187,9 @@ def queue(**values):
         "files_per_minute": 20.0,
         "seconds_left": 90.0,
     }
-    return Anything("", **(defaults | {"paused": False, "waiting": None, "current": None} | values))
+    return Anything(
+        "", **(defaults | {"paused": False, "waiting": None, "current": None, "changes": 7} | values)
+    )
 
 
 def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:
@@ -215,10 +227,15 @@ def test_the_banner_tells_what_is_wrong_and_is_empty_else() -> None:
     assert "no model" in render_frame.banner("no model", None)
 
 
-def test_the_fingerprint_moves_with_every_step_and_keeps_what_was_finished() -> None:
+def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() -> None:
     first, second = queue(), queue(current=Anything("", id=1, state="encoding", done=1, total=2))
     assert render_frame.fingerprint(first) != render_frame.fingerprint(second)
-    assert render_frame.finished_in(render_frame.fingerprint(first)) == "1"
+    # Tried again, and failed again between two looks: the page went on showing that it was being read.
+    failed_again = queue(changes=9)
+    listed = [
+        render_frame.listed_in(render_frame.fingerprint(each)) for each in (first, second, failed_again)
+    ]
+    assert listed[0] == listed[1] != listed[2]
 
 
 # --- compare, store, settings

@@ -307,7 +307,7 @@ def test_every_answer_has_the_headers_and_none_opens_to_other_origins(ask) -> No
         assert "http:" not in policy
         assert "https:" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["referrer-policy"] == "same-origin"
         assert "access-control-allow-origin" not in answer.headers
 
 

@@ -1,0 +1,152 @@
+"""The Library tab in a real Chromium: the queue in people's hands, watched folders, files that go or cannot be read."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+LONG_WORDS = 24_000  # half a minute to embed on two cores: long enough to be paused, cancelled and killed in
+pytestmark = pytest.mark.timeout(600)
+
+
+def long_text(path: Path, words: int = LONG_WORDS) -> Path:
+    path.write_text(" ".join(f"harbour{n % 97} ledger{n % 89} ship{n % 83}." for n in range(words // 3)))
+    return path
+
+
+def embedding(mine) -> None:
+    mine.page.wait_for_selector("#rb-queue .current:has-text('embedding')")
+
+
+def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tmp_path) -> None:
+    """Each leaves the file and loses nothing; what was paused stays so over a kill, and is read in the end."""
+    (folder := tmp_path / "long").mkdir()
+    long_text(folder / "long.txt")
+    (folder / "short.txt").write_text("The harbour master kept two ledgers.")
+    running = start()
+    mine = open_page(running)
+    page = mine.page
+    mine.tab("Library")
+    mine.add(folder)
+    embedding(mine)
+    page.click("#rb-queue [data-act=pause]")
+    page.wait_for_selector("#rb-queue strong:has-text('Paused')")
+    mine.await_states(long="in the queue")
+    page.click("#rb-queue [data-act=resume]")
+    embedding(mine)
+    page.click("#rb-queue [data-act=cancel]")
+    mine.all_read()
+    assert "2 cancelled" in page.inner_text("#rb-queue .head")
+    mine.await_states(long="not finished")
+    page.click("#rb-queue [data-act=retry-all]")
+    embedding(mine)
+    page.click("#rb-queue [data-act=pause]")
+    page.wait_for_selector("#rb-queue strong:has-text('Paused')")
+    mine.leave()
+    running.kill()
+    mine = open_page(start())
+    mine.tab("Library")
+    mine.page.wait_for_selector("#rb-queue strong:has-text('Paused')")
+    long_text(folder / "long.txt", 600)
+    mine.page.click("#rb-queue [data-act=resume]")
+    mine.await_states(long="ready", short="ready")
+    assert "2 done" in mine.page.inner_text("#rb-queue .head")
+
+
+@pytest.fixture(scope="module")
+def unreadable():
+    """Makes a path that nobody may read, root included: a link that leads to itself."""
+
+    def make(path: Path) -> Path:
+        path.symlink_to(path.name)
+        return path
+
+    return make
+
+
+def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tmp_path, unreadable) -> None:
+    (folder := tmp_path / "many").mkdir()
+    for number in range(60):
+        (folder / f"file{number:02}.txt").write_text(f"Ship number {number} came at noon with rope and tar.")
+    unreadable(folder / "loop.txt")
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 and then nothing that a reader knows")
+    mine = open_page(start())
+    page = mine.page
+    mine.tab("Library")
+    mine.add(folder)
+    mine.all_read()
+    said = page.inner_text("#rb-queue .head")
+    assert "60 done" in said
+    assert "2 failed" in said
+    page.click("#rb-document-state input")
+    page.click("[role=option]:has-text('Failed')")
+    mine.await_states(broken="failed", loop="failed")
+    for row in page.locator(".rb-documents .reason").all_inner_texts():
+        assert row.startswith("Reading ")
+    page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
+    page.wait_for_selector("#rb-library-message:has-text('1 file put in the queue')")
+    mine.all_read()
+
+
+def test_a_file_that_goes_while_it_is_waiting_or_being_read(start, open_page, tmp_path) -> None:
+    (folder := tmp_path / "going").mkdir()
+    first, second = long_text(folder / "first.txt", 9_000), folder / "second.txt"
+    second.write_text("The second file is gone before its turn comes.")
+    (folder / "third.txt").write_text("The third file is read all the same.")
+    mine = open_page(start())
+    mine.tab("Library")
+    mine.add(folder)
+    embedding(mine)
+    first.unlink()
+    second.unlink()
+    mine.all_read()
+    # What was read before it went can be used; what was not there to be read says so.
+    mine.await_states(first="ready", second="failed", third="ready")
+    assert "there is no such file" in mine.page.inner_text(".rb-documents .reason")
+
+
+def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_path) -> None:
+    """New, changed, moved and deleted files, while it runs and while it does not."""
+    (folder := tmp_path / "watched").mkdir()
+    (folder / "one.txt").write_text("One ship lies at the quay.")
+    running = start()
+    mine = open_page(running)
+    mine.tab("Library")
+    mine.add(folder, watch=True)
+    mine.page.wait_for_selector(f"#rb-watched .name:has-text('{folder.name}')")
+    mine.await_states(one="ready")
+    (folder / "two.txt").write_text("Two ships lie at the quay.")
+    mine.await_states(one="ready", two="ready")
+    os.rename(folder / "two.txt", folder / "moved.txt")
+    mine.await_states(one="ready", moved="ready")
+    (folder / "one.txt").write_text("One ship lay at the quay, and its name was Zephyrine. " * 200)
+    mine.page.wait_for_function(
+        "() => [...document.querySelectorAll('.rb-documents tr')].some("
+        "row => row.textContent.includes('one.txt') && !row.textContent.includes('26 B'))"
+    )
+    (folder / "one.txt").unlink()
+    mine.await_states(moved="ready")
+    mine.leave()
+    assert running.stop() == 0
+    (folder / "moved.txt").unlink()
+    (folder / "later.txt").write_text("A file that came while nobody looked.")
+    mine = open_page(start())
+    mine.tab("Library")
+    mine.await_states(later="ready")
+    page = mine.page
+    page.click("button:has-text('New collection')")
+    page.fill("#rb-new-collection input, #rb-new-collection textarea", "letters")
+    page.click("#rb-create-collection")
+    page.wait_for_selector("#rb-collection-tools:has-text('letters')")
+    (other := tmp_path / "other").mkdir()
+    (other / "letter.txt").write_text("Dear harbour master, the ledgers are in the lamp room.")
+    mine.add(other, watch=True)
+    mine.await_states(letter="ready")
+    page.click("[data-act=delete-collection]")
+    page.click("[data-act=delete-collection].asking:has-text('Delete 1 document for good?')")
+    page.wait_for_selector("#rb-library-message:has-text('Deleted 1 document: 1 passage')")
+    mine.await_states(later="ready")
+    assert page.locator("#rb-watched .name").count() == 1
+    assert page.input_value("#rb-collection input") == "default"
+    mine.page.click("#rb-watched [data-act=unwatch]")
+    mine.page.wait_for_selector("#rb-watched .name", state="detached")

@@ -1,0 +1,219 @@
+"""What goes wrong around the page, in a real Chromium: it says what happened, keeps what it can, and stays usable."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from browser import Watched, find_chromium
+
+from ragblend.app.lock import writer_lock
+from ragblend.ui.password import save_password
+
+LONG = "max_new_tokens = 1400\nchunk_tokens = 128\ntop_k = 2\n"
+HARBOUR = "The harbour master of Lantern Quay kept two ledgers of ships. "
+ASKED = "What did the harbour master of Lantern Quay keep?"
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def harbour(tmp_path) -> Path:
+    (folder := tmp_path / "harbour").mkdir()
+    (folder / "harbour.txt").write_text(HARBOUR)
+    return folder
+
+
+def read(mine, folder: Path) -> None:
+    mine.tab("Library")
+    mine.add(folder)
+    mine.all_read()
+    mine.tab("Chat")
+
+
+def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
+    """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
+    running = start()
+    mine = open_page(running)
+    page = mine.page
+    read(mine, harbour)
+    mine.tab("Settings")
+    page.fill("#rb-top-k input[type=number]", "9")
+    page.press("#rb-top-k input[type=number]", "Tab")
+    page.wait_for_selector("#rb-cost:has-text('Changes top k. Nothing needs to be read again.')")
+    page.fill("#rb-chunk input[type=number]", "256")
+    page.press("#rb-chunk input[type=number]", "Tab")
+    page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
+    page.click("#rb-save")
+    page.wait_for_selector("#rb-cost:has-text('Saved. 1 document put in the queue.')")
+    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
+    page.click("#rb-save")
+    page.wait_for_selector("#rb-cost .rb-note.error:has-text('/no/such/model')")
+    mine.leave()
+    assert running.stop() == 0
+    value = next((running.home / "kv" / "values").rglob("*.kv"))
+    content = bytearray(value.read_bytes())
+    content[-20] ^= 255
+    value.write_bytes(content)
+    mine = open_page(start())
+    page = mine.page
+    mine.tab("Settings")
+    page.wait_for_function("document.querySelector('#rb-top-k input[type=number]').value === '9'")
+    assert page.input_value("#rb-chunk input[type=number]") == "256"
+    assert "/no/such/model" not in page.input_value("#rb-model input, #rb-model textarea")
+    mine.tab("Store")
+    page.click("#rb-check")
+    page.wait_for_selector("#rb-store-message:has-text('1 problem found')")
+    page.click("#rb-repair")
+    page.wait_for_selector("#rb-store-message:has-text('1 damaged KV value taken out, 1 passage encoded')")
+    page.click("#rb-check")
+    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+
+
+def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_model) -> None:
+    home = tmp_path / "home"
+    command = [sys.executable, "-m", "ragblend.app.cli", "ui", "--no-browser", "--port", "0"]
+    refused = subprocess.run(
+        [*command, "--host", "0.0.0.0", "--home", str(tmp_path / "other")], capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert "needs a password" in refused.stderr
+    home.mkdir(mode=0o700)
+    save_password(home / "ui-password", "seven grey seals")
+    running = start("--host", "0.0.0.0")
+    context = chromium.new_context()
+    try:
+        page = context.new_page()
+        assert page.goto(running.address).status == 401
+        page.fill("input[type=password]", "seven grey geese")
+        page.click("button")
+        page.wait_for_selector("[role=alert]:has-text('That is not the password.')")
+        page.fill("input[type=password]", "seven grey seals")
+        page.click("button")
+        page.wait_for_selector("#rb-question textarea")
+        assert "token" not in page.url
+    finally:
+        context.close()
+
+
+def test_another_writer_has_the_home(start, open_page, harbour) -> None:
+    """The page says who writes, answers meanwhile, and goes on when that one ends."""
+    running = start()
+    mine = open_page(running)
+    page = mine.page
+    with writer_lock(running.home / "writer.lock", "ragblend ingest elsewhere"):
+        mine.tab("Library")
+        mine.add(harbour)
+        page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
+        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
+        mine.tab("Chat")
+        page.fill("#rb-question textarea", ASKED)
+        page.press("#rb-question textarea", "Control+Enter")
+        page.wait_for_selector("#rb-transcript .rb-turn.answer:has-text('Nothing has been ingested')")
+        mine.tab("Library")
+    mine.await_states(harbour="ready")
+    page.wait_for_selector("#rb-banner .rb-note", state="detached")
+
+
+def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
+    start, play, open_page, harbour, tmp_path
+) -> None:
+    """No goodbye is sent: the connection breaks, and what had come is kept as stopped."""
+    running = start(settings=LONG)
+    mine = open_page(running)
+    read(mine, harbour)
+    mine.leave()
+    victim = subprocess.Popen(
+        [
+            find_chromium(),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "about:blank",
+        ],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        port = until(lambda: (tmp_path / "profile" / "DevToolsActivePort").read_text().split()[0])
+        browser = play.chromium.connect_over_cdp(f"http://127.0.0.1:{port}")
+        killed = Watched(browser.contexts[0], running)
+        killed.begin(ASKED)
+        killed.page.wait_for_selector("#rb-live .rb-prose")
+    finally:
+        os.killpg(victim.pid, signal.SIGKILL)
+        victim.wait(60)
+    page = open_page(running).page
+    page.click(".rb-chat-open")
+    page.wait_for_selector(".rb-turn.user")
+    while not page.locator("#rb-transcript .rb-turn.answer").count():
+        page.click("#rb-new")
+        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.click(".rb-chat-open")
+        page.wait_for_selector(".rb-turn.user")
+    assert "Stopped." in page.inner_text("#rb-transcript")
+
+
+def until(found, seconds: float = 60):
+    """The first thing that is found without an error."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return found()
+        except (OSError, IndexError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A command that puts a home on a disk of 48 MiB and becomes another one. Skipped where nobody may mount."""
+    script = 'mount -t tmpfs -o size=48m,mode=700 none "$0" && exec "$@"'
+    (home := tmp_path / "home").mkdir(mode=0o700)
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, str(home)]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("a disk of its own needs unshare(1) and the right to mount")
+    return prefix
+
+
+def test_the_disk_fills_up_under_a_conversation(start, open_page, harbour, small_disk, tiny_model) -> None:
+    """The question is not lost in silence: the page names the full disk, and works again when there is room."""
+    running = start("--model", str(tiny_model), prefix=small_disk)
+    mine = open_page(running)
+    page = mine.page
+    read(mine, harbour)
+    mine.ask(ASKED)
+    inside = Path(f"/proc/{running.process.pid}/root{running.home}")
+    filler = inside / "filler"
+    fill(filler)
+    page.fill("#rb-question textarea", f"{ASKED} {'And why? ' * 2000}"[:19_000])
+    page.press("#rb-question textarea", "Control+Enter")
+    page.wait_for_selector("#rb-scroll .rb-note:has-text('the disk is full')")
+    page.wait_for_selector("#rb-send")
+    mine.tab("Library")
+    (harbour / "second.txt").write_text(HARBOUR * 200)
+    mine.add(harbour)
+    page.wait_for_selector("#rb-library :is(#rb-queue, #rb-library-message) .rb-note:has-text('full')")
+    filler.unlink()
+    mine.add(harbour)
+    mine.await_states(harbour="ready", second="ready")
+    mine.tab("Chat")
+    mine.ask(ASKED)
+    page.wait_for_selector("#rb-transcript .rb-turn.answer")
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more fits."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
