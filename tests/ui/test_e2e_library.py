@@ -122,7 +122,7 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     (folder / "one.txt").write_text("One ship lay at the quay, and its name was Zephyrine. " * 200)
     mine.page.wait_for_function(
         "() => [...document.querySelectorAll('.rb-documents tr')].some("
-        "row => row.textContent.includes('one.txt') && !row.textContent.includes('26 B'))"
+        "row => row.textContent.includes('one.txt') && !row.textContent.includes('26 bytes'))"
     )
     (folder / "one.txt").unlink()
     mine.await_states(moved="ready")
