@@ -99,7 +99,7 @@ class Frame:
         """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished."""
         overview = self._context.desk.jobs.overview()
         startup = self._context.startup
-        now = f"{render_frame.fingerprint(overview)} {startup.is_loading} {startup.problem}"
+        now = f"{render_frame.fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
         if now == seen:
             return {self.header: gr.skip()}
         updates: dict[Any, Any] = {

@@ -1,6 +1,6 @@
 """The page's header, and what tells whether the ingest queue has moved. Pure."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragblend.ui.render_text import escape, plural, problem
 
@@ -33,16 +33,20 @@ def state_line(overview: "Overview", settings: "Settings", is_loading: bool = Fa
     return f"{name} · {settings.method}"
 
 
-def fingerprint(overview: "Overview") -> str:
-    """Another text as soon as there is anything new to draw; before the colon stands what the list depends on."""
+def fingerprint(overview: "Overview", view: tuple[Any, ...] = ()) -> str:
+    """Another text as soon as there is anything new to draw; its first line is what the list depends on.
+
+    view: the collection, search, state and page that are shown. A list that was asked for in one view may come when
+    another is shown already; the next look finds another text then, and it is drawn again.
+    """
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()
     return (
-        f"{overview.changes}:{overview.finished} {overview.total} {overview.paused} {overview.waiting} "
+        f"{overview.changes} {view!r}\n{overview.finished} {overview.total} {overview.paused} {overview.waiting} "
         f"{sorted(overview.counts.items())} {now}"
     )
 
 
 def listed_in(fingerprint: str) -> str:
-    """What of it moves when a file is begun, or ends, in whatever state."""
-    return fingerprint.partition(":")[0]
+    """What of it moves when a file is begun, or ends, in whatever state, or another view is shown."""
+    return fingerprint.partition("\n")[0]

@@ -238,6 +238,13 @@ def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() ->
     assert listed[0] == listed[1] != listed[2]
 
 
+def test_another_view_is_another_list() -> None:
+    """A list of the collection that was shown before may come last; at the next look it is replaced."""
+    views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
+    texts = [render_frame.listed_in(render_frame.fingerprint(queue(), view)) for view in views]
+    assert len(set(texts)) == 3
+
+
 # --- compare, store, settings
 
 
