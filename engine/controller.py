@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.selection.base import FLOOR_RATIO
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.profile import PrefillProfile
 
+# Rows that are left after a selection that has spent the ratio by itself. Here, where nothing needs torch.
+FLOOR_RATIO = 0.01
 RATIO_STEPS = 1 << 10
 GIGABYTE = 10**9
 NO_DELAY = (

@@ -47,8 +47,14 @@ def build(context: Context) -> Parts:
     """Lay the tab out and connect it."""
     with gr.Row(elem_id="rb-library"):
         with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
+            # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
+            # collection just made would be refused. What it may be called is the app's to judge.
             collection = gr.Dropdown(
-                choices=[], label="Collection", elem_id="rb-collection", interactive=True
+                choices=[],
+                label="Collection",
+                elem_id="rb-collection",
+                interactive=True,
+                allow_custom_value=True,
             )
             files = gr.File(
                 label="PDF, DOCX, EPUB, HTML, Markdown, text, CSV",
@@ -246,11 +252,11 @@ class LibraryTab:
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
         parts = self._parts
-        return {
-            parts.documents: self._documents(collection, search, state, 0),
-            parts.tools: self._tools(collection),
-            parts.offset: 0,
-        }
+        try:
+            drawn = self._documents(collection, search, state, 0), self._tools(collection)
+        except RagBlendError as error:  # a name that was typed
+            drawn = problem(str(error)), ""
+        return {parts.documents: drawn[0], parts.tools: drawn[1], parts.offset: 0}
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """The queue, the folders and the page of documents as they are now."""

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from ragblend.engine.controller import FLOOR_RATIO
 from ragblend.engine.plan import Plan, Span
 from ragblend.engine.selection.evidence import Attention, Change, Evidence, Probed, Shift
 from ragblend.kvstore.errors import UsageError
-
-# Rows that are left after a selection that has spent the ratio by itself.
-FLOOR_RATIO = 0.01
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ragblend.engine.controller import FLOOR_RATIO
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import FLOOR_RATIO, Policy, chooses, one_of, pick_top, reach
+from ragblend.engine.selection.base import Policy, chooses, one_of, pick_top, reach
 from ragblend.engine.selection.evidence import Evidence, Probed
 from ragblend.kvstore.errors import UsageError
 
