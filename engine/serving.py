@@ -124,7 +124,7 @@ class Server:
             tier = span.reader.tier
             loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.reader)
         size = probe_size(plan, policy) if self.profile else (0, 0, 0)
-        layers = range(plan.layers)
+        layers = range(plan.layers if self.profile else 0)  # without one nothing is predicted
         whole = next((layer + plan.attention_share for layer in layers if policy.peeks(plan, layer)), 0.0)
         return Workload(
             plan.tokens,
