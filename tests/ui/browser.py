@@ -108,6 +108,7 @@ class Watched:
             "dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss())
         )
         self.page.on("console", self._note_console)
+        self.page.on("response", self._note_refusal)
         self.page.goto(server.url)
         self.page.wait_for_selector("#rb-question textarea")
         self.page.wait_for_selector("#rb-transcript .rb-welcome")
@@ -118,7 +119,13 @@ class Watched:
 
     def _note_console(self, message) -> None:
         if message.type == "error":
-            self.errors.append(message.text)
+            self.errors.append(f"{message.text} {message.location.get('url', '')}")
+
+    def _note_refusal(self, response) -> None:
+        """What a request was answered with that failed: the console says no more than that it did."""
+        if response.status >= 400:
+            with contextlib.suppress(Exception):  # the page may be gone by then
+                self.errors.append(f"{response.status} {response.url}: {response.text()[:300]}")
 
     def leave(self) -> None:
         """Close the browser's window, and look that all was well until then."""
@@ -127,8 +134,8 @@ class Watched:
 
     def check(self) -> None:
         """Nothing was asked of another host, nothing failed."""
-        assert self.foreign == []
-        assert self.errors == []
+        assert not self.foreign, self.foreign
+        assert not self.errors, self.errors
 
     # --- what a user does
 
