@@ -84,8 +84,9 @@ class DecodeOptions:
     keep_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__.keys() - {"stop"}:
-            _check_number(name, getattr(self, name), self.__dataclass_fields__[name].default)
+        for name, declared in self.__dataclass_fields__.items():
+            if name != "stop":
+                _check_number(name, getattr(self, name), declared.default)
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature < 0:

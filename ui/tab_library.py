@@ -251,12 +251,7 @@ class LibraryTab:
         return ""
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
-        parts = self._parts
-        try:
-            drawn = self._documents(collection, search, state, 0), self._tools(collection)
-        except RagBlendError as error:  # a name that was typed
-            drawn = problem(str(error)), ""
-        return {parts.documents: drawn[0], parts.tools: drawn[1], parts.offset: 0}
+        return self._listed(collection, search, state, 0)
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """The queue, the folders and the page of documents as they are now."""
@@ -264,9 +259,7 @@ class LibraryTab:
         return {
             **self.progress(),
             parts.watched: render_library.watched(self._desk.watching.folders()),
-            parts.documents: self._documents(collection, search, state, offset),
-            parts.tools: self._tools(collection),
-            parts.offset: offset,
+            **self._listed(collection, search, state, offset),
         }
 
     def progress(self) -> Updates:
@@ -276,6 +269,15 @@ class LibraryTab:
             self._parts.queue: render_library.queue(jobs.overview()),
             self._parts.jobs: render_library.jobs(page.jobs, page.total),
         }
+
+    def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
+        """A page of the documents, and what can be done to all; why not, where a name was typed that cannot be one."""
+        parts = self._parts
+        try:
+            drawn = self._documents(collection, search, state, offset), self._tools(collection)
+        except RagBlendError as error:
+            drawn = problem(str(error)), ""
+        return {parts.documents: drawn[0], parts.tools: drawn[1], parts.offset: offset}
 
     def _tools(self, collection: str) -> str:
         counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
