@@ -5,11 +5,11 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from ragblend.app.citations import SourceRow
 from ragblend.app.database import Database, Layout, now
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 TITLE_CHARACTERS = 60
@@ -71,7 +71,7 @@ class FoundChat:
     snippet: str
 
 
-class Chats:
+class Chats(Closing):
     """All conversations of one home. Safe for threads, and for several programs at once."""
 
     def __init__(self, database: Database) -> None:
@@ -279,14 +279,6 @@ class Chats:
         query = f"SELECT text FROM messages WHERE chat_id = ? AND {condition} ORDER BY id LIMIT 1"
         rows = self._database.rows(query, chat.id, *words)
         return _around(rows[0]["text"], words[0]) if rows else ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _message(row: sqlite3.Row) -> Message:

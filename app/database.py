@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ragblend.app.home import FILE_MODE
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 from ragblend.kvstore.sqlite import BUSY, error_code, transaction
 
@@ -29,7 +28,7 @@ class Layout:
     durable: bool = True
 
 
-class Database:
+class Database(Closing):
     """One connection, shared between threads; other processes may have theirs."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
@@ -76,14 +75,6 @@ class Database:
     def close(self) -> None:
         with self._mutex:
             self._sql.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _prepare(self) -> None:
         sql, layout = self._sql, self._layout

@@ -1,8 +1,7 @@
 """Everything that the page stands on, opened once in a process.   <- START HERE for the app behind the page"""
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ragblend.app.chats import Chats
 from ragblend.app.conversation import Conversations
@@ -11,9 +10,10 @@ from ragblend.app.jobs import JobQueue
 from ragblend.app.settings import Settings
 from ragblend.app.watching import Watcher
 from ragblend.app.workspaces import Workspaces
+from ragblend.kvstore.closing import Closing
 
 
-class Desk:
+class Desk(Closing):
     """The services over one home. `start` begins the work in the background; `close` ends all of it."""
 
     def __init__(self, workspaces: Workspaces) -> None:
@@ -48,11 +48,3 @@ class Desk:
     def _forget(self, document: Document) -> None:
         """A document went: its text goes out of the conversations that were given it."""
         self.chats.forget_document(document.id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

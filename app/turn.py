@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.chats import Chats, Message
 from ragblend.app.citations import SourceRow
 from ragblend.app.database import now
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ Describe = Callable[["Result"], dict[str, Any]]  # the finished answer's report
 Cite = Callable[[str], Sequence[SourceRow]]  # an answer's text -> the sources to keep with it
 
 
-class Turn:
+class Turn(Closing):
     """Iterate it for pieces of text; afterwards `message` is what was stored.
 
     question, sources and notice are there at once. A stopped answer is kept as far as it came. An error of the work is
@@ -100,14 +100,6 @@ class Turn:
             )
             raise
         self._keep(report)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _keep(self, report: dict[str, Any]) -> None:
         """Store the answer, once. What cannot be stored is shown all the same."""

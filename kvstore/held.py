@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.codec import RAW, Codec
 
 
@@ -44,7 +44,7 @@ class Source(Protocol):
         """Fill packed (layer bytes,) uint8, as the codec made it. Raises CorruptBlobError."""
 
 
-class _Open:
+class _Open(Closing):
     """What needs no closing, as a context manager."""
 
     def drop_page_cache(self) -> None:
@@ -52,14 +52,6 @@ class _Open:
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

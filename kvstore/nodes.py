@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ragblend.kvstore.chunks import ChunkKey
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
@@ -50,7 +49,7 @@ class Scope:
     tokenizer: str
 
 
-class NodeIndex:
+class NodeIndex(Closing):
     """A small SQLite file, safe for threads and for several processes."""
 
     def __init__(self, path: Path, sql: sqlite3.Connection) -> None:
@@ -154,14 +153,6 @@ class NodeIndex:
     def close(self) -> None:
         with self._lock:
             self._sql.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _truncate_log(self) -> None:
         with self._connection() as sql:

@@ -9,14 +9,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragblend.kvstore.blob import BlobDamage, BlobHeader, read_header, tensor_bytes
 from ragblend.kvstore.chunks import ChunkKey, Geometry
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.codec import RAW, Codec
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 
@@ -24,7 +24,7 @@ _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 Damaged = Callable[[str], None]
 
 
-class ChunkReader:
+class ChunkReader(Closing):
     """One chunk's KV on disk; a context manager. `KVStore.open_chunk` makes it, its header verified."""
 
     def __init__(self, fd: int, header: BlobHeader, path: Path, damaged: Damaged) -> None:
@@ -109,14 +109,6 @@ class ChunkReader:
             self._closed = True
             self._state.wait_for(lambda: self._reading == 0)
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

@@ -5,9 +5,8 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.index import Index
 from ragblend.kvstore.memory import MemoryTier
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 Cost = Callable[[int, int], float]
 
 
-class StoreState:
+class StoreState(Closing):
     """An opened store. Reading, changing and looking after are in the classes that derive from it."""
 
     name = "disk"  # as a tier
@@ -53,14 +52,6 @@ class StoreState:
         self._cache.close()
         self._index.close()
         self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @contextmanager
     def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
