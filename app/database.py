@@ -12,20 +12,23 @@ from pathlib import Path
 from ragblend.app.home import FILE_MODE
 from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import LibraryError, StoreFullError
-from ragblend.kvstore.sqlite import BUSY, error_code, transaction
+from ragblend.kvstore.sqlite import BUSY, connect, error_code, transaction, write_ahead
 
-BUSY_SECONDS = 30.0
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync."""
+    """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync.
+
+    later: what came after the first version and earlier ones do not look at; statements that may be run again.
+    """
 
     what: str
     tables: str
     version: int = 1
     durable: bool = True
+    later: tuple[str, ...] = ()
 
 
 class Database(Closing):
@@ -42,9 +45,7 @@ class Database(Closing):
                 raise LibraryError(
                     f"Opening the {layout.what} {path}: {error.strerror}. Check its rights."
                 ) from error
-            self._sql = sqlite3.connect(
-                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
+            self._sql = connect(path)
             try:
                 self._prepare()
             except BaseException:
@@ -85,22 +86,19 @@ class Database(Closing):
                 f"Opening the {layout.what} {self.path}: it has format {found}, this version of RAGBlend reads "
                 f"{layout.version}. Use the version that made it, or another --home."
             )
-        synchronous = "FULL" if layout.durable else "NORMAL"
-        for pragma in (
-            "journal_mode=WAL",
-            f"synchronous={synchronous}",
-            "foreign_keys=ON",
-            "secure_delete=ON",
-        ):
-            sql.execute(f"PRAGMA {pragma}").fetchall()
+        write_ahead(sql, "FULL" if layout.durable else "NORMAL")
+        sql.execute("PRAGMA foreign_keys = ON")
         sql.create_function("folded", 1, _folded, deterministic=True)
         if found == 0:
-            sql.execute("BEGIN IMMEDIATE")
-            if sql.execute("PRAGMA user_version").fetchone()[0] == 0:  # not made by another process meanwhile
-                for statement in layout.tables.strip().split(";\n"):
-                    sql.execute(statement)
-                sql.execute(f"PRAGMA user_version={layout.version}")
-            sql.execute("COMMIT")
+            with transaction(sql):
+                if (
+                    sql.execute("PRAGMA user_version").fetchone()[0] == 0
+                ):  # not made by another process meanwhile
+                    for statement in layout.tables.strip().split(";\n"):
+                        sql.execute(statement)
+                    sql.execute(f"PRAGMA user_version = {layout.version}")
+        for statement in layout.later:
+            sql.execute(statement)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -4,17 +4,15 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 """
 
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragblend.app.database import Database, now
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
-from ragblend.app.library_schema import connect
+from ragblend.app.library_schema import REGISTRY
 from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
@@ -26,34 +24,32 @@ COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
 class Library:
     """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self.path = path
-        self._connection = connection
-        self._mutex = threading.RLock()
+    def __init__(self, database: Database) -> None:
+        self.path = database.path
+        self._database = database
 
     @classmethod
     def open(cls, path: Path) -> "Library":
         """Open or make the registry at `path`. Raises LibraryError."""
-        return cls(connect(path), path)
+        return cls(Database(path, REGISTRY))
 
     def close(self) -> None:
-        with self._mutex:
-            self._connection.close()
+        self._database.close()
 
     # --- documents -------------------------------------------------------------------------------
 
     def documents(self, collection: str) -> list[Document]:
-        rows = self._rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
+        rows = self._database.rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
         return [_document(row) for row in rows]
 
     def document(self, collection: str, path: str) -> Document | None:
-        rows = self._rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
+        rows = self._database.rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
         return _document(rows[0]) if rows else None
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
         """How many documents are in each state."""
         query = "SELECT state, count(*) AS n FROM documents WHERE collection = ? GROUP BY state"
-        found = {row["state"]: row["n"] for row in self._rows(query, collection)}
+        found = {row["state"]: row["n"] for row in self._database.rows(query, collection)}
         return {state.value: found.get(state.value, 0) for state in State}
 
     def ids_where(
@@ -61,13 +57,13 @@ class Library:
     ) -> list[str]:
         """The ids of documents that fulfil the condition (SQL, over the table's columns), in that order; -1: of all."""
         query = f"SELECT id FROM documents WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-        return [row["id"] for row in self._rows(query, *values, limit, offset)]
+        return [row["id"] for row in self._database.rows(query, *values, limit, offset)]
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""
         found: dict[str, Document] = {}
         for batch in _batches(ids):
-            rows = self._rows(f"SELECT {COLUMNS} WHERE id IN ({','.join('?' * len(batch))})", *batch)
+            rows = self._database.rows(f"SELECT {COLUMNS} WHERE id IN ({','.join('?' * len(batch))})", *batch)
             found |= {row["id"]: _document(row) for row in rows}
         return found
 
@@ -76,7 +72,7 @@ class Library:
         query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
         start = folder.rstrip("/") + "/"
         return [
-            row["path"] for row in self._rows(query, collection, start, start[:-1] + "0")
+            row["path"] for row in self._database.rows(query, collection, start, start[:-1] + "0")
         ]  # "0" follows "/"
 
     def find(self, collection: str, reference: str) -> Document:
@@ -99,58 +95,57 @@ class Library:
     def begin(self, collection: str, path: str) -> str:
         """Write down that work on a document starts; what was known of it stays. Returns its id."""
         key = document_id(collection, path)
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute(
                 "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
                 "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at",
-                (key, path, collection, _now()),
+                (key, path, collection, now()),
             )
         return key
 
     def finish(self, document: str) -> None:
         """All of a document is in place: nothing is stale and nothing is left to do."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
             connection.execute(
                 "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?",
-                (_now(), document),
+                (now(), document),
             )
 
     def fail(self, document: str, reason: str) -> None:
         """Keep why a document could not be ingested. What an earlier version of it left here stays."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?",
-                (reason, _now(), document),
+                (reason, now(), document),
             )
 
     def set_facts(self, document: str, facts: FileFacts) -> None:
         """The file was touched but not changed: remember its new time."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
         """Delete a document's row, passages and embeddings, and their bytes in the file."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
-        with self._mutex:  # else the deleted text would live on in the write-ahead log
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._database.erase_log()
 
     # --- collections -----------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
         """All that hold documents or were made to hold some, by name."""
         query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
-        return [row["name"] for row in self._rows(query)]
+        return [row["name"] for row in self._database.rows(query)]
 
     def keep_collection(self, name: str) -> None:
         """Remember a collection although nothing is in it."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO collections VALUES (?)", (name,))
 
     def forget_collection(self, name: str) -> None:
         """Not to be remembered when nothing is in it."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute("DELETE FROM collections WHERE name = ?", (name,))
 
     # --- passages --------------------------------------------------------------------------------
@@ -167,7 +162,7 @@ class Library:
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
         earlier = {passage.node_id for passage in self.passages_of(document)}
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
             connection.executemany(
                 "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -185,7 +180,7 @@ class Library:
 
     def passages_of(self, document: str) -> list[Passage]:
         """A document's passages in reading order."""
-        rows = self._rows(f"{PASSAGES} WHERE document_id = ? ORDER BY position", document)
+        rows = self._database.rows(f"{PASSAGES} WHERE document_id = ? ORDER BY position", document)
         return [_passage(row) for row in rows]
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
@@ -193,20 +188,21 @@ class Library:
         found: dict[str, Passage] = {}
         for batch in _batches(node_ids):
             marks = ",".join("?" * len(batch))
-            rows = self._rows(f"{PASSAGES} WHERE node_id IN ({marks})", *batch)
+            rows = self._database.rows(f"{PASSAGES} WHERE node_id IN ({marks})", *batch)
             found |= {row["node_id"]: _passage(row) for row in rows}
         return found
 
     def stale(self, document: str) -> list[str]:
         """Node ids of earlier versions, whose vectors and KV are still to be removed."""
         return [
-            row["node_id"] for row in self._rows("SELECT node_id FROM stale WHERE document_id = ?", document)
+            row["node_id"]
+            for row in self._database.rows("SELECT node_id FROM stale WHERE document_id = ?", document)
         ]
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
         """A document's node ids and embeddings, (W, E) each, in reading order."""
         query = "SELECT node_id, windows, embedding FROM chunks WHERE document_id = ? ORDER BY position"
-        rows = self._rows(query, document)
+        rows = self._database.rows(query, document)
         return [row["node_id"] for row in rows], [
             _from_blob(row["embedding"], row["windows"]) for row in rows
         ]
@@ -220,50 +216,20 @@ class Library:
     def has_passages(self, collection: str) -> bool:
         """Whether there is anything to search."""
         query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
-        return bool(self._rows(query, collection))
+        return bool(self._database.rows(query, collection))
 
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
-        return int(self._rows(query, collection)[0]["n"])
+        return int(self._database.rows(query, collection)[0]["n"])
 
     def damage(self) -> list[str]:
         """What SQLite's own check finds wrong with the file; empty when it is sound."""
-        return [text for row in self._rows("PRAGMA integrity_check") if (text := str(row[0])) != "ok"]
-
-    # --- SQLite ----------------------------------------------------------------------------------
-
-    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        with self._mutex, self._named_errors():
-            return self._connection.execute(query, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._mutex, self._named_errors():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:  # Ctrl-C too: the transaction is all or nothing
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise LibraryError(
-                f"Using the registry {self.path}: {error}. What was stored before is unchanged; check free disk "
-                "space and rights, then run the command again."
-            ) from error
+        return [
+            text for row in self._database.rows("PRAGMA integrity_check") if (text := str(row[0])) != "ok"
+        ]
 
 
 PASSAGES = "SELECT node_id, document_id, position, text, location FROM chunks"
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFacts) -> None:

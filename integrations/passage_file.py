@@ -9,12 +9,11 @@ from typing import TypeVar
 
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
-from ragblend.kvstore.sqlite import DAMAGED, SQL_ERRORS, error_code, index_failed, integrity
+from ragblend.kvstore.sqlite import DAMAGED, SQL_ERRORS, connect_rebuildable, error_code, index_failed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
-_TIMEOUT_S = 30.0
 
 
 class PassageFile:
@@ -83,30 +82,14 @@ class PassageFile:
             make_private_folder(self.path.parent)
         make_private_file(self.path)
         self._inode = _inode(self.path)
-        self.sql = self._connect()
+        self.sql = connect_rebuildable(self.path, self._schema, self._version, self._refused)
         return self.sql
 
-    def _connect(self) -> sqlite3.Connection:
-        sql = sqlite3.connect(self.path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        try:
-            found = sql.execute("PRAGMA user_version").fetchone()[0]
-            if found not in (0, self._version):
-                raise StoreFormatError(
-                    f"opening the passage registry {self.path}: expected format {self._version}, found {found}. Remove "
-                    "that file: it fills again as passages are registered."
-                )
-            if problems := integrity(sql, 1):
-                damage = sqlite3.DatabaseError(problems[0])
-                damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-                raise damage
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
-                sql.execute(f"PRAGMA {pragma}").fetchall()
-            sql.executescript(self._schema)
-            sql.execute(f"PRAGMA user_version = {self._version}")
-        except BaseException:
-            sql.close()
-            raise
-        return sql
+    def _refused(self, found: int) -> StoreFormatError:
+        return StoreFormatError(
+            f"opening the passage registry {self.path}: expected format {self._version}, found {found}. Remove "
+            "that file: it fills again as passages are registered."
+        )
 
 
 def _is_damage(error: Exception) -> bool:

@@ -21,10 +21,9 @@ from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
-from ragblend.kvstore.sqlite import error_code, index_failed, integrity
+from ragblend.kvstore.sqlite import DAMAGED, connect_rebuildable, error_code, index_failed
 
 log = logging.getLogger(__name__)
-_TIMEOUT_S = 30.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS Nodes (
     collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
@@ -70,7 +69,7 @@ class NodeIndex(Closing):
             try:
                 return cls(path, _connect(path))
             except sqlite3.DatabaseError as error:
-                if error_code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                if error_code(error) not in DAMAGED:
                     raise
             log.warning("the node index %s is damaged; it is made anew and fills as nodes are encoded", path)
             for suffix in ("", "-wal", "-shm"):  # not set aside: its bytes are text, and deletion is complete
@@ -182,27 +181,13 @@ class NodeIndex(Closing):
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    sql = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    try:
-        version = sql.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, FORMAT_VERSION):
-            raise StoreFormatError(
-                f"opening the node index {path}: expected format {FORMAT_VERSION}, found {version}. Remove "
-                "that file and run `ragblend store repair`: it is rebuilt from the documents."
-            )
-        problems = integrity(sql, 1)
-        if problems:
-            damage = sqlite3.DatabaseError(problems[0])
-            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise damage
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
-            sql.execute(f"PRAGMA {pragma}").fetchall()
-        sql.executescript(_SCHEMA)
-        sql.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-    except BaseException:
-        sql.close()
-        raise
-    return sql
+    def refused(found: int) -> StoreFormatError:
+        return StoreFormatError(
+            f"opening the node index {path}: expected format {FORMAT_VERSION}, found {found}. Remove "
+            "that file and run `ragblend store repair`: it is rebuilt from the documents."
+        )
+
+    return connect_rebuildable(path, _SCHEMA, FORMAT_VERSION, refused)
 
 
 def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) -> set[str]:

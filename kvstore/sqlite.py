@@ -1,18 +1,72 @@
 """What every SQLite file of ours needs: transactions, what damage looks like, errors with names. No torch in here."""
 
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from diskcache import Timeout
 
-from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
+from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
 
+BUSY_SECONDS = 30.0
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # The last, because SQLite quotes the damaged text of a schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
+
+
+_RETRY_SECONDS = 0.005
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
+    return sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+
+
+def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
+    """Journal ahead, and overwrite what is deleted; whoever else opens the file at that moment is waited for.
+
+    SQLite itself does not wait there: it asks for the lock out of a read, where two could wait for each other.
+    """
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            sql.execute("PRAGMA journal_mode = WAL").fetchall()
+            break
+        except sqlite3.OperationalError as error:
+            if error_code(error) not in BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(_RETRY_SECONDS)
+    for pragma in (f"synchronous = {synchronous}", "secure_delete = ON"):
+        sql.execute(f"PRAGMA {pragma}").fetchall()
+
+
+def connect_rebuildable(
+    path: Path, schema: str, version: int, refused: Callable[[int], StoreFormatError]
+) -> sqlite3.Connection:
+    """Open or make a file whose content can be had again; sqlite3.DatabaseError (SQLITE_CORRUPT) if it is damaged.
+
+    schema: statements that may be run again; refused(found): the error for a file of another version, which is left
+    as it is.
+    """
+    sql = connect(path)
+    try:
+        found = sql.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, version):
+            raise refused(found)
+        if problems := integrity(sql, 1):
+            damage = sqlite3.DatabaseError(problems[0])
+            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise damage
+        write_ahead(sql)
+        sql.executescript(schema)
+        sql.execute(f"PRAGMA user_version = {version}")
+    except BaseException:
+        sql.close()
+        raise
+    return sql
 
 
 def lenient_text(raw: bytes) -> str:

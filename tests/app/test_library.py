@@ -53,8 +53,7 @@ def test_file_is_private_and_durable(library):
         path = library.path.with_name(library.path.name + suffix)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     values = {
-        name: library._connection.execute(f"PRAGMA {name}").fetchone()[0]
-        for name in ("synchronous", "journal_mode")
+        name: library._database.rows(f"PRAGMA {name}")[0][0] for name in ("synchronous", "journal_mode")
     }
     assert values == {"synchronous": 2, "journal_mode": "wal"}
 
@@ -79,7 +78,7 @@ def test_replaced_passages_are_stale_until_finished(library):
 def test_a_failed_change_changes_nothing(library):
     document, nodes = fill(library, "/a", ["one", "two"])
     twice = [Passage("same", document, 0, "x", ""), Passage("same", document, 1, "y", "")]
-    with pytest.raises(LibraryError, match="unchanged"):
+    with pytest.raises(LibraryError, match="Nothing was changed"):
         library.replace_passages(document, FACTS, "r", twice, [np.zeros((1, 3), np.float32)] * 2)
     assert [passage.node_id for passage in library.passages_of(document)] == nodes
     assert library.stale(document) == []
@@ -93,7 +92,7 @@ def test_interrupt_inside_a_transaction_rolls_back(library):
         raise KeyboardInterrupt
 
     def replace():
-        with library._transaction() as connection:
+        with library._database.transaction() as connection:
             connection.execute("DELETE FROM chunks")
             connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?)", passages())
 

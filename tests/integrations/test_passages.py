@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -34,9 +35,13 @@ for batch in range(batches):
 """
 
 
+@contextmanager
 def adder(home, name, batches):
+    """A process that adds passages; it has ended afterwards, whatever became of the test."""
     command = [sys.executable, "-c", ADDER, str(home), name, str(batches)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        yield worker
+        worker.kill()
 
 
 @pytest.fixture
@@ -363,10 +368,10 @@ def test_threads(registry):
 
 
 def test_processes_that_open_and_add_at_once(home, registry):
-    workers = [adder(home, name, 12) for name in ("Anna", "Ben")]
-    for worker in workers:
-        assert worker.communicate(timeout=120)[0].split() == [str(n) for n in range(12)]
-        assert worker.returncode == 0
+    with adder(home, "Anna", 12) as anna, adder(home, "Ben", 12) as ben:
+        for worker in (anna, ben):
+            assert worker.communicate(timeout=120)[0].split() == [str(n) for n in range(12)]
+            assert worker.returncode == 0
     assert len(registry) == 240
     text = " ".join(
         f"{name} wrote the passage with the number {n}." for n in range(120) for name in ("Anna", "Ben")
@@ -377,11 +382,11 @@ def test_processes_that_open_and_add_at_once(home, registry):
 @pytest.mark.parametrize("lines", [1, 7])
 def test_a_killed_process_loses_nothing_that_it_acknowledged(home, registry, lines):
     registry.add([Passage(HARBOUR, "h")])
-    worker = adder(home, "Anna", 100_000)
-    for _ in range(lines):
-        acknowledged = int(worker.stdout.readline())
-    worker.send_signal(signal.SIGKILL)
-    worker.communicate(timeout=60)
+    with adder(home, "Anna", 100_000) as worker:
+        for _ in range(lines):
+            acknowledged = int(worker.stdout.readline())
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate(timeout=60)
     for _ in range(2):
         count = len(registry) - 1
         assert count % 10 == 0  # whole batches

@@ -1,9 +1,17 @@
-"""The SQLite helpers that adapters share: whoever imports them must not wait for torch."""
+"""Helpers for our SQLite files: first openings take turns, and who imports them must not wait for torch."""
 
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
+
+from ragblend.kvstore import sqlite
+from ragblend.kvstore.sqlite import connect, write_ahead
 
 MODULES = ("ragblend.kvstore.sqlite", "ragblend.integrations.passages", "ragblend.kvstore.policy")
 
@@ -13,3 +21,48 @@ def test_importing_it_loads_no_torch(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.fixture
+def being_read(tmp_path):
+    """(path, reader) of a file that is not in WAL yet, and that somebody else is reading at this moment."""
+    path = tmp_path / "rows.sqlite"
+    with closing(connect(path)) as reader:
+        reader.executescript("CREATE TABLE rows (n); INSERT INTO rows VALUES (1), (2)")
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT n FROM rows").fetchone() == (1,)
+        yield path, reader
+
+
+def _impatient(path):
+    """A connection for which SQLite does not wait, as it does not when two switch to WAL at the same moment."""
+    sql = connect(path)
+    sql.execute("PRAGMA busy_timeout = 0")
+    return sql
+
+
+def test_a_first_opening_waits_for_who_reads_meanwhile(being_read, monkeypatch):
+    path, reader = being_read
+    waited, modes = threading.Event(), []
+    monkeypatch.setattr(
+        sqlite, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda s: waited.set())
+    )
+
+    def open_it():
+        with closing(_impatient(path)) as sql:
+            write_ahead(sql)
+            modes.append(sql.execute("PRAGMA journal_mode").fetchone()[0])
+
+    opener = threading.Thread(target=open_it)
+    opener.start()
+    assert waited.wait(60)
+    reader.execute("COMMIT")
+    opener.join(60)
+    assert modes == ["wal"]
+
+
+def test_it_does_not_wait_for_ever(being_read, monkeypatch):
+    path, _ = being_read
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.05)
+    with closing(_impatient(path)) as sql, pytest.raises(sqlite3.OperationalError, match="locked"):
+        write_ahead(sql)
