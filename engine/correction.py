@@ -8,7 +8,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.rope import turn_
+from ragblend.engine.rope import turned
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.evidence import Change
 
@@ -36,38 +36,36 @@ class Correction:
         where = open_rows.nonzero().squeeze(1)
         self._start, self._stop = (int(where[0]), int(where[-1]) + 1) if where.numel() else (0, 0)
         self._gets = self._exceptions(open_rows)
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
         """Correct one layer's stored KV in the cache; new_* (H, R, D) are about to be written over it."""
         if self._start == self._stop:
             return
-        start, stop = self._start, self._stop
+        start, stop, run = self._start, self._stop, slice(self._start, self._stop)
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         moved = new_keys.index_select(1, self._at).float() - keys.index_select(1, self._rows).float()
         changed = new_values.index_select(1, self._at).float() - values.index_select(1, self._rows).float()
         still = partial(self._turned, layer, sign=-1)
-        run = slice(start, stop)
         change = Change(
-            layer,
-            self._rows,
-            still(moved, self._rows),
-            changed,
-            start,
-            stop,
-            still(keys[:, run], run),
-            values[:, run].float(),
-            still,
+            layer=layer,
+            rows=self._rows,
+            keys=still(moved, self._rows),
+            values=changed,
+            start=start,
+            stop=stop,
+            stored_keys=still(_handy(keys[:, run]), run),
+            stored_values=_handy(values[:, run]),
+            still=still,
         )
         shift = self._policy.correct(self._plan, change)
         if shift is not None:
-            moved = self._turned(layer, shift.keys, run)
+            moved, changed = self._turned(layer, shift.keys, run), shift.values
             # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
-            changed = shift.values
             if self._gets is not None:
                 moved, changed = moved.masked_fill_(~self._gets, 0), changed.masked_fill(~self._gets, 0)
-            keys[:, run] += moved
-            values[:, run] += changed
+            keys[:, run].add_(moved)
+            values[:, run].add_(changed)
 
     def _exceptions(self, open_rows: Tensor) -> Tensor | None:
         """(n, 1) bool: rows of the run that may be changed; None if the others are all written over anyway."""
@@ -75,18 +73,21 @@ class Correction:
         return None if bool(gets.all()) else gets
 
     def _turned(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int = 1) -> Tensor:
-        """Keys (H, n, D) turned from position 0 to theirs (sign 1) or back (-1): float32, a tensor of its own."""
-        cos, sin = self._table(layer)
-        turned = keys.to(torch.float32, copy=True)
-        turn_(turned, cos[positions], sign * sin[positions], self._decoder.rope(layer))
-        return turned
+        """Keys (H, n, D) turned from position 0 to theirs (sign 1) or back (-1): of their dtype, of its own."""
+        cos, sin = self._table(layer, keys.dtype)
+        return turned(keys, cos[positions], sign * sin[positions], self._decoder.rope(layer))
 
-    def _table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, R/2) float32, of every position in layers of that type."""
+    def _table(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, (T, R/2), of every position in layers of that type."""
         kind = self._decoder.layer_types[layer]
-        if kind not in self._tables:
+        if (kind, dtype) not in self._tables:
             inv_freq = self._decoder.ropes[kind]
             positions = torch.arange(self._plan.tokens, device=inv_freq.device, dtype=inv_freq.dtype)
             angles = positions[:, None] * inv_freq
-            self._tables[kind] = angles.cos(), angles.sin()
-        return self._tables[kind]
+            self._tables[kind, dtype] = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self._tables[kind, dtype]
+
+
+def _handy(stored: Tensor) -> Tensor:
+    """As it is in bfloat16, else float32: squares of float16 may overflow."""
+    return stored if stored.dtype == torch.bfloat16 else stored.float()

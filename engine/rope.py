@@ -6,6 +6,7 @@ rotation by delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; t
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 HALF, INTERLEAVED, STILL = "half", "interleaved", "still"
@@ -65,6 +66,21 @@ def turn_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
     new_second = (b * cos).addcmul_(a, sin)
     first.copy_(new_first)
     second.copy_(new_second)
+
+
+def turned(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+    """What `turn_` makes of keys (..., T, D), in a tensor of its own and rounded to keys' dtype at each step.
+
+    cos, sin (T, R/2) of keys' dtype. For differences and what is learnt from; keys that are attended to need `turn_`.
+    """
+    result = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
+    if rope.layout == STILL:
+        return result.copy_(keys)
+    result[..., rope.size :] = keys[..., rope.size :]
+    (first, second), (new_first, new_second) = _halves(keys, rope), _halves(result, rope)
+    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=new_second).addcmul_(first, sin)
+    return result
 
 
 def _halves(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """`bench store --overhead N`: what the store's bookkeeping costs a request when it knows N chunks.
 
 Run in a process of its own, which has done nothing before: opening both indices, looking six chunks up, and admitting
-six new ones, each of which evicts another. What is not bookkeeping is left out of admission: no KV is written, and no
-victim's file is unlinked; the new row, the counts of uses and the choice and removal of the victim's row are in it.
+six new ones, each of which evicts another. What is not bookkeeping is left out of admission: no KV is packed, summed
+up or written, and no victim's file is unlinked; the lock, the new row, the counts of uses, the choice of a victim, the
+removal of its row and the commit are in it, six times.
 """
 
 import json
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,11 @@ def measure(home: Path, chunks: int) -> Row:
         asked = [(key_of(number), token_ids_of(number)) for number in numbers]
         lookups.append(_timed(partial(_look_up, store, asked)))
         node_lookups.append(_timed(partial(_look_nodes_up, nodes, numbers)))
-    with _nothing_written():
-        for request in range(REQUESTS):
-            first = chunks + CHUNKS_A_REQUEST * request
-            admissions.append(
-                _timed(partial(_admit, store, list(map(_new_chunk, range(first, first + CHUNKS_A_REQUEST)))))
-            )
+    for request in range(REQUESTS):
+        first = chunks + CHUNKS_A_REQUEST * request
+        new = list(map(_new_chunk, range(first, first + CHUNKS_A_REQUEST)))
+        with _nothing_written(new):
+            admissions.append(_timed(partial(_admit, store, new)))
     index_bytes, entries, evicted = meter.peak_bytes(), store.stats().entries, store.stats().evictions
     store.close()
     nodes.close()
@@ -133,18 +133,26 @@ def _new_chunk(number: int) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _nothing_written() -> Iterator[None]:
-    """No KV is written and no file removed meanwhile."""
-    from ragblend.kvstore import disk
+def _nothing_written(new: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """No KV is packed or written and no file removed meanwhile; (key, chunk) of `new` are packed beforehand."""
+    from ragblend.kvstore.blob import Blob
+    from ragblend.kvstore.disk import VALUES_FOLDER, BlobDisk
 
-    write, remove = vars(disk)["write_durably"], disk.BlobDisk.remove
-    setattr(disk, "write_durably", lambda path, pieces, nbytes: None)  # noqa: B010
-    setattr(disk.BlobDisk, "remove", lambda self, path: None)  # noqa: B010
-    try:
+    packed = {key: Blob.of(key, chunk) for key, chunk in new}
+    names = {key: f"{VALUES_FOLDER}/{key.digest[:2]}/{key.digest}-{0:016x}.kv" for key in packed}
+
+    def store(self: object, blob: Blob, *args: object, **kwargs: object) -> tuple[object, object, str]:
+        return None, None, names[blob.header.key]
+
+    with ExitStack() as patched:
+        for owner, name, instead in (
+            (Blob, "of", staticmethod(lambda key, chunk, codec: packed[key])),
+            (BlobDisk, "store", store),
+            (BlobDisk, "remove", lambda self, path: None),
+        ):
+            patched.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, instead)
         yield
-    finally:
-        setattr(disk, "write_durably", write)  # noqa: B010
-        setattr(disk.BlobDisk, "remove", remove)  # noqa: B010
 
 
 def _openings(open_one: Callable[[], Any]) -> list[Spent]:

@@ -69,9 +69,10 @@ class Change:
     """What computing did to stored rows, in one layer, and what is stored there for all.
 
     rows (C,) positions; keys, values (H, C, D) float32: new minus stored; start, stop: the run of rows that may be
-    corrected; stored_keys, stored_values (H, stop - start, D) float32: what is stored for these (rows among them that
-    are not stored hold anything, finite or not). All keys are turned back to position 0, so that they compare wherever
-    they stand; still(keys (H, n, D), positions (n,)) does that to others, of the same layer.
+    corrected; stored_keys, stored_values (H, stop - start, D), bfloat16 in a model of that dtype, else float32: what is
+    stored for these (rows among them that are not stored hold anything, finite or not). All keys are turned back to
+    position 0, so that they compare wherever they stand; still(keys (H, n, D), positions (n,)) does that to others, of
+    the same layer.
     """
 
     layer: int
@@ -87,7 +88,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Shift:
-    """What to add to the stored KV of rows start to stop of the change: keys (at position 0) and values, float32,
+    """What to add to the stored KV of rows start to stop of the change: keys (at position 0) and values, of any dtype,
     (H, stop - start, D). Rows that are computed, that nothing can change, or that have no stored KV, get nothing of it.
     """
 

@@ -11,6 +11,10 @@ docs/methods.md. Cost: one pass over the layer's KV and, of `linear`, two system
 products (T, F) by (F, D).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
@@ -33,22 +37,21 @@ SHRINK_SIZES = 1.5
 
 def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | None:
     """The shift of that form; None where no row was computed."""
-    if change.rows.numel() == 0:
-        return None
-    chunks, count = chunk_of(plan), len(plan.spans)
-    if form == "linear":
-        places = _places(plan, chunks)
-        keys = _linear(change, change.stored_keys, change.keys, chunks, places)
-        values = _linear(change, change.stored_values, change.values, chunks, places)
-    else:
-        shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
-        picked, of_rows = chunks[change.rows], chunks[change.start : change.stop].clamp_min(0)
-        keys, values = (_means(of, picked, count, shrink)[:, of_rows] for of in (change.keys, change.values))
     rows = change.rows.numel()
-    keys, values = (
-        part.mul_(strength * rows / (rows + SHRINK_SIZES * part.shape[-1])) for part in (keys, values)
+    if rows == 0:
+        return None
+    places = _Places(plan, change)
+    stored, changes = (change.stored_keys, change.stored_values), (change.keys, change.values)
+    weights = [strength * rows / (rows + SHRINK_SIZES * part.shape[-1]) for part in stored]
+    if form == "linear":
+        fits = _fits(stored, changes, places)
+        return Shift(*(fit.shift(*rest) for fit, *rest in zip(fits, stored, repeat(places), weights)))
+    shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
+    parts = (
+        places.with_means(torch.zeros_like(part), 1.0, (weight * places.means(of, shrink)).to(part.dtype))
+        for part, of, weight in zip(stored, changes, weights, strict=True)
     )
-    return Shift(keys, values)
+    return Shift(*parts)
 
 
 def chunk_of(plan: Plan) -> Tensor:
@@ -59,57 +62,113 @@ def chunk_of(plan: Plan) -> Tensor:
     return numbers.to(plan.token_ids.device)
 
 
-def _means(changes: Tensor, picked: Tensor, chunks: int, shrink: float) -> Tensor:
-    """(H, C, D): the mean change of each chunk, drawn to that of all as if `shrink` more rows had had it."""
-    common = changes.mean(1, keepdim=True)
-    if shrink == torch.inf:
-        return common.expand(-1, chunks, -1)
-    counts = torch.bincount(picked, minlength=chunks).float()  # (C,)
-    sums = changes.new_zeros(changes.shape[0], chunks, changes.shape[2]).index_add_(1, picked, changes)
-    return (sums + shrink * common) / (counts + shrink).clamp_min(1)[None, :, None]
+class _Places:
+    """Where the rows of a change stand: in which chunk, and where in it."""
+
+    def __init__(self, plan: Plan, change: Change) -> None:
+        chunks, self._chunks = chunk_of(plan), len(plan.spans)
+        self.computed = change.rows - change.start  # (C,) where they are in the run
+        picked = chunks[change.rows]
+        self._members = (
+            picked[:, None] == torch.arange(self._chunks, device=chunks.device)
+        ).float()  # (C, chunks)
+        # The part of each chunk that is in the run, counted from where the run starts.
+        edges = (
+            (max(span.start, change.start) - change.start, min(span.stop, change.stop) - change.start)
+            for span in plan.spans
+        )
+        self._runs = [(number, start, stop) for number, (start, stop) in enumerate(edges) if start < stop]
+        starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
+        where = torch.arange(change.start, change.stop, device=chunks.device)
+        place = (where - starts[chunks[where].clamp_min(0)]).clamp_min(0).float()
+        # (n, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position.
+        self.of_rows = torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
+
+    def means(self, changes: Tensor, shrink: float) -> Tensor:
+        """(H, chunks, D): the mean change of each chunk, drawn to that of all as if `shrink` more rows had had it."""
+        common = changes.mean(1, keepdim=True)
+        if shrink == torch.inf:
+            return common.expand(-1, self._chunks, -1)
+        # By products, because index_add_ takes several times as long.
+        sums = self._members.T @ changes
+        return (sums + shrink * common) / (self._members.sum(0) + shrink).clamp_min(1)[:, None]
+
+    def of_computed(self, means: Tensor) -> Tensor:
+        """(H, C, D): of means (H, chunks, D), that of each computed row's chunk."""
+        return self._members @ means
+
+    def with_means(self, shift: Tensor, nearness: Tensor | float, means: Tensor) -> Tensor:
+        """Shift (H, n, D) of the run's rows, times nearness (H, n, 1), and each one's of means (H, chunks, D)."""
+        shift.mul_(nearness)
+        for number, start, stop in self._runs:
+            shift[:, start:stop].add_(means[:, number, None])
+        return shift
 
 
-def _linear(change: Change, stored: Tensor, changes: Tensor, chunks: Tensor, places: Tensor) -> Tensor:
-    """(H, n, D): the chunk's mean, and what a row's stored key or value and its place say beside that.
+@dataclass(frozen=True)
+class _Fit:
+    """A regression of changes on what is stored, by ridge, for H heads; F = D + 3, with the places.
 
-    stored (H, n, D); changes (H, C, D); places (T, 3). By regression on the computed rows.
+    scale (H, 1, 1): how large places stand beside what is stored; centre (H, 1, F) and squares (H, 1, F): of the
+    computed rows' features the mean, and about it the mean squares; units (H, F, 1): what a feature's square is divided
+    by; weights (H, F, D); means (H, chunks, D).
     """
-    run, count = slice(change.start, change.stop), int(chunks.max()) + 1
-    known = stored[:, change.rows - change.start]  # (H, C, D)
-    places = places * PLACE_SCALE * known.std()
-    known = torch.cat([known, places[change.rows].expand(known.shape[0], -1, -1)], dim=-1)
-    centre = known.mean(1, keepdim=True)
-    means = _means(changes, chunks[change.rows], count, SHRINK_ROWS)
-    squares, gram = _system(known - centre)
+
+    scale: Tensor
+    centre: Tensor
+    squares: Tensor
+    units: Tensor
+    weights: Tensor
+    means: Tensor
+
+    def shift(self, stored: Tensor, places: _Places, weight: float) -> Tensor:
+        """(H, n, D), of stored's dtype: the chunk's mean, and what a row's own KV and place say beside that, by weight.
+
+        Most of a shift's cost: n is 10 to 20 times the computed rows. So it takes few passes, and in stored's dtype.
+        """
+        heads, rows, size = stored.shape
+        away = stored.new_empty(heads, rows, size + places.of_rows.shape[1])
+        torch.sub(stored, self.centre[..., :size].to(stored), out=away[..., :size])
+        away[..., size:] = places.of_rows * self.scale - self.centre[..., size:]
+        shift = away @ (weight * self.weights).to(stored)
+        return places.with_means(shift, self._nearness(away), (weight * self.means).to(stored))
+
+    def _nearness(self, away: Tensor) -> Tensor:
+        """(H, n, 1), at most 1: how far the regression may be trusted about rows that are away (H, n, F) from centre.
+
+        By their squared distance beside that of the computed rows, in the same units.
+        """
+        typical = (self.squares @ self.units).clamp_min(1e-12)  # (H, 1, 1)
+        distance = away.square() @ (self.units / typical).to(away)
+        return 1 / (distance - 1).clamp_min_(0).mul_(CAUTION).add_(1)
+
+
+def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) -> list[_Fit]:
+    """A regression for each of stored (H, n, D), with changes (H, C, D) float32; at once where D is the same."""
+    if len({part.shape for part in stored}) > 1:
+        return [fit for pair in zip(stored, changes, strict=True) for fit in _fits(*zip(pair), places)]
+    known = torch.stack([part[:, places.computed] for part in stored]).float()  # (P, H, C, D)
+    # Not std(), which takes 30 times as long.
+    scale = (
+        PLACE_SCALE
+        * torch.linalg.vector_norm(known - known.mean((1, 2, 3), keepdim=True), dim=(1, 2, 3))
+        / known[0].numel() ** 0.5
+    )
+    scale = scale[:, None, None, None].expand(-1, known.shape[1], 1, 1)
+    where = places.of_rows[places.computed] * scale  # (P, H, C, 3)
+    known, scale = torch.cat([known, where], dim=-1).flatten(0, 1), scale.flatten(0, 1)  # (P H, C, F)
+    # Rounded as it is where it is taken from all rows.
+    centre = known.mean(1, keepdim=True).to(stored[0].dtype).float()
+    known -= centre
+    changed = torch.cat(list(changes))
+    means = places.means(changed, SHRINK_ROWS)
+    squares, gram = _system(known)
     weights = torch.cholesky_solve(
-        (known - centre).transpose(1, 2) @ (changes - means[:, chunks[change.rows]]),
-        torch.linalg.cholesky(gram),
-    )  # (H, D + 3, D)
-    size = stored.shape[-1]
-    predicted = (places[run] @ weights[:, size:] - centre @ weights).baddbmm_(stored, weights[:, :size])
-    nearness = _nearness(stored, places[run], centre, gram.diagonal(dim1=1, dim2=2), squares)
-    return predicted.mul_(nearness[..., None]).add_(means[:, chunks[run].clamp_min(0)])
-
-
-def _nearness(stored: Tensor, places: Tensor, centre: Tensor, scales: Tensor, squares: Tensor) -> Tensor:
-    """(H, n), at most 1: how far the regression may be trusted about rows of stored (H, n, D) at places (n, 3).
-
-    By the squared distance from centre (H, 1, F), each feature in units of scales (H, F), beside that of the computed
-    rows, whose features have mean squares (H, F).
-    """
-    size, units = stored.shape[-1], 1 / scales[..., None]
-    away = (stored - centre[..., :size]).square() @ units[:, :size]
-    away = away + (places - centre[..., size:]).square() @ units[:, size:]
-    typical = (squares[:, None] @ units).clamp_min(1e-12)  # (H, 1, 1)
-    return (1 / (1 + CAUTION * (away / typical - 1).clamp_min(0)))[..., 0]
-
-
-def _places(plan: Plan, chunks: Tensor) -> Tensor:
-    """(T, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position."""
-    starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
-    where = torch.arange(plan.tokens, device=chunks.device)
-    place = (where - starts[chunks.clamp_min(0)]).clamp_min(0).float()
-    return torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
+        known.transpose(1, 2) @ (changed - places.of_computed(means)), torch.linalg.cholesky(gram)
+    )
+    units = 1 / gram.diagonal(dim1=1, dim2=2)[..., None]
+    whole = (scale, centre, squares[:, None], units, weights, means)
+    return [_Fit(*parts) for parts in zip(*(part.chunk(len(stored)) for part in whole), strict=True)]
 
 
 def _system(known: Tensor) -> tuple[Tensor, Tensor]:

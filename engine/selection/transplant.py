@@ -57,7 +57,10 @@ class Transplant(Policy):
         rows = self._chosen[0]
         at = rows - change.start
         true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)
-        keys, values = torch.zeros_like(change.stored_keys), torch.zeros_like(change.stored_values)
+        keys, values = (
+            torch.zeros_like(change.stored_keys, dtype=torch.float32),
+            torch.zeros_like(change.stored_values, dtype=torch.float32),
+        )
         keys[:, at] = change.still(true_keys[:, rows], rows) - change.stored_keys[:, at]
         values[:, at] = true_values[:, rows].float() - change.stored_values[:, at]
         return Shift(keys, values)
