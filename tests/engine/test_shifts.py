@@ -1,13 +1,17 @@
 """What is added to rows that stay stored, against sums by hand over transformers' own KV."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benches import chat, chunk_places, largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import METHODS, Policy, Shift, policy_named
+from ragblend.engine.selection.evidence import Change
 from ragblend.engine.selection.probe import Probe
+from ragblend.engine.selection.shift import shift_of
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 FORMS = ("chunk", "common", "mix")  # and "linear", which has a test of its own
@@ -213,3 +217,51 @@ def test_rows_of_an_earlier_probe_are_not_shifted(llama, monkeypatch):
 
 def test_shifts_are_listed():
     assert METHODS["probe-shift"].corrects and policy_named("probe:shift=none").shift == "none"
+
+
+def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
+    """(plan, change): two chunks behind five rows, 30 of 100 rows computed, changes that hang on what is stored."""
+    generator = torch.Generator().manual_seed(3)
+    plan = SimpleNamespace(
+        tokens=110,
+        token_ids=torch.zeros(110, dtype=torch.long),
+        spans=[SimpleNamespace(start=5, stop=65), SimpleNamespace(start=65, stop=105)],
+    )
+    rows = torch.randperm(100, generator=generator)[:30].sort().values + 5
+    stored = [torch.randn(2, 100, size, generator=generator).to(dtype) for size in (key_size, value_size)]
+    mixed = [
+        part.float() @ torch.randn(part.shape[-1], part.shape[-1], generator=generator) for part in stored
+    ]
+    changes = [part[:, rows - 5] * 0.3 + 0.5 for part in mixed]
+    change = Change(
+        layer=0,
+        rows=rows,
+        keys=changes[0],
+        values=changes[1],
+        start=5,
+        stop=105,
+        stored_keys=stored[0],
+        stored_values=stored[1],
+        still=lambda keys, positions: keys,
+    )
+    return plan, change
+
+
+def test_bfloat16_says_what_float32_says():
+    plan, change = made_up_change(dtype=torch.bfloat16)
+    wide = replace(change, stored_keys=change.stored_keys.float(), stored_values=change.stored_values.float())
+    short, exact = shift_of("linear", 0.8, plan, change), shift_of("linear", 0.8, plan, wide)
+    assert short.keys.dtype == torch.bfloat16
+    for found, wanted in ((short.keys, exact.keys), (short.values, exact.values)):
+        assert wanted.norm() > 1
+        assert (found.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_values_narrower_than_keys():
+    """The two have regressions of their own then; each says what it says beside others of its size."""
+    plan, change = made_up_change(key_size=8, value_size=4)
+    found = shift_of("linear", 0.8, plan, change)
+    keys_alone = replace(change, values=change.keys, stored_values=change.stored_keys)
+    values_alone = replace(change, keys=change.values, stored_keys=change.stored_values)
+    torch.testing.assert_close(found.keys, shift_of("linear", 0.8, plan, keys_alone).keys)
+    torch.testing.assert_close(found.values, shift_of("linear", 0.8, plan, values_alone).values)
