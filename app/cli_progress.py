@@ -1,12 +1,13 @@
-"""Progress bars on stderr: documents read, passages embedded, passages encoded."""
+"""Progress bars on stderr: documents read, passages embedded, passages encoded, a model's bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ragblend.app.progress import OnProgress, Stage
 
 LABELS: dict[Stage, str] = {
     "parse": "Documents",
+    "recognise": "Scans",
     "embed": "Embedding",
     "encode": "Encoding KV",
     "measure": "Measuring",
@@ -29,3 +30,28 @@ def progress_bars() -> Iterator[OnProgress]:
             bars.update(tasks[stage], completed=done, total=total, visible=total > 0)
 
         yield show
+
+
+@contextmanager
+def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """One bar of bytes; gives what to call with (done, total)."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(name, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -8,6 +8,7 @@ Whatever is not "done" is taken up by the next run, from the passages if those a
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +136,9 @@ class _Run:
         settings, engine = self._workspace.settings, self._workspace.engine
         cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
         count = engine.count_tokens
+        follow = self._watch.follow("parsing", 0, partial(self._meter.show, "recognise"))
         passages = self._watch.leavable(
-            lambda: cut_document(document, readers.read_document(path), count, cut)
+            lambda: cut_document(document, readers.read_document(path, follow), count, cut)
         )
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")

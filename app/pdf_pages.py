@@ -6,11 +6,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 from ragblend.app.matching import find, fold
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
+MAX_PICTURE = 4000  # pixels, of the longer side
 _pdfium = threading.Lock()  # it is not made for threads
 
 
@@ -60,6 +65,24 @@ def page_images(path: Path, text: str, numbers: Sequence[int], label: str) -> tu
                 for n, (page, spans) in enumerate(zip(pages, places, strict=True))
                 if spans
             )
+        finally:
+            document.close()
+
+
+def page_picture(path: Path, number: int, scale: float) -> "NDArray[np.uint8]":
+    """(height, width, 3): page `number`, from 1, at so many pixels a point; fewer where that would be a huge picture.
+
+    Raises whatever pdfium does for a file that it cannot read.
+    """
+    import pypdfium2
+
+    with _pdfium:
+        document = pypdfium2.PdfDocument(path)
+        try:
+            page = document[number - 1]
+            scale = min(scale, MAX_PICTURE / max(page.get_size()))
+            picture: NDArray[np.uint8] = page.render(scale=scale).to_numpy()[..., :3].copy()
+            return picture
         finally:
             document.close()
 

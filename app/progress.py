@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Stage = Literal["parse", "embed", "encode", "measure"]
-OnProgress = Callable[[Stage, int, int], None]  # stage, done, total: documents, then passages, then passages
+Stage = Literal["parse", "recognise", "embed", "encode", "measure"]
+OnProgress = Callable[
+    [Stage, int, int], None
+]  # stage, done, total: documents, a scan's pages, passages, passages
 
 
 def silent(stage: Stage, done: int, total: int) -> None:
@@ -19,6 +21,10 @@ class Meter:
         self._show = show
         self._done: dict[Stage, int] = {"parse": 0, "embed": 0, "encode": 0}
         self._total: dict[Stage, int] = {"parse": 0, "embed": 0, "encode": 0}
+
+    def show(self, stage: Stage, done: int, total: int) -> None:
+        """How far one document is, where there is nothing to add up."""
+        self._show(stage, done, total)
 
     def expect(self, stage: Stage, count: int) -> None:
         """So much more is to be done."""

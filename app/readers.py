@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragblend.app import ocr
 from ragblend.app.guards import check_file, read_text
-from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, UnreadableDocumentError
+from ragblend.kvstore.errors import Cancelled, DocumentError, EmptyDocumentError, UnreadableDocumentError
 
 INVISIBLE = dict.fromkeys(
     map(ord, "\u00ad\u200b\ufeff")
@@ -31,14 +32,22 @@ class Part:
     location: str
 
 
-def read_document(path: Path) -> list[Part]:
-    """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do."""
+def _ignored(done: int, total: int) -> None:
+    """For who does not follow the pages."""
+
+
+def read_document(path: Path, on_page: ocr.OnPage = _ignored) -> list[Part]:
+    """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do.
+
+    on_page(done, total): of pages whose text has to be recognised, seconds each; what it raises ends the reading.
+    """
     check_file(path)
     try:
         with warnings.catch_warnings(), _quiet("pypdf"):
             warnings.simplefilter("ignore")  # parsers warn of oddities in files; what matters is raised
-            found = READERS[path.suffix.lower()](path)
-    except DocumentError:
+            suffix = path.suffix.lower()
+            found = _read_pdf(path, on_page) if suffix == ".pdf" else READERS[suffix](path)
+    except (DocumentError, Cancelled):
         raise
     except Exception as error:  # parsers of hostile formats raise anything: one bad file must stop nothing
         raise UnreadableDocumentError(
@@ -84,14 +93,19 @@ def _read_html(path: Path) -> list[Part]:
     return [Part(section.text, section.heading) for section in html_sections(read_text(path))]
 
 
-def _read_pdf(path: Path) -> list[Part]:
+def _read_pdf(path: Path, on_page: ocr.OnPage = _ignored) -> list[Part]:
     from llama_index.readers.file import PDFReader
 
     from ragblend.app.pdf_guard import check_pdf
 
     check_pdf(path)
     pages = PDFReader().load_data(path)
-    return [Part(page.text, f"p. {page.metadata['page_label']}") for page in pages]
+    parts = [Part(page.text, f"p. {page.metadata['page_label']}") for page in pages]
+    without = [number for number, part in enumerate(parts, start=1) if not clean(part.text)]
+    if without and ocr.is_installed():
+        for number, text in ocr.recognised(path, without, on_page):
+            parts[number - 1] = Part(text, parts[number - 1].location)
+    return parts
 
 
 def _read_docx(path: Path) -> list[Part]:
@@ -126,10 +140,10 @@ READERS: dict[str, Callable[[Path], list[Part]]] = {
 
 
 def _no_text(path: Path) -> str:
-    if path.suffix.lower() == ".pdf":
+    if path.suffix.lower() == ".pdf" and not ocr.is_installed():
         return (
-            f"Reading {path}: its pages hold no text, so {SCANNED}. Run text recognition over it "
-            "first, for example `ocrmypdf in.pdf out.pdf`."
+            f"Reading {path}: its pages hold no text, so {SCANNED}. Install text recognition, "
+            "`pip install 'ragblend[ocr]'`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."
         )
     return f"Reading {path}: there is no text in it. Nothing of it was ingested."
 

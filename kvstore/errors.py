@@ -71,6 +71,10 @@ class ModelNotFoundError(ModelError):
     """There is no model at that place."""
 
 
+class DownloadStoppedError(ModelError):
+    """The user stopped a model's download."""
+
+
 class TokenizerMissingError(ModelError):
     """The model has no tokenizer."""
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.ui import icons
 from ragblend.ui.render_chat import day
-from ragblend.ui.render_text import attributes, button, duration, escape, plural, problem, size
+from ragblend.ui.render_text import attributes, button, duration, escape, plural, problem, progress, size
 
 if TYPE_CHECKING:
     from ragblend.app.job_store import FileJob
@@ -96,9 +96,7 @@ def queue(overview: "Overview") -> str:
     parts.append(
         f'<div class="head"><strong>{"Paused" if overview.paused else "Reading documents"}</strong>'
         f"<span>{done:,} of {plural(total, 'file')}{_pace(overview)}</span></div>"
-        '<div class="rb-progress" role="progressbar" aria-valuemin="0" aria-valuemax="100" '
-        f'aria-valuenow="{share:.0f}" '
-        f'aria-label="Files read"><i style="width:{share:.1f}%"></i></div>'
+        + progress(share, "Files read")
     )
     if overview.current is not None and not overview.paused:
         parts.append(_current(overview.current))
@@ -120,7 +118,8 @@ def _pace(overview: "Overview") -> str:
 def _current(job: "FileJob") -> str:
     phase = PHASES.get(job.state, job.state)
     share = 100 * job.done / job.total if job.total else 0
-    count = f" {job.done:,} of {plural(job.total, 'passage')}" if job.total else ""
+    noun = "scanned page" if job.state == "parsing" else "passage"
+    count = f" {job.done:,} of {plural(job.total, noun)}" if job.total else ""
     return (
         f'<div class="current"><span class="name">{escape(job.name)}</span><span>{escape(phase)}{count}</span>'
         f'<div class="rb-progress thin" aria-hidden="true"><i style="width:{share:.1f}%"></i></div></div>'

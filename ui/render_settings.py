@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ragblend.ui.render_text import duration, plural, problem
+from ragblend.ui.render_text import duration, escape, plural, problem, progress, size
 
 if TYPE_CHECKING:
     from ragblend.app.reencoding import Cost
@@ -43,6 +43,18 @@ def cost(found: "Cost") -> str:
 
 def _unknown_time() -> str:
     return " How long that takes was never measured with these settings (`ragblend doctor --profile`)."
+
+
+def downloading(name: str, done: int, total: int, seconds_left: float | None) -> str:
+    """How far a model's download is; total 0: the hub has not said yet how much it is."""
+    if not total:
+        return problem(f"Asking the hub for {name} …", "info")
+    left = f" · {duration(seconds_left)} left" if seconds_left is not None else ""
+    share = 100 * done / total
+    return (
+        f'<div class="rb-queue"><div class="head"><strong>Downloading {escape(name)}</strong>'
+        f"<span>{size(done)} of {size(total)}{left}</span></div>{progress(share, 'Bytes downloaded')}</div>"
+    )
 
 
 def saved(again: int) -> str:

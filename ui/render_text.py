@@ -133,6 +133,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def progress(share: float, label: str) -> str:
+    """A bar, share from 0 to 100."""
+    return (
+        '<div class="rb-progress" role="progressbar" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{share:.0f}" aria-label="{escape(label)}"><i style="width:{share:.1f}%"></i></div>'
+    )
+
+
 def words(message: str) -> str:
     """A message of the app, escaped; what stands between backticks is a command."""
     return COMMAND.sub(r"<code>\1</code>", escape(message))

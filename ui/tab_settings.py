@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from ragblend.app.model_download import ModelDownload, must_be_fetched
 from ragblend.app.reencoding import Cost, cost_of
 from ragblend.app.settings_file import save_settings
 from ragblend.kvstore.errors import RagBlendError, SettingsError
@@ -17,6 +18,7 @@ from ragblend.ui.tab_compare import CHOICES
 
 Updates = dict[Any, Any]
 AUTO, MANUAL = "auto", "manual"
+DRAW_EVERY_S = 0.5
 DEVICES = [("The best there is", ""), ("CPU", "cpu"), ("CUDA", "cuda"), ("Apple (MPS)", "mps")]
 THEMES = [("As the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
@@ -54,9 +56,16 @@ def build(context: Context, tab: gr.Tab) -> None:
             measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
             measured = drawn("rb-measured", acts=False)
             save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
-    acts = SettingsTab(context, form, meaning, cost)
+            # Of its own, because what a change costs may be said late, and must not cover what became of it.
+            outcome = drawn("rb-saved", acts=False)
+            stop = gr.Button(
+                "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
+            )
+    acts = SettingsTab(context, form, meaning, cost, outcome)
+    save.click(acts.save, form.all, [outcome, stop], concurrency_limit=1, show_progress="hidden")
+    stop.click(acts.stop_download, None, None, **QUICK)
     measure.click(acts.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
-    _connect(acts, form, tab, theme, meaning, cost, save)
+    _connect(acts, form, tab, theme, meaning, cost, outcome)
 
 
 def _form() -> Form:
@@ -111,21 +120,24 @@ def _connect(
     theme: gr.Radio,
     meaning: gr.HTML,
     cost: gr.HTML,
-    save: gr.Button,
+    outcome: gr.HTML,
 ) -> None:
-    tab.select(acts.fill, None, [*form.all, meaning, cost], **QUICK)
+    tab.select(acts.fill, None, [*form.all, meaning, cost, outcome], **QUICK)
     tab.select(None, None, theme, js=GET_THEME)
     theme.input(None, theme, theme, js=SET_THEME)
     for field in form.all:
         field.input(acts.price, form.all, [form.ratio, meaning, cost], trigger_mode="always_last", **QUICK)
-    save.click(acts.save, form.all, [cost], concurrency_limit=1, show_progress="hidden")
 
 
 class SettingsTab:
     """The callbacks."""
 
-    def __init__(self, context: Context, form: Form, meaning: gr.HTML, cost: gr.HTML) -> None:
-        self._desk, self._form, self._meaning, self._cost = context.desk, form, meaning, cost
+    def __init__(
+        self, context: Context, form: Form, meaning: gr.HTML, cost: gr.HTML, outcome: gr.HTML
+    ) -> None:
+        self._desk, self._form = context.desk, form
+        self._meaning, self._cost, self._outcome = meaning, cost, outcome
+        self._download: ModelDownload | None = None
 
     def fill(self) -> Updates:
         settings, form = self._desk.workspaces.settings, self._form
@@ -142,6 +154,7 @@ class SettingsTab:
             form.ratio: gr.update(value=share, visible=by_hand),
             self._meaning: _meaning(MANUAL if by_hand else AUTO, float(share)),
             self._cost: "",
+            self._outcome: "",
         }
 
     def price(self, *values: Any) -> Updates:
@@ -167,17 +180,41 @@ class SettingsTab:
         known = workspaces.of(workspaces.settings.collection).engine.known_profile
         return known.prefill if known is not None else None
 
-    def save(self, *values: Any) -> str:
+    def save(self, *values: Any) -> Iterator[tuple[str, Any]]:
+        """Save, after a hub model is here; what is saved works, or is not saved."""
         workspaces = self._desk.workspaces
         try:
             changes, price = self._priced(values)
-            if isinstance(changes["model"], str) and changes["model"] != workspaces.settings.model:
-                check_model(changes["model"])
+            model = str(changes.get("model", workspaces.settings.model))
+            if model != workspaces.settings.model:
+                check_model(model)
+                if must_be_fetched(model):
+                    yield from self._fetched(model)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
-            return render_settings.saved(self._read_again() if price.encodes_again else 0)
+            shown = render_settings.saved(self._read_again() if price.encodes_again else 0)
         except RagBlendError as error:
-            return problem(str(error))
+            shown = problem(str(error))
+        yield shown, gr.update(visible=False)
+
+    def stop_download(self) -> None:
+        if self._download is not None:
+            self._download.stop()
+
+    def _fetched(self, model: str) -> Iterator[tuple[str, Any]]:
+        """Show a download until it is over; who goes away meanwhile stops it."""
+        self._download = now = ModelDownload(model)
+        try:
+            over = False
+            while not over:
+                yield (
+                    render_settings.downloading(model, now.done, now.total, now.seconds_left),
+                    gr.update(visible=True),
+                )
+                over = now.wait(DRAW_EVERY_S)
+        finally:
+            now.stop()
+            self._download = None
 
     def measure(self) -> Iterator[str]:
         """Measure model and disk, for estimates of full prefill and for `auto`."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ragblend.app import ocr
 from ragblend.app.ingest import ingest
 from ragblend.app.library import Library
 from ragblend.app.listing import list_documents
@@ -63,7 +64,8 @@ def test_only_what_is_shown_is_read(library):
     assert first < 100 and len(steps) - first < 300
 
 
-def test_failures_have_reasons_and_scans_are_named(workspace, documents, make):
+def test_failures_have_reasons_and_scans_are_named(workspace, documents, make, monkeypatch):
+    monkeypatch.setattr(ocr, "is_installed", lambda: False)
     make["pdf"](documents / "scan.pdf", ["", ""])
     (documents / "bad.pdf").write_bytes(b"%PDF-1.4 no")
     ingest(workspace, [documents])

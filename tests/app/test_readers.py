@@ -6,9 +6,10 @@ import zipfile
 
 import pytest
 
-from ragblend.app import guards
+from ragblend.app import guards, ocr
 from ragblend.app.readers import clean, read_document
 from ragblend.kvstore.errors import (
+    Cancelled,
     DocumentNotFoundError,
     EmptyDocumentError,
     EncryptedDocumentError,
@@ -124,8 +125,58 @@ def test_white_space_alone_is_empty(tmp_path):
     fails_with(EmptyDocumentError, tmp_path / "a.txt", "no text")
 
 
-def test_scanned_pdf_names_text_recognition(tmp_path, make):
-    fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "scanned", "ocrmypdf")
+def test_scanned_pdf_names_text_recognition(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(ocr, "is_installed", lambda: False)
+    fails_with(
+        EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "scanned", "ragblend[ocr]", "ocrmypdf"
+    )
+
+
+@pytest.fixture
+def scan(tmp_path):
+    """A PDF of two pages that are pictures, of text and of nothing, around one whose text is text."""
+    pytest.importorskip("rapidocr", reason="scans need the extra `ocr`")
+    from PIL import Image, ImageDraw, ImageFont
+    from reportlab.lib.utils import ImageReader
+    from reportlab.pdfgen.canvas import Canvas
+
+    picture = Image.new("RGB", (1000, 500), "white")
+    text = "The harbour master kept two ledgers.\nOne of them was for ships that never came."
+    ImageDraw.Draw(picture).text((60, 80), text, fill="black", font=ImageFont.load_default(32))
+    canvas = Canvas(str(tmp_path / "scan.pdf"), pagesize=(500, 250))
+    canvas.drawImage(ImageReader(picture), 0, 0, 500, 250)
+    canvas.showPage()
+    canvas.drawString(40, 100, "Printed as text.")
+    canvas.showPage()
+    canvas.drawImage(ImageReader(Image.new("RGB", (500, 250), "white")), 0, 0, 500, 250)
+    canvas.save()
+    return tmp_path / "scan.pdf"
+
+
+def test_a_scan_is_read(scan):
+    pages = []
+    parts = read_document(scan, lambda *numbers: pages.append(numbers))
+    assert [part.location for part in parts] == ["p. 1", "p. 2"]
+    assert parts[0].text.split("\n") == [
+        "The harbour master kept two ledgers.",
+        "One of them was for ships that never came.",
+    ]
+    assert parts[1].text == "Printed as text."
+    assert pages == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_a_scan_can_be_left_between_two_pages(scan):
+    def leave(done, total):
+        if done:
+            raise Cancelled("left")
+
+    with pytest.raises(Cancelled):
+        read_document(scan, leave)
+
+
+def test_a_scan_without_text_is_empty(tmp_path, make):
+    pytest.importorskip("rapidocr", reason="scans need the extra `ocr`")
+    fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "no text")
 
 
 def test_encrypted_pdf(tmp_path, make):

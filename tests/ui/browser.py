@@ -141,6 +141,10 @@ class Watched:
 
     def tab(self, name: str) -> None:
         self.page.click(f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')")
+        if (
+            name == "Settings"
+        ):  # its fields are filled when it opens; what one types before that is overwritten
+            self.page.wait_for_selector("#rb-ratio-meaning p")
 
     def ask(self, question: str) -> None:
         """Type and send with Ctrl-Enter; returns when the answer has ended."""

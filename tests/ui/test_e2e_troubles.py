@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser import Watched, find_chromium
+from hub_server import serve_hub
 
 from ragblend.app.lock import writer_lock
 from ragblend.ui.password import save_password
@@ -34,6 +35,36 @@ def read(mine, folder: Path) -> None:
     mine.tab("Chat")
 
 
+def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_model, tmp_path, monkeypatch):
+    """With its bytes shown, stopped at once, then whole; and only then is it saved, and answers."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    with serve_hub("anna/tiny", tiny_model, hold_after=100) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        running = start()
+        mine = open_page(running)
+        page = mine.page
+        read(mine, harbour)
+        mine.tab("Settings")
+        page.fill("#rb-model input, #rb-model textarea", "anna/tiny")
+        page.click("#rb-save")
+        page.wait_for_selector("#rb-saved:has-text('Downloading anna/tiny')")
+        page.click("#rb-stop-download")
+        page.wait_for_selector("#rb-saved:has-text('was stopped; what has come is kept')")
+        page.wait_for_selector("#rb-stop-download", state="hidden")
+        assert "anna/tiny" not in (running.home / "settings.toml").read_text()
+        hub.go_on.set()
+        page.click("#rb-save")
+        page.wait_for_selector("#rb-saved:has-text('Saved. 1 document put in the queue.')")
+        assert "anna/tiny" in (running.home / "settings.toml").read_text()
+        asked = len(hub.asked)
+        mine.tab("Library")
+        mine.all_read()
+        mine.tab("Chat")
+        mine.ask(ASKED)
+        assert len(hub.asked) == asked, "the hub is asked once, not at every start"
+
+
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
     """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
     running = start()
@@ -48,10 +79,10 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     page.press("#rb-chunk input[type=number]", "Tab")
     page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
     page.click("#rb-save")
-    page.wait_for_selector("#rb-cost:has-text('Saved. 1 document put in the queue.')")
+    page.wait_for_selector("#rb-saved:has-text('Saved. 1 document put in the queue.')")
     page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
     page.click("#rb-save")
-    page.wait_for_selector("#rb-cost .rb-note.error:has-text('/no/such/model')")
+    page.wait_for_selector("#rb-saved .rb-note.error:has-text('/no/such/model')")
     mine.leave()
     assert running.stop() == 0
     value = next((running.home / "kv" / "values").rglob("*.kv"))

@@ -1,0 +1,106 @@
+"""Models of the Hugging Face hub: the copy that is here, and downloading one, the only use of the network."""
+
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
+
+PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_INDEX = "model.safetensors.index.json"
+Progress = Callable[[int, int], None]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name reads owner/name, and is nothing on this disk."""
+    path = Path(name).expanduser()
+    local = path.exists() or path.is_absolute() or name.startswith(".") or path.suffix.lower() == ".gguf"
+    return not local and name.count("/") == 1 and all(name.split("/"))
+
+
+def local_copy(name: str) -> Path | None:
+    """The folder of a model that was downloaded whole; asks nobody. None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+    return folder if _is_whole(folder) else None
+
+
+def download(name: str, progress: Progress | None = None, stop: threading.Event | None = None) -> Path:
+    """Bring a model here, or what has changed of it; what an earlier attempt left is taken up. Its folder.
+
+    progress(done, total) in bytes, from several threads; without it the hub's library draws its bars on stderr. Raises
+    ModelNotFoundError; DownloadStoppedError after `stop`.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    fetch = partial(snapshot_download, name, allow_patterns=PATTERNS)
+    try:
+        if progress is None:
+            return Path(fetch())
+        stop = stop or threading.Event()
+        files: Any = fetch(dry_run=True, tqdm_class=_bar_class(0, _silent, stop))
+        missing = sum(file.file_size for file in files if file.will_download)
+        return Path(fetch(tqdm_class=_bar_class(missing, progress, stop)))
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{name!r} is no hub id (owner/name): {error}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name "
+            "and the network, or pass a local folder"
+        ) from error
+
+
+def _silent(done: int, total: int) -> None:
+    """For who does not want to know."""
+
+
+def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) -> type[Any]:
+    """What the hub's library draws its bars with: it draws nothing, says how far the bytes are, and can be stopped."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    most, lock = 0, threading.Lock()
+
+    def report(done: int) -> None:
+        nonlocal most  # bytes are counted twice, as they come and as they are put together
+        with lock:
+            most = max(most, min(done, missing_bytes))
+            progress(most, missing_bytes)
+
+    class Reporting(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stop.is_set():
+                raise DownloadStoppedError(
+                    "the download was stopped; what has come is kept for the next time"
+                )
+            self.n += n or 0
+            if self._counts_bytes:
+                report(int(self.n))
+            return None
+
+    return Reporting
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether everything that its own index names is there: a download may have been stopped in between."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        named = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        return any(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / str(part)).is_file() for part in named)
