@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # Every click in drawn HTML carries what it means; the page's script hands it over.
 BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 
-# How callbacks are called: at once, or in Gradio's queue, where they may take their time and yield.
+# How callbacks are called: by a request of their own, or, those that yield, in Gradio's queue. What goes through the
+# queue hangs on one stream of events a page; where that breaks off, Gradio loads the page again.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
 

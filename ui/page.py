@@ -54,6 +54,8 @@ def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
         frame.compared,
     ]
     page.load(frame.load, None, [*first, *drawn_there], **QUICK)
+    asked = [chat.collections, frame.compared]
+    library.collection.change(frame.choices, asked, asked, **QUICK)
     library_tab.select(frame.library.refresh, view, drawn_there, **QUICK)
     gr.Timer(TICK_S).tick(
         frame.tick,
@@ -93,6 +95,15 @@ class Frame:
             self.compared: gr.update(choices=names, value=chosen),
             **self.chat.opening(),
             **self.library.refresh(chosen, "", "", 0),
+        }
+
+    def choices(self, asked: list[str] | None, compared: str | None) -> dict[Any, Any]:
+        """The collections that can be asked, after one was made or removed; what was chosen stays, if it is there."""
+        names = self._context.desk.workspaces.names()
+        kept = [name for name in asked or () if name in names] or names[:1]
+        return {
+            self.chat_parts.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
+            self.compared: gr.update(choices=names, value=compared if compared in names else names[0]),
         }
 
     def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:

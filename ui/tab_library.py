@@ -10,7 +10,7 @@ from ragblend.app import samples
 from ragblend.app.listing import list_documents
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import render_library
-from ragblend.ui.context import QUEUED, QUICK, Context, drawn
+from ragblend.ui.context import QUICK, Context, drawn
 from ragblend.ui.render_text import problem
 from ragblend.ui.uploads import discard
 
@@ -136,18 +136,18 @@ def _connect(tab: "LibraryTab", parts: Parts) -> None:
     parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
     parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
     parts.state.change(tab.first_page, view[:3], drawn, **QUICK)
-    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **QUEUED)
+    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **QUICK)
     parts.add_folder.click(
-        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED
+        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUICK
     )
-    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUEUED)
-    parts.samples.click(tab.add_samples, view, listed, **QUEUED)
+    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUICK)
+    parts.samples.click(tab.add_samples, view, listed, **QUICK)
     parts.create.click(
         tab.create, [parts.new_name], [parts.collection, parts.new_name, parts.message], **QUICK
     )
     for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
-        drawing.click(tab.act, view, listed, **QUEUED)
-    parts.tools.click(tab.remove_collection, view, [*listed, parts.collection], **QUEUED)
+        drawing.click(tab.act, view, listed, **QUICK)
+    parts.tools.click(tab.remove_collection, view, [*listed, parts.collection], **QUICK)
 
 
 class LibraryTab:

@@ -11,7 +11,7 @@ from ragblend.app.cli_store import stats_value
 from ragblend.app.settings_file import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import render_store
-from ragblend.ui.context import QUEUED, Context, drawn
+from ragblend.ui.context import QUEUED, QUICK, Context, drawn
 from ragblend.ui.render_text import problem
 
 Updates = dict[Any, Any]
@@ -58,8 +58,8 @@ def build(context: Context, tab: gr.Tab) -> Parts:
         message = drawn("rb-store-message", acts=False)
     parts = Parts(overview, rates, budget, set_budget, check, repair, message)
     acts = StoreTab(context, parts)
-    tab.select(acts.refresh, None, [overview, rates, budget, message], **QUEUED)
-    set_budget.click(acts.set_budget, [budget], [message, overview], **QUEUED)
+    tab.select(acts.refresh, None, [overview, rates, budget, message], **QUICK)
+    set_budget.click(acts.set_budget, [budget], [message, overview], **QUICK)
     check.click(acts.check, None, [message], **QUEUED)
     repair.click(acts.repair, None, [message, overview], **QUEUED)
     return parts

@@ -110,6 +110,7 @@ class Watched:
         self.page.on("console", self._note_console)
         self.page.on("response", self._note_refusal)
         self.page.goto(server.url)
+        self.page.on("load", lambda _: self.errors.append("the page was loaded again"))
         self.page.wait_for_selector("#rb-question textarea")
         self.page.wait_for_selector("#rb-transcript .rb-welcome")
 

@@ -138,6 +138,11 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     page.fill("#rb-new-collection input, #rb-new-collection textarea", "letters")
     page.click("#rb-create-collection")
     page.wait_for_selector("#rb-collection-tools:has-text('letters')")
+    mine.tab("Chat")
+    page.click("#rb-collections input")
+    page.wait_for_selector("#rb-collections [role=option]:has-text('letters')")
+    page.keyboard.press("Escape")
+    mine.tab("Library")
     (other := tmp_path / "other").mkdir()
     (other / "letter.txt").write_text("Dear harbour master, the ledgers are in the lamp room.")
     mine.add(other, watch=True)
@@ -148,5 +153,6 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     mine.await_states(later="ready")
     assert page.locator("#rb-watched .name").count() == 1
     assert page.input_value("#rb-collection input") == "default"
+    page.wait_for_selector("#rb-collections", state="detached")
     mine.page.click("#rb-watched [data-act=unwatch]")
     mine.page.wait_for_selector("#rb-watched .name", state="detached")
