@@ -52,17 +52,18 @@ def build(context: Context, tab: gr.Tab) -> None:
         with gr.Column(min_width=300):
             theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
             meaning = drawn("rb-ratio-meaning", acts=False)
-            cost = drawn("rb-cost", acts=False)
-            measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
-            measured = drawn("rb-measured", acts=False)
+            # What is said stands below the button, which must not move away from under the mouse; and what became of it
+            # apart from what a change costs, which may be said late.
             save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
-            # Of its own, because what a change costs may be said late, and must not cover what became of it.
             outcome = drawn("rb-saved", acts=False)
             stop = gr.Button(
                 "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
             )
+            cost = drawn("rb-cost", acts=False)
+            measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
+            measured = drawn("rb-measured", acts=False)
     acts = SettingsTab(context, form, meaning, cost, outcome)
-    save.click(acts.save, form.all, [outcome, stop], concurrency_limit=1, show_progress="hidden")
+    save.click(acts.save, form.all, [outcome, stop, cost], concurrency_limit=1, show_progress="hidden")
     stop.click(acts.stop_download, None, None, **QUICK)
     measure.click(acts.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
     _connect(acts, form, tab, theme, meaning, cost, outcome)
@@ -180,7 +181,7 @@ class SettingsTab:
         known = workspaces.of(workspaces.settings.collection).engine.known_profile
         return known.prefill if known is not None else None
 
-    def save(self, *values: Any) -> Iterator[tuple[str, Any]]:
+    def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
         """Save, after a hub model is here; what is saved works, or is not saved."""
         workspaces = self._desk.workspaces
         try:
@@ -192,16 +193,16 @@ class SettingsTab:
                     yield from self._fetched(model)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
-            shown = render_settings.saved(self._read_again() if price.encodes_again else 0)
+            shown, said = render_settings.saved(self._read_again() if price.encodes_again else 0), ""
         except RagBlendError as error:
-            shown = problem(str(error))
-        yield shown, gr.update(visible=False)
+            shown, said = problem(str(error)), gr.skip()
+        yield shown, gr.update(visible=False), said
 
     def stop_download(self) -> None:
         if self._download is not None:
             self._download.stop()
 
-    def _fetched(self, model: str) -> Iterator[tuple[str, Any]]:
+    def _fetched(self, model: str) -> Iterator[tuple[str, Any, Any]]:
         """Show a download until it is over; who goes away meanwhile stops it."""
         self._download = now = ModelDownload(model)
         try:
@@ -210,6 +211,7 @@ class SettingsTab:
                 yield (
                     render_settings.downloading(model, now.done, now.total, now.seconds_left),
                     gr.update(visible=True),
+                    gr.skip(),
                 )
                 over = now.wait(DRAW_EVERY_S)
         finally:

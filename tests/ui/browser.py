@@ -15,6 +15,7 @@ import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_MS = 120_000  # nothing here is about speed: other work may have the machine
+PRESSES = 4
 TEXT_TURNS = ".rb-turn.answer"
 
 
@@ -140,11 +141,23 @@ class Watched:
 
     # --- what a user does
 
+    def press(self, selector: str, shows: str) -> None:
+        """Click until that is shown: what is drawn meanwhile can move a button between the mouse's down and up."""
+        from playwright.sync_api import TimeoutError as NotShown
+
+        for _ in range(PRESSES):
+            self.page.click(selector)
+            with contextlib.suppress(NotShown):
+                self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
+                return
+        raise AssertionError(f"{selector} was clicked {PRESSES} times, and {shows} was not shown")
+
     def tab(self, name: str) -> None:
-        self.page.click(f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')")
+        button = f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')"
+        self.press(button, f"{button}[aria-selected=true]")
         if (
             name == "Settings"
-        ):  # its fields are filled when it opens; what one types before that is overwritten
+        ):  # its fields are filled when it opens: what one types before that is overwritten
             self.page.wait_for_selector("#rb-ratio-meaning p")
 
     def ask(self, question: str) -> None:

@@ -136,8 +136,7 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     page = mine.page
     page.click("button:has-text('New collection')")
     page.fill("#rb-new-collection input, #rb-new-collection textarea", "letters")
-    page.click("#rb-create-collection")
-    page.wait_for_selector("#rb-collection-tools:has-text('letters')")
+    mine.press("#rb-create-collection", "#rb-collection-tools:has-text('letters')")
     mine.tab("Chat")
     page.click("#rb-collections input")
     page.wait_for_selector("#rb-collections [role=option]:has-text('letters')")
