@@ -30,6 +30,10 @@ Ratio = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(help="How many passages to read [6].")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens [256].")]
+KeepTokens = Annotated[
+    int | None,
+    typer.Option(help="Of the passages keep so many tokens a head after the first token [all]."),
+]
 Temperature = Annotated[
     float | None, typer.Option(help="0 for the likeliest answer, higher for variety [0].")
 ]
@@ -54,6 +58,7 @@ def ask(
     ratio: Ratio = None,
     top_k: TopK = None,
     max_new_tokens: MaxNewTokens = None,
+    keep_tokens: KeepTokens = None,
     temperature: Temperature = None,
     collection: Collection = None,
     trace: Trace = None,
@@ -69,6 +74,7 @@ def ask(
         "ratio": ratio,
         "top_k": top_k,
         "max_new_tokens": max_new_tokens,
+        "keep_tokens": keep_tokens,
         "temperature": temperature,
     }
     with cli.open(**changes, collection=collection) as workspace:
@@ -85,6 +91,7 @@ def chat(
     ratio: Ratio = None,
     top_k: TopK = None,
     max_new_tokens: MaxNewTokens = None,
+    keep_tokens: KeepTokens = None,
     temperature: Temperature = None,
     collection: Collection = None,
 ) -> None:
@@ -99,6 +106,7 @@ def chat(
         "ratio": ratio,
         "top_k": top_k,
         "max_new_tokens": max_new_tokens,
+        "keep_tokens": keep_tokens,
         "temperature": temperature,
     }
     turns: list[tuple[str, str]] = []

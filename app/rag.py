@@ -27,7 +27,7 @@ class Rag:
         self._warm = False
 
     def ask(self, question: str, *, history: History = (), **changes: Any) -> Answer:
-        """The whole answer. changes: method, ratio, top_k, max_new_tokens, temperature instead of the settings'.
+        """The whole answer. changes: what of the settings is otherwise: method, ratio, top_k, max_new_tokens, ...
 
         Raises UsageError for an impossible change or no question, LibraryError when nothing was ingested,
         PromptTooLongError when the question alone does not fit the model's window.
@@ -76,6 +76,7 @@ class AnswerStream:
             method=settings.method,
             ratio=settings.ratio,
             max_new_tokens=settings.max_new_tokens,
+            keep_tokens=settings.keep_tokens,
             temperature=settings.temperature,
         )
 

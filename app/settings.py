@@ -37,6 +37,8 @@ class Settings:
     halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
     one is the cheapest that adds no delay (`controller` in the answer's JSON).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
+    keep_tokens: so many tokens of the passages are kept by each head once the first token is out, for long answers in
+    little memory (`ask` and `chat`; None: all).
     """
 
     model: str = "default"
@@ -57,6 +59,7 @@ class Settings:
     memory_usd_per_gb_month: float = USD_PER_GB_MONTH["memory"]
     disk_usd_per_gb_month: float = USD_PER_GB_MONTH["disk"]
     max_new_tokens: int = 256
+    keep_tokens: int | None = None
     temperature: float = 0.0
     system: str | None = None
 
@@ -86,6 +89,9 @@ class Settings:
         )
         _require(self.kv_codec in KV_CODECS, "kv_codec", self.kv_codec, f"one of {', '.join(KV_CODECS)}")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(
+            self.keep_tokens is None or self.keep_tokens >= 1, "keep_tokens", self.keep_tokens, "at least 1"
+        )
         _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
 
     @property

@@ -107,10 +107,17 @@ class FakeEngine:
         return SimpleNamespace(report=Report(method, None, timings=Timings(prefill_ms=1234.5)))
 
     def stream(
-        self, prompt, method="cacheblend", ratio=0.15, max_new_tokens=256, temperature=0.0, session=None
+        self,
+        prompt,
+        method="cacheblend",
+        ratio=0.15,
+        max_new_tokens=256,
+        keep_tokens=None,
+        temperature=0.0,
+        session=None,
     ):
         policy_named(method)
-        self.requests.append((prompt, method, ratio, max_new_tokens, temperature))
+        self.requests.append((prompt, method, ratio, max_new_tokens, keep_tokens, temperature))
         self.sessions.append(session)
         tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)

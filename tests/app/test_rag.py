@@ -17,7 +17,7 @@ def rag(workspace, documents):
 
 def test_passages_come_first_and_the_question_last(rag, workspace):
     answer = rag.ask("What colour has the sky over the harbour?")
-    prompt, method, ratio, longest, temperature = workspace.engine.requests[0]
+    prompt, method, ratio, longest, _, temperature = workspace.engine.requests[0]
     assert isinstance(prompt.segments[0], Literal) and isinstance(prompt.segments[-1], Literal)
     assert prompt.segments[-1].text.endswith("What colour has the sky over the harbour?")
     assert all(isinstance(segment, Chunk) for segment in prompt.segments[1:-1])
@@ -50,9 +50,9 @@ def test_stream_gives_pieces_then_the_answer(rag):
 
 
 def test_options_of_one_question(rag, workspace):
-    rag.ask("Boats?", method="reuse", ratio=0.5, top_k=1, max_new_tokens=7, temperature=0.3)
+    rag.ask("Boats?", method="reuse", ratio=0.5, top_k=1, max_new_tokens=7, temperature=0.3, keep_tokens=9)
     prompt, *rest = workspace.engine.requests[0]
-    assert rest == ["reuse", 0.5, 7, 0.3] and len(prompt.chunks) == 1
+    assert rest == ["reuse", 0.5, 7, 9, 0.3] and len(prompt.chunks) == 1
     assert workspace.settings.top_k == 6, "one question changes no settings"
 
 
