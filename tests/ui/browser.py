@@ -16,6 +16,7 @@ import pytest
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_MS = 120_000  # nothing here is about speed: other work may have the machine
 PRESSES = 4
+UPLOADED = "/upload_progress?"  # Gradio asks how far a file is that is there already
 TEXT_TURNS = ".rb-turn.answer"
 
 
@@ -120,12 +121,14 @@ class Watched:
             self.foreign.append(url)
 
     def _note_console(self, message) -> None:
-        if message.type == "error":
+        if message.type != "error" or UPLOADED in message.location.get("url", ""):
+            return
+        if message.text != "Response":  # an object that Gradio prints; what it was is noted below
             self.errors.append(f"{message.text} {message.location.get('url', '')}")
 
     def _note_refusal(self, response) -> None:
         """What a request was answered with that failed: the console says no more than that it did."""
-        if response.status >= 400:
+        if response.status >= 400 and UPLOADED not in response.url:
             with contextlib.suppress(Exception):  # the page may be gone by then
                 self.errors.append(f"{response.status} {response.url}: {response.text()[:300]}")
 

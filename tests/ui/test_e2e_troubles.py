@@ -63,6 +63,22 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         assert len(hub.asked) == asked, "the hub is asked once, not at every start"
 
 
+def test_a_file_that_is_too_large(start, open_page, tmp_path) -> None:
+    """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
+    running = start()
+    mine = open_page(running)
+    page = mine.page
+    mine.tab("Library")
+    with (tmp_path / "large.txt").open("wb") as large:
+        large.truncate(2 * 1024**3)
+    (tmp_path / "small.txt").write_text(HARBOUR)
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
+    page.wait_for_selector("text=exceed the maximum allowed size of 512")
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
+    mine.await_states(small="ready")
+    assert sum(file.stat().st_size for file in running.home.rglob("*") if file.is_file()) < 100 * 1024**2
+
+
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
     """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
     running = start()
