@@ -19,9 +19,8 @@ from ragblend.kvstore.profile import PrefillProfile
 FLOOR_RATIO = 0.01
 RATIO_STEPS = 1 << 10
 GIGABYTE = 10**9
-NO_DELAY = (
-    1.05  # of the quickest tier's time to the first token: below what two runs of one request differ by
-)
+# Of the quickest tier's time to the first token: below what two runs of one request differ by.
+NO_DELAY = 1.05
 # What a GB costs for a month where nothing else is said: cloud list prices, rounded; the order is what decides.
 USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
 
@@ -46,12 +45,17 @@ class Tier:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What was measured of one model on one device. overhead_ms: of any request, beside its layers."""
+    """What was measured of one model on one device.
+
+    overhead_ms: of any request, beside its layers; shift_ms: what a shift takes in all layers, of itself and for each
+    stored token.
+    """
 
     about: str
     prefill: PrefillProfile
     tiers: tuple[Tier, ...]
     overhead_ms: float = 0.0
+    shift_ms: tuple[float, float] = (0.0, 0.0)
 
     def tier(self, name: str) -> Tier:
         """The tier of that name; the slowest known one where it was not measured."""
@@ -75,7 +79,9 @@ class DeviceProfile:
             value = json.loads(path.read_text(encoding="utf-8"))
             tiers = tuple(Tier(**tier) for tier in value["tiers"])
             prefill = PrefillProfile.from_json(value["prefill"])
-            return cls(str(value["about"]), prefill, tiers, float(value["overhead_ms"]))
+            once, each = value.get("shift_ms", (0.0, 0.0))  # not in older ones
+            overhead = float(value["overhead_ms"])
+            return cls(str(value["about"]), prefill, tiers, overhead, (float(once), float(each)))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -90,7 +96,8 @@ class Workload:
 
     always: rows that every policy computes; candidates: stored rows that may be recomputed; all of `stored` count in a
     ratio. What choosing costs is paid from the ratio: whole_layers are computed for all candidates before some of them
-    are chosen, and a probe takes probe_rows through probe_layers, settled_rows of them for good.
+    are chosen, and a probe takes probe_rows through probe_layers, settled_rows of them for good. shifted: stored tokens
+    among which those that are not recomputed are shifted, beside the ratio; 0: none are.
     """
 
     tokens: int
@@ -103,6 +110,7 @@ class Workload:
     probe_rows: int = 0
     probe_layers: int = 0
     settled_rows: int = 0
+    shifted: int = 0
 
     def whole(self, ratio: float) -> float:
         """Layers computed for all candidates: none where there is nothing to choose."""
@@ -143,7 +151,8 @@ def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
     whole, rows = work.whole(ratio), work.rows(ratio)
     choosing = ms(work.probe_rows, work.probe_layers) + ms(work.always + work.candidates, whole)
     behind = ms(rows - work.settled_rows, work.probe_layers)
-    return choosing + behind + ms(rows, work.layers - work.probe_layers - int(whole))
+    shifting = profile.shift_ms[0] + profile.shift_ms[1] * work.shifted if work.shifted and ratio else 0.0
+    return choosing + behind + ms(rows, work.layers - work.probe_layers - int(whole)) + shifting
 
 
 def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> float:

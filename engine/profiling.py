@@ -22,7 +22,8 @@ from ragblend.engine.fusion import BATCH_ROWS, fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Probed
+from ragblend.engine.selection.evidence import Change, Probed, Shift
+from ragblend.engine.selection.shift import shift_of
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.held import HeldChunk, Source, held_copy
@@ -37,6 +38,7 @@ LONG = (2 * BATCH_ROWS, 4 * BATCH_ROWS)  # behind nothing; behind something they
 REPEATS = 7
 ENOUGH_MS = 1000.0  # of one thing
 CHUNK_TOKENS = 512
+SHIFT_ROWS = 64  # few, so that the difference is not lost in what they take themselves
 CHUNKS = 4  # read at once: one alone would be over before the threads have shared it out
 MOVED_TOKENS = 8  # so that keys have to be moved, as they nearly always have
 Progress = Callable[[int, int], None]
@@ -54,6 +56,17 @@ class _Spread(Policy):
         places = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
         places[-1] = plan.tokens - 1
         return places.round().long().to(plan.token_ids.device)
+
+
+@dataclass(frozen=True)
+class _Shifting(_Spread):
+    """The same rows, and the others shifted."""
+
+    def corrects(self, plan: Plan) -> bool:
+        return True
+
+    def correct(self, plan: Plan, change: Change) -> Shift | None:
+        return shift_of("linear", 1.0, plan, change)
 
 
 class _Nothing:
@@ -90,7 +103,7 @@ def measure(
     USD for a GB and month by tier. progress(done, total).
     """
     cached, new, long = _axes(window)
-    total, done = len(cached) * len(new) + len(long) + (3 if lane.staged else 2), 0
+    total, done = len(cached) * len(new) + len(long) + (4 if lane.staged else 3), 0
 
     def step() -> None:
         nonlocal done
@@ -102,7 +115,8 @@ def measure(
     _prefill_ms(bench, cached[-1], new[-1])  # the first pays for pages and kernels
     about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
     grid = _grid(bench, f"{about} on {decoder.device}", cached, new, long)
-    return DeviceProfile(grid.about, grid, tuple(_tiers(bench, grid, prices)))
+    tiers = tuple(_tiers(bench, grid, prices))
+    return DeviceProfile(grid.about, grid, tiers, shift_ms=_shift_ms(bench))
 
 
 def _axes(window: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -138,7 +152,7 @@ def _grid(
 def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> Iterator[Tier]:
     """Every tier that KV may lie in: how fast a loader brings it into new buffers, moved, and what the layers lose."""
     lane, chunk = bench.lane, _made_up(bench.decoder)
-    count = max(1, min(CHUNKS, (bench.window - MOVED_TOKENS - NEW[0]) // CHUNK_TOKENS))
+    count = _chunks_that_fit(bench)
     stored = MOVED_TOKENS + count * CHUNK_TOKENS
     fitting = [n for n in NEW if stored + n <= bench.window] or [1]
 
@@ -168,6 +182,29 @@ def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> I
     finally:
         for key in keys:
             bench.store.delete(key)
+
+
+def _shift_ms(bench: Bench) -> tuple[float, float]:
+    """What shifting adds to the same request with the KV in memory: of itself, and for each stored token."""
+    held = held_copy(HeldChunk.of(_made_up(bench.decoder)), "memory", torch.device("cpu"), pinned=False)
+    most = _chunks_that_fit(bench)
+    rows = max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
+
+    def added_ms(count: int) -> float:
+        without, with_ = _medians(
+            lambda: _load_ms(bench, count, lambda _: held, rows),
+            lambda: _load_ms(bench, count, lambda _: held, rows, _Shifting(rows)),
+        )
+        return max(with_ - without, 0.0)
+
+    few, many = added_ms(1), added_ms(most)
+    bench.step()
+    each = max(many - few, 0.0) / max((most - 1) * CHUNK_TOKENS, 1)
+    return max(few - each * CHUNK_TOKENS, 0.0), each
+
+
+def _chunks_that_fit(bench: Bench) -> int:
+    return max(1, min(CHUNKS, (bench.window - MOVED_TOKENS - NEW[0]) // CHUNK_TOKENS))
 
 
 def _medians(*timed: Callable[[], float]) -> list[float]:
@@ -200,11 +237,12 @@ def _fused(
     cache: FusedCache,
     loader: "LayerLoader | _Nothing",
     recorder: Recorder,
+    policy: Policy | None = None,
 ) -> None:
     decoder = bench.decoder
     ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
     plan = make_plan(ids, spans, decoder.geometry.layers, 0.0, decoder.attention_share)
-    fused_prefill(decoder, plan, _Spread(rows), cache, loader, recorder)  # type: ignore[arg-type]
+    fused_prefill(decoder, plan, policy or _Spread(rows), cache, loader, recorder)  # type: ignore[arg-type]
 
 
 def _made_up(decoder: Decoder) -> ChunkKV:
@@ -223,7 +261,7 @@ def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
     return reader
 
 
-def _load_ms(bench: Bench, count: int, opened: Opened, rows: int = 0) -> float:
+def _load_ms(bench: Bench, count: int, opened: Opened, rows: int = 0, policy: Policy | None = None) -> float:
     """Until so many chunks of that source stand in new buffers, moved; and so many rows, if any, are computed."""
     decoder, lane = bench.decoder, bench.lane
     tokens = MOVED_TOKENS + count * CHUNK_TOKENS + rows
@@ -240,7 +278,7 @@ def _load_ms(bench: Bench, count: int, opened: Opened, rows: int = 0) -> float:
         loader = LayerLoader(spans, cache, decoder, lane, bench.pool, recorder)
         try:
             if rows:
-                _fused(bench, tokens, spans, rows, cache, loader, recorder)
+                _fused(bench, tokens, spans, rows, cache, loader, recorder, policy)
             else:
                 for layer in range(decoder.geometry.layers):
                     loader.wait(layer)

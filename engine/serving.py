@@ -135,6 +135,7 @@ class Server:
             loaded,
             whole,
             *size,
+            plan.candidate_tokens if self.profile and policy.corrects(plan) else 0,
         )
 
     def _fuse(

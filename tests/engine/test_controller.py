@@ -1,6 +1,8 @@
 """The loading controller against a pipeline that is simulated layer by layer, and through the engine."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +128,22 @@ def test_what_choosing_costs_is_in_the_prediction(fresh, monkeypatch, method):
             assert request.rows(report.decision.ratio) == pytest.approx(last, abs=4), (ratio, request)
 
 
+@pytest.mark.parametrize(("method", "shifts"), [("probe-shift", True), ("probe", False), ("reuse", False)])
+def test_a_shift_takes_its_time_beside_the_ratio(fresh, monkeypatch, method, shifts):
+    engine, seen = fresh.engine, []
+    engine.encode(TEXTS)
+    slow = replace(profile(), shift_ms=(30.0, 0.5))
+    monkeypatch.setattr(engine._resources.server, "profile", slow)
+    monkeypatch.setattr(serving, "decide", lambda *args: seen.append(args[1]) or decide(*args))
+    report = engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5).report
+    request, ratio = seen.pop(), report.decision.ratio
+    assert request.shifted == (request.candidates if shifts else 0)
+    added = compute_ms(slow, request, ratio) - compute_ms(profile(), request, ratio)
+    assert added == pytest.approx(30 + 0.5 * request.candidates if shifts else 0)
+    assert report.decision.predicted_compute_ms == pytest.approx(compute_ms(slow, request, ratio), abs=0.01)
+    assert compute_ms(slow, request, 0.0) == compute_ms(profile(), request, 0.0)
+
+
 def test_a_slow_tier_buys_rows_and_a_fast_one_none():
     slow = decide(profile(disk=100), work(5), None, 0.15)
     assert slow.reason == "what loading hides"
@@ -165,6 +183,10 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
     assert DeviceProfile.read(path) is None
     profile().save(path)
     assert DeviceProfile.read(path) == profile()
+    replace(profile(), shift_ms=(1.5, 0.25)).save(path)
+    assert DeviceProfile.read(path).shift_ms == (1.5, 0.25)
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "shift_ms"}))
+    assert DeviceProfile.read(path) == profile(), "one of an older version"
     value = json.loads(path.read_text())
     for broken in ("", "[]", json.dumps(value | {"tiers": [{"name": "disk"}]}), json.dumps({})):
         path.write_text(broken)
@@ -266,3 +288,15 @@ def test_long_prompts_behind_something_are_composed_of_goes(monkeypatch):
     grid = profiling._grid(bench, "test", (0, 2048), (16, 1024), (2048,))
     assert grid.ms(0, 2048) == 2048 and (2048, 2048) not in asked
     assert grid.ms(2048, 2048) == 1024 * 2049 + 1024 * 3073
+
+
+@pytest.mark.parametrize(("once", "each"), [(10.0, 0.01), (0.0, 0.02), (5.0, 0.0)])
+def test_what_a_shift_takes_is_told_apart_from_what_it_takes_a_token(fresh, monkeypatch, once, each):
+    def load_ms(bench, count, opened, rows=0, policy=None):
+        assert rows > 0
+        return 100.0 + ((once + each * count * profiling.CHUNK_TOKENS) if policy else 0.0)
+
+    monkeypatch.setattr(profiling, "_load_ms", load_ms)
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
+    assert profiling._shift_ms(bench) == pytest.approx((once, each))
