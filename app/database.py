@@ -91,9 +91,8 @@ class Database(Closing):
         sql.create_function("folded", 1, _folded, deterministic=True)
         if found == 0:
             with transaction(sql):
-                if (
-                    sql.execute("PRAGMA user_version").fetchone()[0] == 0
-                ):  # not made by another process meanwhile
+                # Unless another process has made them meanwhile.
+                if sql.execute("PRAGMA user_version").fetchone()[0] == 0:
                     for statement in layout.tables.strip().split(";\n"):
                         sql.execute(statement)
                     sql.execute(f"PRAGMA user_version = {layout.version}")

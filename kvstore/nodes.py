@@ -21,7 +21,7 @@ from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.files import make_private_file, make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
-from ragblend.kvstore.sqlite import DAMAGED, connect_rebuildable, error_code, index_failed
+from ragblend.kvstore.sqlite import DAMAGED, connect_rebuildable, error_code, index_failed, transaction
 
 log = logging.getLogger(__name__)
 _SCHEMA = """
@@ -169,15 +169,8 @@ class NodeIndex(Closing):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as sql:
-            sql.execute("BEGIN IMMEDIATE")
-            try:
-                yield sql
-                sql.execute("COMMIT")
-            except BaseException:
-                if sql.in_transaction:
-                    sql.execute("ROLLBACK")
-                raise
+        with self._connection() as sql, transaction(sql):
+            yield sql
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -158,9 +158,8 @@ class Watched:
     def tab(self, name: str) -> None:
         button = f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')"
         self.press(button, f"{button}[aria-selected=true]")
-        if (
-            name == "Settings"
-        ):  # its fields are filled when it opens: what one types before that is overwritten
+        if name == "Settings":
+            # Its fields are filled when it opens: what one types before that is overwritten.
             self.page.wait_for_selector("#rb-ratio-meaning p")
 
     def ask(self, question: str) -> None:
