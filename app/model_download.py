@@ -4,7 +4,7 @@ import threading
 import time
 
 from ragblend.engine.hub import download, is_hub_id, local_copy
-from ragblend.kvstore.errors import DownloadStoppedError, RagBlendError
+from ragblend.kvstore.errors import DownloadStoppedError
 
 
 def must_be_fetched(model: str) -> bool:
@@ -19,7 +19,7 @@ class ModelDownload:
         self.name, self.done, self.total = name, 0, 0
         self._begun = time.monotonic()
         self._stop, self._over = threading.Event(), threading.Event()
-        self._error: RagBlendError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="model download", daemon=True)
         self._thread.start()
 
@@ -55,7 +55,7 @@ class ModelDownload:
 
         try:
             download(self.name, progress, self._stop)
-        except RagBlendError as error:
+        except Exception as error:  # of any kind: what is not here must not pass for a model that is
             self._error = self._error or error
         finally:
             self._over.set()
