@@ -33,8 +33,9 @@ def admit(sql: sqlite3.Connection, uses: Uses, new: Newcomer, budget_bytes: int)
     if uses.waiting:
         uses.flush(sql)
     known = use_rows.read_known(sql, new.digest, uses.policy)
-    victims = uses.victims(sql, _excess_bytes(known, new, budget_bytes), new.digest)
-    if sum(victim.entry.nbytes for victim in victims) < _excess_bytes(known, new, budget_bytes):
+    excess_bytes = _excess_bytes(known, new, budget_bytes)
+    victims = uses.victims(sql, excess_bytes, new.digest)
+    if sum(victim.entry.nbytes for victim in victims) < excess_bytes:
         uses.settle(sql)  # rows that damage has made unknown
         known = use_rows.read_known(sql, new.digest, uses.policy)
         victims = uses.victims(sql, _excess_bytes(known, new, budget_bytes), new.digest)

@@ -61,7 +61,7 @@ def identity(status: os.stat_result) -> tuple[int, int]:
 def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
     """Whether the file that was opened at `path` is still there."""
     try:
-        return identity(path.stat()) == expected
+        return identity(os.stat(path)) == expected
     except FileNotFoundError:
         return False
 

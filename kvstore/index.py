@@ -23,8 +23,11 @@ _NAMED = f"""SELECT CAST(filename AS BLOB), size FROM Cache WHERE raw = 1 AND mo
     AND CAST(key AS BLOB) = substr(CAST(filename AS BLOB), {len("values/ab/") + 1}, 64)"""
 _INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
     VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
-_UPDATE = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, key = ?5, raw = 1,
-    value = NULL, expire_time = NULL, tag = NULL WHERE rowid = ?6"""
+_SET = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, key = ?5, raw = 1,
+    value = NULL, tag = NULL"""
+# SQLite writes the index of a column anew whenever the column is named, so it is only where a foreign row filled it.
+_UPDATE = f"{_SET} WHERE rowid = ?6 AND expire_time IS NULL"
+_UPDATE_FOREIGN = f"{_SET}, expire_time = NULL WHERE rowid = ?6"
 # Kept by diskcache's triggers: counting 100,000 rows takes longer than all the rest of a put.
 _TOTALS = (
     "SELECT SUM(value) FILTER (WHERE key = 'count'), SUM(value) FILTER (WHERE key = 'size') FROM Settings"
@@ -181,7 +184,8 @@ def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int, rowi
         entered = sql.execute(_INSERT, columns).lastrowid
         assert entered is not None, digest
         return entered
-    sql.execute(_UPDATE, (*columns, rowid))
+    if sql.execute(_UPDATE, (*columns, rowid)).rowcount == 0:
+        sql.execute(_UPDATE_FOREIGN, (*columns, rowid))
     return rowid
 
 

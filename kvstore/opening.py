@@ -12,6 +12,7 @@ from typing import Any
 
 from diskcache.core import DEFAULT_SETTINGS, METADATA
 
+from ragblend.kvstore import use_rows
 from ragblend.kvstore.disk import INDEX_NAME, open_cache
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.files import make_private_folder
@@ -126,7 +127,7 @@ def _why_untrusted(sql: sqlite3.Connection, root: Path) -> str | None:
     if problems:
         return problems[0]
     found = _schema(sql)
-    changed = found - _expected_schema()
+    changed = found - _expected_schema() - use_rows.FORMER
     if changed:
         return f"its schema is not diskcache's and ours: {min(changed)}"
     names = {name for name, _ in found}

@@ -14,6 +14,7 @@ et al., "Forward decay" (ICDE 2009) for the counts that fade.
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,9 +102,18 @@ def ranked(entry: Entry, policy: Policy, clock: float, half_life: float = HALF_L
 
 def sound(entry: Entry) -> Entry:
     """An entry read from a row that may be damaged: itself, or, if its numbers are impossible, as if never used."""
-    *counts, priority = entry[1:]
-    if all(map(is_count, counts)) and isinstance(priority, int | float) and is_count(abs(priority)):
-        return entry
+    _, nbytes, used_at, tokens, frequency, cost, computations, priority = entry
+    with suppress(TypeError):  # text compares with no number
+        if (
+            0 <= nbytes < LARGEST
+            and 0 <= used_at < LARGEST
+            and 0 <= tokens < LARGEST
+            and 0 <= frequency < LARGEST
+            and 0 <= cost < LARGEST
+            and 0 <= computations < LARGEST
+            and abs(priority) < LARGEST
+        ):
+            return entry
     return Entry(entry.digest, entry.nbytes if is_count(entry.nbytes) else 0)
 
 

@@ -36,6 +36,7 @@ class StoreState(Closing):
         self._lock, self._cache, self._index = opened.lock, opened.cache, opened.index
         self._uses, self._cost = uses, cost
         self._counters = Counters()
+        self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
         self._closed = False
 
     def close(self) -> None:
@@ -76,24 +77,19 @@ class StoreState(Closing):
             raise StoreError(f"the KV store at {self.root} has been closed; open it again")
         return self._index
 
-    def _counters_by_tier(self) -> dict[str, Counters]:
-        return {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
-
     @contextmanager
     def _recording(self, counts_at_least: int = 1) -> Iterator[sqlite3.Connection]:
         """A transaction for a change of the index; what was counted, if it is so much, goes into it too. StoreError."""
-        counters = self._counters_by_tier()
-
-        def committed() -> None:
-            self._uses.flushed()
-            for each in counters.values():
-                each.written()
-
-        with self._index.transaction(committed) as sql:
+        with self._index.transaction(self._recorded) as sql:
             self._uses.begun()
             yield sql
-            for tier, each in counters.items():
+            for tier, each in self._counted.items():
                 each.write(sql, tier, counts_at_least)
+
+    def _recorded(self) -> None:
+        self._uses.flushed()
+        for each in self._counted.values():
+            each.written()
 
     def _flush(self) -> None:
         """Write what waits in memory, uses and counts."""

@@ -27,10 +27,20 @@ class Counts:
     quarantined: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, name) + getattr(other, name) for name in COUNTED))
+        return Counts(
+            self.hits + other.hits,
+            self.misses + other.misses,
+            self.evictions + other.evictions,
+            self.quarantined + other.quarantined,
+        )
 
     def __sub__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, name) - getattr(other, name) for name in COUNTED))
+        return Counts(
+            self.hits - other.hits,
+            self.misses - other.misses,
+            self.evictions - other.evictions,
+            self.quarantined - other.quarantined,
+        )
 
 
 @dataclass(frozen=True)

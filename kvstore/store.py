@@ -70,16 +70,17 @@ class KVStore(ReadingStore):
         StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
         blob = Blob.of(key, chunk, codec)
-        if blob.nbytes > self.budget_bytes:
+        nbytes = blob.nbytes
+        if nbytes > self.budget_bytes:
             raise StoreFullError(
-                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
+                f"storing {len(chunk.token_ids)} tokens takes {nbytes:,} bytes, more than the budget "
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
         cost = self._cost(chunk.start, len(chunk.token_ids))
         with self._changing():
             filename = self._write(blob)
             try:
-                unnamed = self._enter(Newcomer(key.digest, filename, blob.nbytes, cost))
+                unnamed = self._enter(Newcomer(key.digest, filename, nbytes, cost))
             except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
                 self._drop_if_unnamed(key.digest, filename)
                 raise
@@ -179,7 +180,7 @@ class KVStore(ReadingStore):
         """
         with self._live_index().connection() as sql:
             totals = read_totals(sql)
-        return with_unwritten(totals, self._counters_by_tier())
+        return with_unwritten(totals, self._counted)
 
     def _disk_stats(self) -> StoreStats:
         return self._counters.stats(*self._live_index().totals(), self.budget_bytes)

@@ -21,11 +21,13 @@ CREATE TABLE IF NOT EXISTS Gone (
     digest TEXT PRIMARY KEY, used_at REAL NOT NULL, frequency REAL NOT NULL, cost REAL NOT NULL,
     computations INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS GoneInOrder ON Gone (used_at);
 CREATE TABLE IF NOT EXISTS Ranking (
     only INTEGER PRIMARY KEY, policy TEXT NOT NULL, uses REAL NOT NULL, clock REAL NOT NULL
 );
+DROP INDEX IF EXISTS GoneInOrder;
 """
+# What stores of before have in their schema as well, until they are opened.
+FORMER = frozenset({("GoneInOrder", "CREATE INDEX GoneInOrder ON Gone (used_at)")})
 _FIELDS = """Cache.key, size, Uses.used_at, 0, Uses.frequency, Uses.cost, Uses.computations, priority, Cache.rowid,
     filename"""
 _STORED = f"SELECT {_FIELDS} FROM Cache LEFT JOIN Uses ON cache_row = Cache.rowid WHERE raw = 1"

@@ -130,7 +130,7 @@ class Uses:
             entry = before.entry._replace(nbytes=new.nbytes)
         entry = computed(entry, cost)
         if not entry.frequency:
-            state = state._replace(uses=state.uses + 1.0)
+            state = State(state.policy, state.uses + 1.0, state.clock)
             entry = entry._replace(used_at=state.uses, frequency=1.0)
         return state, entry
 
@@ -150,7 +150,8 @@ class Uses:
         if state.policy.fades:
             for victim in victims:
                 keep(sql, victim.entry)
-        save_state(sql, state._replace(clock=clock_after(state.clock, [victim.entry for victim in victims])))
+        clock = clock_after(state.clock, [victim.entry for victim in victims])
+        save_state(sql, State(state.policy, state.uses, clock))
         self._evicted += len(victims)
         if self._evicted >= _TRIM_EVERY:
             self._evicted = 0

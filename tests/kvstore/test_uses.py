@@ -273,6 +273,32 @@ def test_waiting_uses_are_bounded():
     assert uses._waiting["a"] == Entry("a", 0, 4.0, frequency=pytest.approx(2.0, abs=0.01))
 
 
+def test_a_store_with_an_index_of_before_keeps_what_it_counted(root, sample, caplog):
+    """The order of what is gone was once an index, which every eviction had to write."""
+    with KVStore.open(root, Blob.of(*sample(0)).nbytes) as store:
+        store.put(*sample(0))
+        store.put(*sample(1))
+    with sqlite3.connect(root / "cache.db") as sql:
+        sql.execute("CREATE INDEX GoneInOrder ON Gone (used_at)")
+    sql.close()
+    with KVStore.open(root, None) as store:
+        assert store.totals_by_tier() == {"disk": Counts(evictions=1)}
+        schema = {name for (name,) in store._index._sql.execute("SELECT name FROM sqlite_master")}
+        assert "Gone" in schema and "GoneInOrder" not in schema
+    assert not caplog.records
+
+
+def test_the_row_of_a_victim_that_would_expire_is_handed_on_whole(root, sample):
+    key, chunk = sample(1)
+    with KVStore.open(root, Blob.of(*sample(0)).nbytes) as store:
+        store.put(*sample(0))
+        store._index._sql.execute("UPDATE Cache SET expire_time = 1.0, tag = 'x'")
+        store.put(key, chunk)
+        fields = store._index._sql.execute("SELECT key, expire_time, tag FROM Cache").fetchall()
+        assert fields == [(key.digest, None, None)]
+        assert store.get(key, chunk.token_ids) is not None
+
+
 def test_totals_are_those_of_all_processes(root, sample):
     size, (key, chunk) = Blob.of(*sample(0)).nbytes, sample(0)
     for _ in range(3):
