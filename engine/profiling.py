@@ -34,7 +34,8 @@ from ragblend.kvstore.store import KVStore
 CACHED = (0, 512, 2048, 4096)
 # 256 is where linear layers change the order of their weights (packing.MOST_ROWS), so there is a point behind it too.
 NEW = (16, 64, 256, 320, 512, BATCH_ROWS)
-LONG = tuple(count * BATCH_ROWS for count in (2, 3, 4))  # behind nothing; behind something they are composed of goes
+# Behind nothing; behind something they are composed of goes.
+LONG = tuple(count * BATCH_ROWS for count in (2, 3, 4))
 REPEATS = 7
 ENOUGH_MS = 1000.0  # of one thing
 CHUNK_TOKENS = 512
