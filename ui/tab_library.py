@@ -264,10 +264,11 @@ class LibraryTab:
 
     def progress(self) -> Updates:
         jobs = self._desk.jobs
-        page = jobs.page(limit=JOBS_SHOWN)
+        overview, page = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
+        finished = overview.finished >= overview.total
         return {
-            self._parts.queue: render_library.queue(jobs.overview()),
-            self._parts.jobs: render_library.jobs(page.jobs, page.total),
+            self._parts.queue: render_library.queue(overview),
+            self._parts.jobs: render_library.jobs(page.jobs, page.total, finished),
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:

@@ -192,6 +192,15 @@ def queue(**values):
     )
 
 
+def test_files_are_in_the_queue_only_while_any_waits() -> None:
+    """The list went on saying so when all of them had been read."""
+    rows = [Anything("", id=1, name="a.md", path="/x/a.md", state="done", reason=None)]
+    waiting, over = (render_library.jobs(rows, 3, finished) for finished in (False, True))
+    assert "<summary>3 files in the queue</summary>" in waiting
+    assert "<summary>What became of 3 files</summary>" in over
+    assert render_library.jobs([], 0, True) == ""
+
+
 def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:
     html = render_library.queue(queue(current=Anything("", name="b.pdf", state="encoding", done=3, total=12)))
     assert "1 of 4 files · 20 files a minute · 2 min left" in html
