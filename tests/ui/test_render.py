@@ -11,6 +11,7 @@ from ragblend.app.hood import Event, HoodSegment, Run
 from ragblend.app.reencoding import cost_of
 from ragblend.app.settings import Settings
 from ragblend.app.store_view import Sample, StoreHistory
+from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.stats import StoreStats
 from ragblend.ui import (
@@ -190,6 +191,13 @@ def queue(**values):
     return Anything(
         "", **(defaults | {"paused": False, "waiting": None, "current": None, "changes": 7} | values)
     )
+
+
+def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
+    """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
+    assert set(render_compare.LABELS) == set(METHODS)
+    assert render_compare.WITHOUT_RATIO == WITHOUT_RATIO
+    assert len(set(render_compare.LABELS.values())) == len(METHODS)
 
 
 def test_files_are_in_the_queue_only_while_any_waits() -> None:
