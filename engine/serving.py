@@ -126,16 +126,19 @@ class Server:
         size = probe_size(plan, policy) if self.profile else (0, 0, 0)
         layers = range(plan.layers if self.profile else 0)  # without one nothing is predicted
         whole = next((layer + plan.attention_share for layer in layers if policy.peeks(plan, layer)), 0.0)
+        always, candidates = plan.always_tokens, plan.candidate_tokens
+        if policy.fixed_ratio == 1.0:  # what such a one computes is known: `full` an exact chunk as well
+            always, candidates = policy.rows(plan).numel(), 0
         return Workload(
             plan.tokens,
-            plan.always_tokens,
-            plan.candidate_tokens,
+            always,
+            candidates,
             plan.stored_tokens,
             plan.layers,
             loaded,
             whole,
             *size,
-            plan.candidate_tokens if self.profile and policy.corrects(plan) else 0,
+            candidates if self.profile and policy.corrects(plan) else 0,
         )
 
     def _fuse(
