@@ -179,6 +179,7 @@ class Conversations:
             session=self._session(asked.chat_id),
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
+            repetition_penalty=settings.repetition_penalty,
         )
         present = _present(context, messages)
 
