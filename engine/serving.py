@@ -18,7 +18,7 @@ from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
-from ragblend.engine.fusion import Spent, fused_prefill, probe_size
+from ragblend.engine.fusion import fused_prefill, probe_size
 from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Literal, Prompt
@@ -26,6 +26,7 @@ from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
+from ragblend.engine.work import Spent
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.held import Held, held_nbytes

@@ -4,7 +4,7 @@ import pytest
 from hostile import acts
 from test_render_hostile import WHEN, Anything, hood, message, source
 
-from ragblend.app.chats import Chat, ChatPage
+from ragblend.app.chat_records import Chat, ChatPage
 from ragblend.app.citations import cite
 from ragblend.app.comparing import Compared, Comparison, Side
 from ragblend.app.hood import Event, HoodSegment, Run
