@@ -4,8 +4,8 @@
     python scripts/measure_gpu.py --folder /tmp/tiny --shape tiny --device cpu    # to try the script itself
 
 Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on the disk; a
-timeline of each, in which copies and layers lie above each other. Speed does not depend on what the weights are; quality
-is not looked at. Needs the default model installed, for its tokenizer. Not yet run on a GPU by the authors.
+timeline of each, in which copies and layers lie above each other. Speed does not depend on what the weights are, and
+quality is not looked at. Needs the default model installed, for its tokenizer. Not yet run on a GPU by the authors.
 """
 
 import argparse
