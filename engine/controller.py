@@ -48,7 +48,7 @@ class DeviceProfile:
     """What was measured of one model on one device.
 
     overhead_ms: of any request, beside its layers; shift_ms: what a shift takes in all layers, of itself and for each
-    stored token.
+    stored token; watch_ms: what watching the attention of one row takes in all layers, for each token looked at.
     """
 
     about: str
@@ -56,6 +56,7 @@ class DeviceProfile:
     tiers: tuple[Tier, ...]
     overhead_ms: float = 0.0
     shift_ms: tuple[float, float] = (0.0, 0.0)
+    watch_ms: float = 0.0
 
     def tier(self, name: str) -> Tier:
         """The tier of that name; the slowest known one where it was not measured."""
@@ -80,8 +81,8 @@ class DeviceProfile:
             tiers = tuple(Tier(**tier) for tier in value["tiers"])
             prefill = PrefillProfile.from_json(value["prefill"])
             once, each = value.get("shift_ms", (0.0, 0.0))  # not in older ones
-            overhead = float(value["overhead_ms"])
-            return cls(str(value["about"]), prefill, tiers, overhead, (float(once), float(each)))
+            watch, overhead = float(value.get("watch_ms", 0.0)), float(value["overhead_ms"])
+            return cls(str(value["about"]), prefill, tiers, overhead, (float(once), float(each)), watch)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -96,8 +97,9 @@ class Workload:
 
     always: rows that every policy computes; candidates: stored rows that may be recomputed; all of `stored` count in a
     ratio. What choosing costs is paid from the ratio: whole_layers are computed for all candidates before some of them
-    are chosen, and a probe takes probe_rows through probe_layers, settled_rows of them for good. shifted: stored tokens
-    among which those that are not recomputed are shifted, beside the ratio; 0: none are.
+    are chosen, and a probe takes probe_rows through probe_layers, settled_rows of them for good. Beside the ratio:
+    shifted, stored tokens among which those that are not recomputed are shifted (0: none are), and watched, rows whose
+    attention is looked at, in the mean of all layers.
     """
 
     tokens: int
@@ -111,6 +113,7 @@ class Workload:
     probe_layers: int = 0
     settled_rows: int = 0
     shifted: int = 0
+    watched: float = 0.0
 
     def whole(self, ratio: float) -> float:
         """Layers computed for all candidates: none where there is nothing to choose."""
@@ -152,7 +155,8 @@ def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
     choosing = ms(work.probe_rows, work.probe_layers) + ms(work.always + work.candidates, whole)
     behind = ms(rows - work.settled_rows, work.probe_layers)
     shifting = profile.shift_ms[0] + profile.shift_ms[1] * work.shifted if work.shifted and ratio else 0.0
-    return choosing + behind + ms(rows, work.layers - work.probe_layers - int(whole)) + shifting
+    watching = profile.watch_ms * work.watched * work.tokens
+    return choosing + watching + behind + ms(rows, work.layers - work.probe_layers - int(whole)) + shifting
 
 
 def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> float:

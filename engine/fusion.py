@@ -101,15 +101,24 @@ def _probes(run: Run) -> Probed | None:
     return probed
 
 
-def probe_size(plan: Plan, policy: Policy) -> tuple[int, int, int]:
-    """Rows of the first probe, its layers, and how many of the rows nothing can change; zeros where there is none."""
+def probe_size(plan: Plan, policy: Policy) -> tuple[int, int, int, float]:
+    """Of the first probe, zeros if there is none: its rows, its layers, rows that nothing can change, rows watched.
+
+    Those watched are the mean over all layers.
+    """
     rows = policy.probe_rows(plan, None)
     if rows is None or not rows.numel():
-        return 0, 0, 0
+        return 0, 0, 0, 0.0
     stored = int((plan.kinds[rows] > Kind.MISSING).sum())
     first = int((rows < plan.settled_tokens).sum())
     settled = first if first == int(plan.always[: plan.settled_tokens].sum()) else 0
-    return rows.numel(), _probe_layers(plan, policy, stored), settled
+    share = sum(policy.watches(plan, layer) for layer in range(plan.layers)) / plan.layers
+    return rows.numel(), _probe_layers(plan, policy, stored), settled, _watched_rows(plan, rows) * share
+
+
+def _watched_rows(plan: Plan, rows: Tensor) -> int:
+    """How many of a probe's rows are watched: those behind the last chunk, not too many."""
+    return min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
 
 
 def _probe_layers(plan: Plan, policy: Policy, stored: int) -> int:
@@ -127,7 +136,7 @@ def _probe(run: Run, rows: Tensor, before: Probed | None) -> Probed:
     if run.settled:
         absent[: plan.settled_tokens] = False
     gone = absent.nonzero().squeeze(1)
-    watched = min(int((rows >= plan.suffix_start).sum()), WATCHED_ROWS)
+    watched = _watched_rows(plan, rows)
     with run.recorder.device_part("prepare", "device"):
         work = begin_work(run, rows, watched, absent if gone.numel() else None)
     layers = _probe_layers(plan, policy, work.stored)

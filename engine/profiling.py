@@ -21,8 +21,10 @@ from ragblend.engine.device import Lane
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
+from ragblend.engine.selection.asking import fresh_rows
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Change, Probed, Shift
+from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
+from ragblend.engine.selection.probe import Probe
 from ragblend.engine.selection.shift import shift_of
 from ragblend.engine.trace import Recorder
 from ragblend.engine.work import BATCH_ROWS
@@ -71,6 +73,22 @@ class _Shifting(_Spread):
         return shift_of("linear", 1.0, plan, change)
 
 
+@dataclass(frozen=True)
+class _Watching(_Spread):
+    """A probe with the fresh rows before that, through all layers, watched in all of them or in the last one alone."""
+
+    everywhere: bool = False
+
+    def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
+        return fresh_rows(plan) if probed is None else None
+
+    def watches(self, plan: Plan, layer: int) -> bool:
+        return self.everywhere or layer == plan.layers - 1
+
+    def look(self, plan: Plan, attention: Attention) -> Tensor:
+        return Probe().look(plan, attention)
+
+
 class _Nothing:
     """A loader that has nothing to load."""
 
@@ -105,7 +123,7 @@ def measure(
     USD for a GB and month by tier. progress(done, total).
     """
     cached, new, long = _axes(window)
-    total, done = len(cached) * len(new) + len(long) + (4 if lane.staged else 3), 0
+    total, done = len(cached) * len(new) + len(long) + (5 if lane.staged else 4), 0
 
     def step() -> None:
         nonlocal done
@@ -118,7 +136,7 @@ def measure(
     about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
     grid = _grid(bench, f"{about} on {decoder.device}", cached, new, long)
     tiers = tuple(_tiers(bench, grid, prices))
-    return DeviceProfile(grid.about, grid, tiers, shift_ms=_shift_ms(bench))
+    return DeviceProfile(grid.about, grid, tiers, shift_ms=_shift_ms(bench), watch_ms=_watch_ms(bench))
 
 
 def _axes(window: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -188,9 +206,7 @@ def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> I
 
 def _shift_ms(bench: Bench) -> tuple[float, float]:
     """What shifting adds to the same request with the KV in memory: of itself, and for each stored token."""
-    held = held_copy(HeldChunk.of(_made_up(bench.decoder)), "memory", torch.device("cpu"), pinned=False)
-    most = _chunks_that_fit(bench)
-    rows = max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
+    held, most, rows = _shared(bench)
 
     def added_ms(count: int) -> float:
         without, with_ = _medians(
@@ -203,6 +219,25 @@ def _shift_ms(bench: Bench) -> tuple[float, float]:
     bench.step()
     each = max(many - few, 0.0) / max((most - 1) * CHUNK_TOKENS, 1)
     return max(few - each * CHUNK_TOKENS, 0.0), each
+
+
+def _watch_ms(bench: Bench) -> float:
+    """What watching one row in all layers adds to a probe, for each token that the row looks at."""
+    held, most, rows = _shared(bench)
+    layers, tokens = bench.decoder.geometry.layers, MOVED_TOKENS + most * CHUNK_TOKENS + rows
+    last, all_of_them = _medians(
+        lambda: _load_ms(bench, most, lambda _: held, rows, _Watching(rows)),
+        lambda: _load_ms(bench, most, lambda _: held, rows, _Watching(rows, everywhere=True)),
+    )
+    bench.step()
+    return max(all_of_them - last, 0.0) / (rows * tokens) * layers / max(layers - 1, 1)
+
+
+def _shared(bench: Bench) -> tuple[Source, int, int]:
+    """A chunk in memory, how many of it to load at once, and how many rows to compute behind them."""
+    held = held_copy(HeldChunk.of(_made_up(bench.decoder)), "memory", torch.device("cpu"), pinned=False)
+    most = _chunks_that_fit(bench)
+    return held, most, max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
 
 
 def _chunks_that_fit(bench: Bench) -> int:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benches import PREFIX, make_prompt, make_text
+from benches import PREFIX, SUFFIX, make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
@@ -178,6 +178,22 @@ def test_without_a_profile_nothing_is_predicted():
     assert decide(None, work(5), 0.3, 0.15).ratio == 0.3
 
 
+@pytest.mark.parametrize(
+    ("method", "share"), [("prophet", 1.0), ("probe", 0.75), ("probe:since=0.5", 0.5), ("epic", 0.0)]
+)
+def test_watching_takes_its_time_beside_the_ratio(fresh, monkeypatch, method, share):
+    engine = fresh.engine
+    engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    slow, found = replace(profile(), watch_ms=0.01), []
+    for each in (slow, profile()):
+        monkeypatch.setattr(engine._resources.server, "profile", each)
+        found.append(engine.prefill(prompt, method=method, ratio=0.5).report)
+    watched = len(engine.tokenizer.encode(SUFFIX, add_special_tokens=False))
+    added = found[0].decision.predicted_compute_ms - found[1].decision.predicted_compute_ms
+    assert added == pytest.approx(0.01 * watched * share * found[0].tokens.prompt, rel=1e-3)
+
+
 @pytest.mark.parametrize("method", ["full", "recompute", "prefix"])
 def test_what_computes_all_is_predicted_with_all_its_rows(fresh, monkeypatch, method):
     """A chunk right behind its prefix is no candidate, but `full` computes it: it was predicted as if it did not."""
@@ -197,9 +213,10 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
     assert DeviceProfile.read(path) is None
     profile().save(path)
     assert DeviceProfile.read(path) == profile()
-    replace(profile(), shift_ms=(1.5, 0.25)).save(path)
-    assert DeviceProfile.read(path).shift_ms == (1.5, 0.25)
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "shift_ms"}))
+    replace(profile(), shift_ms=(1.5, 0.25), watch_ms=0.125).save(path)
+    assert DeviceProfile.read(path).shift_ms == (1.5, 0.25) and DeviceProfile.read(path).watch_ms == 0.125
+    older = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("shift_ms", "watch_ms")}
+    path.write_text(json.dumps(older))
     assert DeviceProfile.read(path) == profile(), "one of an older version"
     value = json.loads(path.read_text())
     for broken in ("", "[]", json.dumps(value | {"tiers": [{"name": "disk"}]}), json.dumps({})):
@@ -314,3 +331,17 @@ def test_what_a_shift_takes_is_told_apart_from_what_it_takes_a_token(fresh, monk
     monkeypatch.setattr(profiling, "REPEATS", 1)
     bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
     assert profiling._shift_ms(bench) == pytest.approx((once, each))
+
+
+def test_what_watching_takes_is_told_of_a_row_and_a_token_in_all_layers(fresh, monkeypatch):
+    layers = fresh.engine._resources.decoder.geometry.layers
+
+    def load_ms(bench, count, opened, rows=0, policy=None):
+        tokens = profiling.MOVED_TOKENS + count * profiling.CHUNK_TOKENS + rows
+        plan = SimpleNamespace(layers=layers)
+        return 100.0 + 0.002 * rows * tokens * sum(policy.watches(plan, n) for n in range(layers)) / layers
+
+    monkeypatch.setattr(profiling, "_load_ms", load_ms)
+    monkeypatch.setattr(profiling, "REPEATS", 1)
+    bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
+    assert profiling._watch_ms(bench) == pytest.approx(0.002)
