@@ -30,16 +30,19 @@ class Watched:
     probed: list[Tensor] = field(default_factory=list)
 
     def shares(self) -> Tensor:
-        """(T,) float32: in which share of the layers each token was computed; stored rows of a probe are in all."""
+        """(T,) float32: in which share of the layers each token was computed."""
+        return self.computed().float().mean(0)
+
+    def computed(self) -> Tensor:
+        """(L, T) bool: which rows each layer computed; stored rows of a probe are in all."""
         assert self.plan is not None, "the policy has not run"
-        layers, share = self.plan.layers, torch.zeros(self.plan.tokens)
-        ends = [layer for layer, _ in self.steps[1:]] + [layers]
+        computed = torch.zeros(self.plan.layers, self.plan.tokens, dtype=torch.bool)
+        ends = [layer for layer, _ in self.steps[1:]] + [self.plan.layers]
         for (begin, rows), end in zip(self.steps, ends, strict=True):
-            share[rows] += (end - begin) / layers
+            computed[begin:end, rows] = True
         for rows in self.probed:
-            stored = rows[~self.plan.always[rows].cpu()]
-            share[stored] = 1.0
-        return share
+            computed[:, rows[~self.plan.always[rows].cpu()]] = True
+        return computed
 
 
 def watched(policy: Policy) -> tuple[Policy, Watched]:
@@ -66,9 +69,14 @@ def watched(policy: Policy) -> tuple[Policy, Watched]:
             return found
 
         overrides["probe_rows"] = probe_rows
+    return overridden(policy, overrides), seen
+
+
+def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
+    """The same policy with other methods by these names."""
     made: Policy = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
-    return made, seen
+    return made
 
 
 @dataclass(frozen=True)
