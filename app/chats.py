@@ -3,10 +3,11 @@
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ragblend.app.chat_records import Chat, ChatPage, FoundChat, Message, Role
 from ragblend.app.citations import SourceRow
 from ragblend.app.database import Database, Layout, now
 from ragblend.kvstore.closing import Closing
@@ -28,47 +29,6 @@ CREATE INDEX messages_by_chat ON messages (chat_id, id);
 CREATE INDEX chats_by_use ON chats (used)
 """
 CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
-Role = Literal["user", "assistant"]
-
-
-@dataclass(frozen=True)
-class Chat:
-    """One conversation; messages counts them."""
-
-    id: int
-    title: str
-    created_at: str
-    updated_at: str
-    messages: int
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of one side. report: what the answer cost (`hood.Hood.to_json`), notices, errors; {} for questions."""
-
-    id: int
-    chat_id: int
-    role: Role
-    text: str
-    created_at: str
-    sources: tuple[SourceRow, ...] = ()
-    report: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ChatPage:
-    """Some conversations, and how many there are in all."""
-
-    chats: tuple[Chat, ...]
-    total: int
-
-
-@dataclass(frozen=True)
-class FoundChat:
-    """A conversation that a search found, and the first place where it did."""
-
-    chat: Chat
-    snippet: str
 
 
 class Chats(Closing):
@@ -237,16 +197,7 @@ class Chats(Closing):
 
     def export_json(self, chat_id: int) -> dict[str, Any]:
         """The whole conversation, for programs."""
-        messages = [
-            {
-                "role": message.role,
-                "text": message.text,
-                "created_at": message.created_at,
-                "sources": [source.to_json() for source in message.sources],
-                "report": message.report,
-            }
-            for message in self.messages(chat_id)
-        ]
+        messages = [message.to_json() for message in self.messages(chat_id)]
         chat = self.get(chat_id)
         return {
             "format": 1,
@@ -260,12 +211,7 @@ class Chats(Closing):
         """The whole conversation, for people: questions, answers, numbered sources."""
         chat = self.get(chat_id)
         parts = [f"# {chat.title or 'Conversation'}", f"{chat.created_at} to {chat.updated_at}"]
-        for message in self.messages(chat_id):
-            parts += [f"## {'Question' if message.role == 'user' else 'Answer'}", message.text.strip()]
-            notices = [str(message.report[key]) for key in ("notice", "error") if message.report.get(key)]
-            parts += [f"> {notice}" for notice in notices]
-            if message.sources:
-                parts.append("\n".join(_source_line(source) for source in message.sources))
+        parts += [message.to_markdown() for message in self.messages(chat_id)]
         return "\n\n".join(parts) + "\n"
 
     # --- inside
@@ -318,11 +264,6 @@ def _around(text: str, word: str) -> str:
     start = max(0, at - SNIPPET_CHARACTERS // 3)
     piece = line[start : start + SNIPPET_CHARACTERS]
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
-
-
-def _source_line(source: SourceRow) -> str:
-    place = f", {source.location}" if source.location else ""
-    return f"- [{source.number}] {source.document}{place} (similarity {source.score:.2f})"
 
 
 def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ragblend.app.chats import DELETED_TEXT, Message
+from ragblend.app.chat_records import Message
+from ragblend.app.chats import DELETED_TEXT
 from ragblend.app.citations import SourceRow
 from ragblend.kvstore.errors import PromptTooLongError
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragblend.app.chats import DELETED_TEXT, Chats, Message
+from ragblend.app.chat_records import Message
+from ragblend.app.chats import DELETED_TEXT, Chats
 from ragblend.app.citations import SourceRow, cite
 from ragblend.app.context import Context, Words, build, fit, past_turns, words_for
 from ragblend.app.hood import Hood, look
@@ -179,6 +180,7 @@ class Conversations:
             session=self._session(asked.chat_id),
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
+            repetition_penalty=settings.repetition_penalty,
         )
         present = _present(context, messages)
 

@@ -78,6 +78,7 @@ class AnswerStream:
             max_new_tokens=settings.max_new_tokens,
             keep_tokens=settings.keep_tokens,
             temperature=settings.temperature,
+            repetition_penalty=settings.repetition_penalty,
         )
 
     def __iter__(self) -> Iterator[str]:

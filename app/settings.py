@@ -37,6 +37,7 @@ class Settings:
     halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
     one is the cheapest that adds no delay (`controller` in the answer's JSON).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
+    repetition_penalty: of the answer's own tokens; at temperature 0 small models go round in circles without one.
     keep_tokens: so many tokens of the passages are kept by each head once the first token is out, for long answers in
     little memory (`ask` and `chat`; None: all).
     """
@@ -61,6 +62,7 @@ class Settings:
     max_new_tokens: int = 256
     keep_tokens: int | None = None
     temperature: float = 0.0
+    repetition_penalty: float = 1.1
     system: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +95,12 @@ class Settings:
             self.keep_tokens is None or self.keep_tokens >= 1, "keep_tokens", self.keep_tokens, "at least 1"
         )
         _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
+        _require(
+            0 < self.repetition_penalty <= 10,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0 and at most 10 (1 is off)",
+        )
 
     @property
     def usd_per_gb_month(self) -> dict[str, float]:

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.chats import Chats, Message
+from ragblend.app.chat_records import Message
+from ragblend.app.chats import Chats
 from ragblend.app.citations import SourceRow
 from ragblend.app.database import now
 from ragblend.kvstore.closing import Closing

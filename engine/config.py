@@ -71,7 +71,9 @@ class EngineConfig:
 class DecodeOptions:
     """How the tokens after the prompt are chosen; temperature 0 is greedy.
 
-    keep_tokens: of the passages each key head keeps so many once the first token is out (`eviction.py`); None: all.
+    repetition_penalty: what has been said already counts less by that factor (CTRL, arXiv 1909.05858), the prompt left
+    out; 1 is off. keep_tokens: of the passages each key head keeps so many once the first token is out (`eviction.py`);
+    None: all.
     """
 
     max_new_tokens: int = 256

@@ -41,8 +41,8 @@ def decode(
             **({} if cache is None else {"past_key_values": cache}),
             streamer=_Streamer(on_token),
             stopping_criteria=StoppingCriteriaList([_Halted(halted)]),
-            logits_processor=_sampling(options, ids.device),
-            **_settings(model, tokenizer, options),
+            logits_processor=_processors(options, ids),
+            **_settings(model, tokenizer, options.max_new_tokens),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
@@ -102,11 +102,24 @@ class Draw:
         return scores - waiting.clamp_min_(torch.finfo(torch.float32).tiny).log_()
 
 
-def _sampling(options: DecodeOptions, device: torch.device) -> Any:
-    """The logits processors that make greedy search sample; none at temperature 0."""
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def _processors(options: DecodeOptions, prompt_ids: Tensor) -> Any:
+    """The logits processors that penalise repetition, and make greedy search sample above temperature 0.
+
+    The prompt's own tokens are not penalised, as transformers would do by itself: an answer from passages is made of
+    their words.
+    """
+    from transformers import (
+        LogitsProcessorList,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     processors = LogitsProcessorList()
+    if options.repetition_penalty != 1:
+        penalty, behind = float(options.repetition_penalty), prompt_ids.shape[1]
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=behind))
     if options.temperature > 0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
         if options.top_k > 0:
@@ -115,19 +128,19 @@ def _sampling(options: DecodeOptions, device: torch.device) -> Any:
             processors.append(TopPLogitsWarper(options.top_p))
         # Without a seed torch's own is followed, so that `torch.manual_seed` still makes a program repeatable.
         seed = int(torch.randint(1 << 62, ())) if options.seed is None else options.seed
-        processors.append(Draw(torch.Generator(device).manual_seed(seed)))
+        processors.append(Draw(torch.Generator(prompt_ids.device).manual_seed(seed)))
     return processors
 
 
-def _settings(model: Any, tokenizer: Any, options: DecodeOptions) -> dict[str, Any]:
+def _settings(model: Any, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
     # A checkpoint's own generation config may name the Nones; they mean nothing to greedy search and would warn.
     return {
-        "max_new_tokens": options.max_new_tokens,
+        "max_new_tokens": max_new_tokens,
         "do_sample": False,
         "temperature": None,
         "top_p": None,
         "top_k": None,
-        "repetition_penalty": options.repetition_penalty,
+        "repetition_penalty": 1.0,
         "pad_token_id": _pad_id(model, tokenizer),
     }
 

@@ -1,6 +1,6 @@
 """Engine: one model on one device, with the KV of the chunks it has read. Start here.
 
-The main path: `generate` -> `Machine.prefill` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer
+The main path: `generate` -> `Machine.answer` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer
 loop) -> policy.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ragblend.engine import naming
 from ragblend.engine.chat import chat
 from ragblend.engine.config import DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decode import continue_logits
-from ragblend.engine.device import pick_device, pick_dtype
 from ragblend.engine.gate import GateVerdict
-from ragblend.engine.generation import finish, run
+from ragblend.engine.generation import finish
 from ragblend.engine.home import resolve_home
 from ragblend.engine.machine import Machine, Progress
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
@@ -25,14 +25,11 @@ from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.serving import DEFAULT_RATIO, Request
 from ragblend.engine.session import Session
-from ragblend.kvstore.chunks import ChunkKey
-from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
-from ragblend.kvstore.nodes import Scope
+from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.store import KVStore
 
 DEFAULT_METHOD = "cacheblend"
-_machines: dict[tuple[Any, ...], Machine] = {}
-_engines: dict[tuple[Any, ...], "Engine"] = {}
+_engines: dict[tuple[Machine, str], "Engine"] = {}
 _opening = threading.Lock()
 
 
@@ -74,16 +71,10 @@ class Engine:
         config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices)
         folder = resolve_home(home)
         with _opening:
-            where = pick_device(device)
-            shared = (config.model, str(where), pick_dtype(where, dtype), folder)
-            if shared not in _machines:
-                _machines[shared] = Machine(config, folder)
-            else:
-                _machines[shared].resources.set_budgets(*budgets)
-                _machines[shared].resources.set_codec(kv_codec)
-            if (*shared, collection) not in _engines:
-                _engines[*shared, collection] = cls(config, folder, _machines[shared])
-            return _engines[*shared, collection]
+            machine = Machine.shared(config, folder)
+            if (machine, collection) not in _engines:
+                _engines[machine, collection] = cls(config, folder, machine)
+            return _engines[machine, collection]
 
     # --- what it is
 
@@ -145,20 +136,16 @@ class Engine:
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
-            self._check_length(len(behind) + len(passage), "a passage behind its prefix")
+            self._resources.check_length(len(behind) + len(passage), "a passage behind its prefix")
         if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
             keys = self._machine.keys_of(ids, behind, self.config.collection)
-            named = [
-                (node_id, passage, key or self._resources.unstored_key(passage, self.config.collection))
-                for node_id, passage, key in zip(node_ids, ids, keys, strict=True)
-            ]
-            self._bury(self._resources.nodes.put_many(self._scope, named))
+            naming.enter(self._resources, self.config.collection, node_ids, ids, keys)
         keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-        return self._bury(self._resources.nodes.delete(self.config.collection, node_ids))
+        return naming.forget(self._resources, self.config.collection, node_ids)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
@@ -192,21 +179,7 @@ class Engine:
         """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
         if prompt.is_tokenized:
             return prompt
-        named = [
-            c.node_id
-            for c in prompt.chunks
-            if c.token_ids is None and c.text is None and c.node_id is not None
-        ]
-        found = {}
-        for node_id in named:
-            ids = self._resources.nodes.get(self._scope, node_id)
-            if ids is None:
-                raise UnknownChunkError(
-                    f"no chunk with the node id {node_id!r} was encoded in the collection "
-                    f"{self.config.collection!r} of {self.home}; encode it first, or "
-                    "pass its text as well: Chunk(text, node_id)"
-                )
-            found[node_id] = ids
+        found = naming.find(self._resources, self.config.collection, prompt.chunks)
         return self._resources.tokenizing.prompt(prompt, found)
 
     def prefill(
@@ -240,7 +213,7 @@ class Engine:
         """
         request, chosen = self._generation(prompt, method, ratio, options)
         with self._queue.turn(cancel):
-            return self._answer(request, chosen, on_text, cancel)
+            return self._machine.answer(request, chosen, on_text, cancel)
 
     def stream(
         self,
@@ -258,7 +231,7 @@ class Engine:
 
         def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
             with self._queue.turn(cancel):
-                return self._answer(request, chosen, on_text, cancel)
+                return self._machine.answer(request, chosen, on_text, cancel)
 
         return Stream(work)
 
@@ -292,42 +265,6 @@ class Engine:
 
     # --- inside
 
-    @property
-    def _scope(self) -> Scope:
-        return self._resources.scope(self.config.collection)
-
-    def _bury(self, doomed: Sequence[ChunkKey]) -> int:
-        """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
-        if not doomed:
-            return 0
-        freed = sum(self.store.delete(key) for key in doomed)
-        self._resources.nodes.buried(doomed)
-        return freed
-
-    def _answer(
-        self,
-        request: Request,
-        options: DecodeOptions,
-        on_text: Callable[[str], None] | None,
-        cancel: threading.Event | None,
-    ) -> Result:
-        """With the device in hand."""
-
-        def prefill() -> Prefilled:
-            read.append(self._machine.prefill(request, cancel, answering=True))
-            return read[0]
-
-        read: list[Prefilled] = []
-        answered: tuple[int, ...] = ()
-        try:
-            result = run(self._resources, prefill, options, on_text, cancel)
-            answered = result.token_ids
-            return result
-        finally:  # also of an answer that was stopped: its prompt has been read
-            if request.session is not None and read and read[0].cache is not None:
-                ids = (*request.prompt.token_ids, *answered)
-                request.session.keep(ids, read[0].cache, self._resources.decoder)
-
     def _request(
         self,
         prompt: Prompt,
@@ -343,7 +280,7 @@ class Engine:
         tokens = len(tokenized.token_ids)
         if tokens == 0:
             raise UsageError("the prompt is empty; give it at least one token")
-        self._check_length(tokens, "the prompt")
+        self._resources.check_length(tokens, "the prompt")
         return Request(tokenized, policy, share, self.config.collection, seed, room, session)
 
     def _generation(
@@ -358,10 +295,3 @@ class Engine:
         room = min(chosen.max_new_tokens, 256)
         request = self._request(prompt, method, ratio, chosen.seed or 0, room, session)
         return request, chosen
-
-    def _check_length(self, tokens: int, what: str) -> None:
-        if tokens >= self.context_window:
-            raise PromptTooLongError(
-                f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
-                "what is left: use fewer or shorter passages, or a model with a longer window"
-            )

@@ -1,4 +1,4 @@
-"""One model on one device: what all engines of a process that mean the same model and home share."""
+"""One model on one device: what all engines of a process that mean the same model and home share, and do with it."""
 
 import logging
 import threading
@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ragblend.engine.config import EngineConfig
+from ragblend.engine.config import DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.device import pick_device, pick_dtype
 from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.generation import OnText, run
 from ragblend.engine.profiling import measure
 from ragblend.engine.resources import Resources
-from ragblend.engine.results import Prefilled
+from ragblend.engine.results import Prefilled, Result
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.serving import Request, left_to_generate, overhead_ms, prefill_natively
 from ragblend.kvstore.chunks import ChunkKey
@@ -21,6 +24,8 @@ from ragblend.kvstore.errors import UsageError
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 TokenIds = tuple[int, ...]
+_machines: dict[tuple[Any, ...], "Machine"] = {}
+_sharing = threading.Lock()
 
 
 class Machine:
@@ -30,6 +35,20 @@ class Machine:
         self.resources = Resources(config, home)
         self.queue = DeviceQueue()
         self.chores = Chores()
+
+    @classmethod
+    def shared(cls, config: EngineConfig, home: Path) -> "Machine":
+        """The process's one machine for that model, device, dtype and home; an older one gets the config's budgets."""
+        device = pick_device(config.device)
+        key = (config.model, str(device), pick_dtype(device, config.dtype), home)
+        budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
+        with _sharing:
+            if key not in _machines:
+                _machines[key] = cls(config, home)
+            else:
+                _machines[key].resources.set_budgets(*budgets)
+                _machines[key].resources.set_codec(config.kv_codec)
+            return _machines[key]
 
     def prefill(
         self, request: Request, cancel: threading.Event | None = None, answering: bool = False
@@ -55,6 +74,30 @@ class Machine:
         if prefilled.report.hits:
             self.chores.add(resources.store.write_uses)
         return prefilled
+
+    def answer(
+        self,
+        request: Request,
+        options: DecodeOptions,
+        on_text: OnText | None,
+        cancel: threading.Event | None,
+    ) -> Result:
+        """With the device in hand: prefill, decode, and keep what was read for the request's session."""
+
+        def prefill() -> Prefilled:
+            read.append(self.prefill(request, cancel, answering=True))
+            return read[0]
+
+        read: list[Prefilled] = []
+        answered: tuple[int, ...] = ()
+        try:
+            result = run(self.resources, prefill, options, on_text, cancel)
+            answered = result.token_ids
+            return result
+        finally:  # also of an answer that was stopped: its prompt has been read
+            if request.session is not None and read and read[0].cache is not None:
+                ids = (*request.prompt.token_ids, *answered)
+                request.session.keep(ids, read[0].cache, self.resources.decoder)
 
     def encode(
         self, passages: Sequence[TokenIds], prefix: TokenIds, collection: str, progress: Progress | None

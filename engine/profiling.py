@@ -18,13 +18,14 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
-from ragblend.engine.fusion import BATCH_ROWS, fused_prefill
+from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.evidence import Change, Probed, Shift
 from ragblend.engine.selection.shift import shift_of
 from ragblend.engine.trace import Recorder
+from ragblend.engine.work import BATCH_ROWS
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
 from ragblend.kvstore.held import HeldChunk, Source, held_copy
 from ragblend.kvstore.profile import PrefillProfile

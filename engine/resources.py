@@ -1,6 +1,5 @@
 """What an engine holds, each loaded on first use: tokenizer, model, gate's verdict, store, node index."""
 
-import hashlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from ragblend.engine.serving import Server
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.codec import RAW, Codec, codec_named
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
@@ -195,11 +194,6 @@ class Resources:
     def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str) -> ChunkKey:
         return chunk_key(self.fingerprint, prefix, collection, token_ids)
 
-    def unstored_key(self, token_ids: tuple[int, ...], collection: str) -> ChunkKey:
-        """A key for the node index where there is no KV: of an empty passage, or of a model that cannot be fused."""
-        described = f"unstored|{collection}|{token_ids}"
-        return ChunkKey(hashlib.sha256(described.encode()).hexdigest())
-
     def refusal(self, tokens: int) -> str | None:
         """Why a prompt of that length must not be fused; None if it may be."""
         if not self.gate.passed:
@@ -211,6 +205,14 @@ class Resources:
                 "changes its frequencies with the length, and stored keys would be rotated wrongly"
             )
         return None
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raises PromptTooLongError where nothing of the window would be left to answer in."""
+        if tokens >= self.context_window:
+            raise PromptTooLongError(
+                f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
+                "what is left: use fewer or shorter passages, or a model with a longer window"
+            )
 
     def close(self) -> None:
         with self._loading:

@@ -18,7 +18,7 @@ from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
-from ragblend.engine.fusion import Spent, fused_prefill, probe_size
+from ragblend.engine.fusion import fused_prefill, probe_size
 from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Literal, Prompt
@@ -26,6 +26,7 @@ from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
+from ragblend.engine.work import Spent
 from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.held import Held, held_nbytes
@@ -126,16 +127,19 @@ class Server:
         size = probe_size(plan, policy) if self.profile else (0, 0, 0)
         layers = range(plan.layers if self.profile else 0)  # without one nothing is predicted
         whole = next((layer + plan.attention_share for layer in layers if policy.peeks(plan, layer)), 0.0)
+        always, candidates = plan.always_tokens, plan.candidate_tokens
+        if policy.fixed_ratio == 1.0:  # what such a one computes is known: `full` an exact chunk as well
+            always, candidates = policy.rows(plan).numel(), 0
         return Workload(
             plan.tokens,
-            plan.always_tokens,
-            plan.candidate_tokens,
+            always,
+            candidates,
             plan.stored_tokens,
             plan.layers,
             loaded,
             whole,
             *size,
-            plan.candidate_tokens if self.profile and policy.corrects(plan) else 0,
+            candidates if self.profile and policy.corrects(plan) else 0,
         )
 
     def _fuse(

@@ -3,8 +3,9 @@
     python scripts/measure_gpu.py --folder /tmp/llama-3-8b-random                 # CUDA, Llama-3-8B's shape (16 GB)
     python scripts/measure_gpu.py --folder /tmp/tiny --shape tiny --device cpu    # to try the script itself
 
-Speed does not depend on what the weights are; quality is not looked at. Needs the default model installed, for its
-tokenizer. Not yet run on a GPU by the authors.
+Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on the disk; a
+timeline of each, in which copies and layers lie above each other. Speed does not depend on what the weights are, and
+quality is not looked at. Needs the default model installed, for its tokenizer. Not yet run on a GPU by the authors.
 """
 
 import argparse
@@ -84,6 +85,12 @@ def main() -> int:
             given.tokens,
             "--output",
             str(results),
+            "--methods",
+            "full,reuse,cacheblend,probe-shift",
+            "--ratios",
+            "0.05,0.15",
+            "--caches",
+            "memory,warm,cold",
             "--no-memory",
         ]
     )

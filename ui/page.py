@@ -4,7 +4,16 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.ui import layout_chat, render_frame, tab_chat, tab_compare, tab_library, tab_settings, tab_store
+from ragblend.ui import (
+    layout_chat,
+    layout_library,
+    render_frame,
+    tab_chat,
+    tab_compare,
+    tab_library,
+    tab_settings,
+    tab_store,
+)
 from ragblend.ui.context import QUICK, Context, drawn
 
 TICK_S = 1.5
@@ -76,7 +85,7 @@ class Frame:
         banner: gr.HTML,
         seen: gr.State,
         chat: layout_chat.Parts,
-        library: tab_library.Parts,
+        library: layout_library.Parts,
         compared: gr.Dropdown,
     ) -> None:
         self._context, self.header, self.banner = context, header, banner

@@ -8,7 +8,7 @@ from ragblend.ui import icons
 from ragblend.ui.render_text import attributes, button, escape, markdown, milliseconds, plural, problem
 
 if TYPE_CHECKING:
-    from ragblend.app.chats import Chat, ChatPage, FoundChat, Message
+    from ragblend.app.chat_records import Chat, ChatPage, FoundChat, Message
     from ragblend.app.citations import Citation, Cited, SourceRow
 
 SUGGESTIONS = 3

@@ -10,18 +10,26 @@ if TYPE_CHECKING:
     from ragblend.app.comparing import Compared, Comparison, Side
 
 WORD = re.compile(r"\s+|[^\s]+")
+# All of the engine's methods, in the order in which they are offered; importing the engine's table would load torch.
 LABELS = {
     "full": "Full prefill",
-    "prefix": "Prefix caching",
-    "recompute": "Recompute all",
-    "reuse": "Reuse, nothing recomputed",
-    "naive": "Naive: keys not even moved",
-    "random": "Random tokens",
-    "heads": "Passage beginnings",
     "cacheblend": "CacheBlend",
-    "cacheblend-k": "CacheBlend by keys",
     "cacheblend-gradual": "CacheBlend, gradual",
+    "cacheblend-k": "CacheBlend by keys",
+    "probe-shift": "Probe, and shift the rest",
+    "probe": "Probe",
+    "prophet": "ProphetKV",
+    "a3": "A3",
+    "a3-heads": "A3, head by head",
+    "epic": "EPIC",
+    "reuse": "Reuse, nothing recomputed",
+    "prefix": "Prefix caching",
+    "heads": "Passage beginnings",
+    "random": "Random tokens",
+    "naive": "Naive: keys not even moved",
+    "recompute": "Recompute all",
 }
+WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "naive", "recompute"})
 
 
 def comparison(found: "Comparison", running: bool) -> str:

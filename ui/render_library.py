@@ -137,16 +137,15 @@ def _finished(counts: Mapping[Any, int]) -> str:
     )
 
 
-def jobs(rows: Sequence["FileJob"], total: int) -> str:
-    """The files of the queue that did not simply work, with reasons; and what is waiting."""
+def jobs(rows: Sequence["FileJob"], total: int, finished: bool) -> str:
+    """The files of the queue one by one, with reasons; finished: none of them is waiting or being read any more."""
     if not rows:
         return ""
+    files = plural(total, "file")
+    heading = f"What became of {files}" if finished else f"{files} in the queue"
     made = "".join(_job(job) for job in rows)
     more = f'<p class="rb-small">and {total - len(rows):,} more</p>' if total > len(rows) else ""
-    return (
-        f'<details class="rb-jobs"><summary>{plural(total, "file")} in the '
-        f"queue</summary><ul>{made}</ul>{more}</details>"
-    )
+    return f'<details class="rb-jobs"><summary>{heading}</summary><ul>{made}</ul>{more}</details>'
 
 
 def _job(job: "FileJob") -> str:

@@ -11,22 +11,11 @@ from ragblend.app.comparing import Side, compare
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import render_compare
 from ragblend.ui.context import Context, drawn
+from ragblend.ui.render_compare import LABELS, WITHOUT_RATIO
 from ragblend.ui.render_text import problem
 
 Updates = dict[Any, Any]
-METHODS = (
-    "full",
-    "cacheblend",
-    "cacheblend-gradual",
-    "cacheblend-k",
-    "reuse",
-    "random",
-    "heads",
-    "naive",
-    "prefix",
-)
-WITH_RATIO = ("cacheblend", "cacheblend-gradual", "cacheblend-k", "random", "heads")
-CHOICES = [(render_compare.LABELS[name], name) for name in METHODS]
+CHOICES = [(label, name) for name, label in LABELS.items()]
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ def _side(name: str, method: str, ratio: float) -> tuple[gr.Dropdown, gr.Slider]
             label=f"Share computed again, {name}",
             elem_id=f"rb-ratio-{name.lower()}",
             interactive=True,
-            visible=method in WITH_RATIO,
+            visible=method not in WITHOUT_RATIO,
         )
     return chosen, share
 
@@ -96,7 +85,7 @@ def _connect(tab: "CompareTab", parts: Parts) -> None:
     parts.stop.click(tab.stop, None, None, queue=False, show_progress="hidden")
     for method, ratio in zip(parts.methods, parts.ratios, strict=True):
         method.change(
-            lambda name: gr.update(visible=name in WITH_RATIO),
+            lambda name: gr.update(visible=name not in WITHOUT_RATIO),
             [method],
             [ratio],
             queue=False,
@@ -160,7 +149,7 @@ class CompareTab:
 
 
 def side_of(method: str, ratio: float) -> Side:
-    return Side(method, ratio if method in WITH_RATIO else None)
+    return Side(method, None if method in WITHOUT_RATIO else ratio)
 
 
 def _session(request: gr.Request) -> str:

@@ -1,6 +1,5 @@
 """The Library tab: collections, uploads and folders, the queue, the documents. Wiring only."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,122 +8,23 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.app.listing import list_documents
 from ragblend.kvstore.errors import RagBlendError, UsageError
-from ragblend.ui import render_library
-from ragblend.ui.context import QUICK, Context, drawn
+from ragblend.ui import layout_library, render_library
+from ragblend.ui.context import QUICK, Context
+from ragblend.ui.layout_library import Parts
 from ragblend.ui.render_text import problem
 from ragblend.ui.uploads import discard
 
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The tab's components."""
-
-    collection: gr.Dropdown
-    new_name: gr.Textbox
-    create: gr.Button
-    files: gr.File
-    folder: gr.Textbox
-    watch: gr.Checkbox
-    add_folder: gr.Button
-    samples: gr.Button
-    message: gr.HTML
-    queue: gr.HTML
-    jobs: gr.HTML
-    watched: gr.HTML
-    search: gr.Textbox
-    state: gr.Dropdown
-    documents: gr.HTML
-    tools: gr.HTML
-    offset: gr.State
 
 
 def build(context: Context) -> Parts:
     """Lay the tab out and connect it."""
     with gr.Row(elem_id="rb-library"):
-        with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
-            # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
-            # collection just made would be refused. What it may be called is the app's to judge.
-            collection = gr.Dropdown(
-                choices=[],
-                label="Collection",
-                elem_id="rb-collection",
-                interactive=True,
-                allow_custom_value=True,
-            )
-            files = gr.File(
-                label="PDF, DOCX, EPUB, HTML, Markdown, text, CSV",
-                file_count="multiple",
-                elem_id="rb-upload",
-                height=150,
-            )
-            folder = gr.Textbox(
-                "",
-                label="Or a folder or file on this machine",
-                placeholder="/path/to/documents",
-                elem_id="rb-folder",
-                max_lines=1,
-            )
-            with gr.Row():
-                watch = gr.Checkbox(label="Watch it for changes", elem_id="rb-watch", scale=2, min_width=150)
-                add_folder = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
-            add_samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
-            watched = drawn("rb-watched")
-            with gr.Accordion("New collection", open=False):
-                new_name = gr.Textbox("", label="Name", elem_id="rb-new-collection", max_lines=1)
-                create = gr.Button("Create", size="sm", elem_id="rb-create-collection")
-        with gr.Column(scale=5, min_width=320):
-            message = drawn("rb-library-message", acts=False)
-            queue = drawn("rb-queue")
-            jobs = drawn("rb-jobs")
-            with gr.Row():
-                search = gr.Textbox(
-                    "",
-                    placeholder="Search documents  ( / )",
-                    label="Search documents",
-                    show_label=False,
-                    container=False,
-                    elem_id="rb-document-search",
-                    elem_classes="rb-search",
-                    max_lines=1,
-                    scale=4,
-                    min_width=180,
-                )
-                state = gr.Dropdown(
-                    choices=STATES,
-                    value="",
-                    label="State",
-                    show_label=False,
-                    container=False,
-                    scale=1,
-                    min_width=130,
-                    elem_id="rb-document-state",
-                )
-            documents = drawn("rb-documents")
-            tools = drawn("rb-collection-tools")
-    parts = Parts(
-        collection,
-        new_name,
-        create,
-        files,
-        folder,
-        watch,
-        add_folder,
-        add_samples,
-        message,
-        queue,
-        jobs,
-        watched,
-        search,
-        state,
-        documents,
-        tools,
-        gr.State(0),
-    )
+        side = layout_library.side()
+        middle = layout_library.middle()
+    parts = Parts(**side, **middle, offset=gr.State(0))
     _connect(LibraryTab(context, parts), parts)
     return parts
 
@@ -264,10 +164,11 @@ class LibraryTab:
 
     def progress(self) -> Updates:
         jobs = self._desk.jobs
-        page = jobs.page(limit=JOBS_SHOWN)
+        overview, page = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
+        finished = overview.finished >= overview.total
         return {
-            self._parts.queue: render_library.queue(jobs.overview()),
-            self._parts.jobs: render_library.jobs(page.jobs, page.total),
+            self._parts.queue: render_library.queue(overview),
+            self._parts.jobs: render_library.jobs(page.jobs, page.total, finished),
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:

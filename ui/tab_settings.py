@@ -146,11 +146,12 @@ class SettingsTab:
         share = settings.ratio if by_hand else 0.15
         values = {
             name: getattr(settings, name)
-            for name in ("model", "method", "top_k", "chunk_tokens", "max_new_tokens", "temperature")
+            for name in ("model", "top_k", "chunk_tokens", "max_new_tokens", "temperature")
         }
         return {
             **{getattr(form, name): value for name, value in values.items()},
             form.device: settings.device or "",
+            form.method: gr.update(choices=with_chosen(settings.method), value=settings.method),
             form.ratio_mode: MANUAL if by_hand else AUTO,
             form.ratio: gr.update(value=share, visible=by_hand),
             self._meaning: _meaning(MANUAL if by_hand else AUTO, float(share)),
@@ -236,6 +237,11 @@ class SettingsTab:
             if paths:
                 count += self._desk.jobs.add(paths, name).files
         return count
+
+
+def with_chosen(method: str) -> list[tuple[str, str]]:
+    """The methods to choose from: a name with parameters, from a file or from `tune`, is one more."""
+    return CHOICES if method in dict(CHOICES).values() else [*CHOICES, (method, method)]
 
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:

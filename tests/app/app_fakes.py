@@ -58,6 +58,7 @@ class FakeEngine:
         self.gate = GateVerdict(True)
         self.encoded, self.requests, self.waited = [], [], False
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
+        self.penalties = []
         self.on_encode = lambda text: None
         self.reply = ("It ", "is ", "blue.")
         self.misses = 0
@@ -114,11 +115,13 @@ class FakeEngine:
         max_new_tokens=256,
         keep_tokens=None,
         temperature=0.0,
+        repetition_penalty=1.0,
         session=None,
     ):
         policy_named(method)
         self.requests.append((prompt, method, ratio, max_new_tokens, keep_tokens, temperature))
         self.sessions.append(session)
+        self.penalties.append(repetition_penalty)
         tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)

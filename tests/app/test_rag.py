@@ -53,6 +53,8 @@ def test_options_of_one_question(rag, workspace):
     rag.ask("Boats?", method="reuse", ratio=0.5, top_k=1, max_new_tokens=7, temperature=0.3, keep_tokens=9)
     prompt, *rest = workspace.engine.requests[0]
     assert rest == ["reuse", 0.5, 7, 9, 0.3] and len(prompt.chunks) == 1
+    rag.ask("Boats?", repetition_penalty=1.4)
+    assert workspace.engine.penalties == [1.1, 1.4]
     assert workspace.settings.top_k == 6, "one question changes no settings"
 
 

@@ -5,7 +5,7 @@ import torch
 from benches import chat, chunk_places, largest_error, make_prompt, make_text
 from test_prompts import _EmptyIsNaN
 
-from ragblend.engine import attention, cache, fusion
+from ragblend.engine import attention, cache, work
 from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(4)]
@@ -31,9 +31,9 @@ def test_goes_of_20_rows_give_what_one_go_gives(fresh_bench_for, monkeypatch, ma
     monkeypatch.setattr(bench.engine._machine.chores, "add", lambda chore: None)
     prompt = chat(bench, TEXTS)
     masks(bench)
-    monkeypatch.setattr(fusion, "BATCH_ROWS", 10_000)
+    monkeypatch.setattr(work, "BATCH_ROWS", 10_000)
     expected = bench.engine.prefill(prompt, method=method, ratio=0.5)
-    monkeypatch.setattr(fusion, "BATCH_ROWS", 20)
+    monkeypatch.setattr(work, "BATCH_ROWS", 20)
     monkeypatch.setattr(cache, "torch", _EmptyIsNaN())
     monkeypatch.setattr(attention, "torch", _EmptyIsNaN())
     found = bench.engine.prefill(prompt, method=method, ratio=0.5)

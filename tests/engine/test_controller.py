@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import PREFIX, make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
@@ -176,6 +176,20 @@ def test_without_a_profile_nothing_is_predicted():
         and "doctor --profile" in decision.reason
     )
     assert decide(None, work(5), 0.3, 0.15).ratio == 0.3
+
+
+@pytest.mark.parametrize("method", ["full", "recompute", "prefix"])
+def test_what_computes_all_is_predicted_with_all_its_rows(fresh, monkeypatch, method):
+    """A chunk right behind its prefix is no candidate, but `full` computes it: it was predicted as if it did not."""
+    engine = fresh.engine
+    engine.encode(TEXTS, prefix=PREFIX)
+    slow = profile()
+    monkeypatch.setattr(engine._resources.server, "profile", slow)
+    report = engine.prefill(make_prompt(TEXTS), method=method).report
+    exact = report.tokens.prompt - report.tokens.fresh - report.tokens.recomputed
+    assert (exact > 0) == (method == "prefix")
+    wanted = slow.prefill.ms(exact, report.tokens.prompt - exact)
+    assert report.decision.predicted_compute_ms == pytest.approx(wanted, abs=0.01)
 
 
 def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):

@@ -187,6 +187,26 @@ def test_unknown_options_are_refused(stored):
         stored.engine.decode(prefilled, temprature=0.1)
 
 
+def penalised(bench, prompt, tokens, penalty, prompt_too):
+    """A greedy answer by hand: what was said before counts less, and the prompt's own tokens as well or not."""
+    ids, answer = list(bench.engine.tokenize(prompt).token_ids), []
+    for _ in range(tokens):
+        logits = reference_logits(bench.reference, ids + answer)[-1].clone()
+        for token in set(answer) | set(ids if prompt_too else []):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        answer.append(int(logits.argmax()))
+    return answer
+
+
+def test_the_penalty_for_repetition_leaves_the_prompt_out(stored):
+    """An answer from passages is made of their words: transformers' own setting would penalise those too."""
+    prompt = make_prompt(TEXTS)
+    said = list(stored.engine.generate(prompt, "full", max_new_tokens=24, repetition_penalty=1.3).token_ids)
+    assert said == penalised(stored, prompt, 24, 1.3, prompt_too=False)
+    assert said != penalised(stored, prompt, 24, 1.3, prompt_too=True)
+    assert said != stored.answer(prompt, 24), "nothing was repeated, so nothing was tested"
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -325,9 +325,10 @@ def test_a_model_that_shows_no_attention_says_so(llama, monkeypatch):
 def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
     """The weights of a long question would outgrow a layer's KV; goes are cut so that one has all watched rows."""
     import ragblend.engine.fusion as fusion
+    import ragblend.engine.work as work
 
     llama.engine.encode(TEXTS)
-    monkeypatch.setattr(fusion, "BATCH_ROWS", 16)
+    monkeypatch.setattr(work, "BATCH_ROWS", 16)
     monkeypatch.setattr(fusion, "WATCHED_ROWS", 8)
     shown, look = [], Probe.look
     monkeypatch.setattr(
@@ -337,7 +338,7 @@ def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
     llama.engine.prefill(prompt, method="probe", ratio=0.6)
     assert shown == [8, 8, 8]  # layers 1 to 3
     for rows in (5, 16, 17, 23, 24, 25, 40):
-        sizes = fusion._go_sizes(rows, min(8, rows))
+        sizes = work._go_sizes(rows, min(8, rows))
         assert sum(sizes) == rows and sizes[-1] >= min(8, rows)
 
 

@@ -191,12 +191,12 @@ class Probing(Policy):
 
 def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
     """Rows in several goes: the first must attend to what the change of the last one says."""
-    import ragblend.engine.fusion as fusion
+    import ragblend.engine.work as work
 
     llama.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     whole = llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
-    monkeypatch.setattr(fusion, "BATCH_ROWS", 8)
+    monkeypatch.setattr(work, "BATCH_ROWS", 8)
     assert torch.equal(llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
     assert largest_error(llama.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
 

@@ -1,6 +1,7 @@
 """The Library tab in a real Chromium: the queue in people's hands, watched folders, files that go or cannot be read."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,38 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     mine.page.click("#rb-queue [data-act=resume]")
     mine.await_states(long="ready", short="ready")
     assert "2 done" in mine.page.inner_text("#rb-queue .head")
+
+
+def stored_values(home: Path) -> set[str]:
+    """Names of the files that hold KV; whatever is written gets a name of its own."""
+    return {path.name for path in home.rglob("*.kv")}
+
+
+def test_a_file_that_was_being_encoded_when_it_was_killed_goes_on(
+    start, open_page, tmp_path, with_smollm2
+) -> None:
+    """What was encoded before the kill is kept, and not encoded a second time."""
+    (folder := tmp_path / "long").mkdir()
+    long_text(folder / "long.txt", 2_400)
+    home = with_smollm2(tmp_path / "home")
+    (home / "settings.toml").write_text('model = "default"\n')
+    running = start()
+    mine = open_page(running)
+    mine.tab("Library")
+    mine.add(folder)
+    limit = time.monotonic() + 300
+    while len(stored_values(home)) < 2:
+        assert time.monotonic() < limit, "nothing was encoded"
+        time.sleep(0.02)
+    mine.leave()
+    running.kill()
+    before = stored_values(home)
+    mine = open_page(start())
+    mine.tab("Library")
+    mine.await_states(long="ready")
+    assert before < stored_values(home), (
+        "all was encoded before the kill, or some of it was written again or lost"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from hub_server import serve_hub
 from ragblend.app.lock import writer_lock
 from ragblend.ui.password import save_password
 
+TUNED = "probe:since=0.5"  # a method with parameters, which is none of those that the page offers
 LONG = "max_new_tokens = 1400\nchunk_tokens = 128\ntop_k = 2\n"
 HARBOUR = "The harbour master of Lantern Quay kept two ledgers of ships. "
 ASKED = "What did the harbour master of Lantern Quay keep?"
@@ -81,7 +82,7 @@ def test_a_file_that_is_too_large(start, open_page, tmp_path) -> None:
 
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
     """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
-    running = start()
+    running = start(settings=f'method = "{TUNED}"\n')
     mine = open_page(running)
     page = mine.page
     read(mine, harbour)
@@ -106,6 +107,8 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     mine.tab("Settings")
     page.wait_for_function("document.querySelector('#rb-top-k input[type=number]').value === '9'")
     assert page.input_value("#rb-chunk input[type=number]") == "256"
+    assert page.input_value("#rb-method input") == TUNED
+    assert f'method = "{TUNED}"' in (running.home / "settings.toml").read_text()
     assert "/no/such/model" not in page.input_value("#rb-model input, #rb-model textarea")
     mine.tab("Store")
     page.click("#rb-check")

@@ -4,13 +4,14 @@ import pytest
 from hostile import acts
 from test_render_hostile import WHEN, Anything, hood, message, source
 
-from ragblend.app.chats import Chat, ChatPage
+from ragblend.app.chat_records import Chat, ChatPage
 from ragblend.app.citations import cite
 from ragblend.app.comparing import Compared, Comparison, Side
 from ragblend.app.hood import Event, HoodSegment, Run
 from ragblend.app.reencoding import cost_of
 from ragblend.app.settings import Settings
 from ragblend.app.store_view import Sample, StoreHistory
+from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.stats import StoreStats
 from ragblend.ui import (
@@ -190,6 +191,22 @@ def queue(**values):
     return Anything(
         "", **(defaults | {"paused": False, "waiting": None, "current": None, "changes": 7} | values)
     )
+
+
+def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
+    """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
+    assert set(render_compare.LABELS) == set(METHODS)
+    assert render_compare.WITHOUT_RATIO == WITHOUT_RATIO
+    assert len(set(render_compare.LABELS.values())) == len(METHODS)
+
+
+def test_files_are_in_the_queue_only_while_any_waits() -> None:
+    """The list went on saying so when all of them had been read."""
+    rows = [Anything("", id=1, name="a.md", path="/x/a.md", state="done", reason=None)]
+    waiting, over = (render_library.jobs(rows, 3, finished) for finished in (False, True))
+    assert "<summary>3 files in the queue</summary>" in waiting
+    assert "<summary>What became of 3 files</summary>" in over
+    assert render_library.jobs([], 0, True) == ""
 
 
 def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from hostile import HUNDRED, acts, faults
 
-from ragblend.app.chats import Chat, ChatPage, FoundChat, Message
+from ragblend.app.chat_records import Chat, ChatPage, FoundChat, Message
 from ragblend.app.citations import SourceRow, cite
 from ragblend.app.hood import Event, Hood, HoodSegment, Run
 from ragblend.app.upkeep import Finding
@@ -106,7 +106,8 @@ def views(text):
     yield render_library.queue(
         Anything(text, counts={text: 1, "failed": 1}, total=1, finished=1, waiting=text)
     )
-    yield render_library.jobs([job], 5)
+    for finished in (False, True):
+        yield render_library.jobs([job], 5, finished)
     yield render_library.added(Anything(text, files=1, skipped=(text,) * 9, failed=((text, text),)))
     yield render_library.watched([Anything(text, active=False)])
     yield render_store.findings([Finding("kv", text)])
