@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
 
 REPO = Path(__file__).parents[1]
+# In so short a prompt 15% would hardly pay for a probe.
 RATIO = 0.25
 # Document, and how the paragraph begins.
 PASSAGES = (
-    ("keepers-log-1962.md", "The 15.30 from Thornsay"),
     ("keepers-log-1962.md", "Dunlin in steam again"),
+    ("keepers-log-1962.md", "The 15.30 from Thornsay"),
     ("visitor-guide.html", "Most visitors come for Dunlin"),
 )
+PICTURED = tuple(name for name in METHODS if name != "recompute")  # which would look like `full`
 QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
 
 
@@ -59,14 +61,14 @@ class State(IntEnum):
 
 LABELS = {
     State.FRESH: "fresh: always computed",
-    State.TWICE: "fresh, computed twice (probe first)",
+    State.TWICE: "fresh, run twice (probe)",
     State.COMPUTED: "passage, computed",
-    State.EXACT: "stored, exact here",
+    State.EXACT: "stored, exact as it is",
     State.MOVED: "stored and moved",
     State.LEFT: "stored, not moved",
-    State.SHIFTED: "stored, moved and shifted",
+    State.SHIFTED: "stored, moved, shifted",
 }
-# Those with a name of ui/assets/style.css are the app's; the others differ from them, and from each other, in lightness.
+# Names of ui/assets/style.css are the app's colours; the others differ from them, and from each other, in lightness.
 COLOURS = {
     State.FRESH: "--rb-fresh",
     State.TWICE: "#2f4798",
@@ -88,7 +90,7 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, opened(given.home or Path(folder)) as (engine, prompt):
-        for name in METHODS:
+        for name in PICTURED:
             path = given.out / f"{name}.png"
             # Without the version of who wrote it, so that equal pictures are equal files.
             picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
@@ -153,7 +155,12 @@ def states(seen: Watched, policy: Policy) -> Tensor:
     plan, computed = seen.plan, seen.computed()
     assert plan is not None
     kept = State.LEFT if not policy.moves_keys else State.SHIFTED if policy.corrects(plan) else State.MOVED
-    of_kind = {Kind.FRESH: State.FRESH, Kind.MISSING: State.FRESH, Kind.EXACT: State.EXACT, Kind.REUSABLE: kept}
+    of_kind = {
+        Kind.FRESH: State.FRESH,
+        Kind.MISSING: State.FRESH,
+        Kind.EXACT: State.EXACT,
+        Kind.REUSABLE: kept,
+    }
     row = torch.tensor([of_kind[Kind(kind)] for kind in plan.kinds.tolist()])
     found = row.repeat(plan.layers, 1)
     found[computed & ~plan.always] = State.COMPUTED
@@ -176,7 +183,13 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
     panels[-1].set_xlabel("tokens of the prompt", fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
     figure.legend(
-        handles=_patches(found), loc="outside lower center", ncols=5, frameon=False, fontsize=8, handlelength=1.2
+        handles=_patches(found),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=7.5,
+        handlelength=1,
+        columnspacing=1.2,
     )
     return figure
 
@@ -192,7 +205,12 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
     for begin, end, label in segments(plan):
         axes.axvline(begin, color="black", linewidth=0.8)
         axes.annotate(
-            label, ((begin + end) / 2, layers), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+            label,
+            ((begin + end) / 2, layers),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
         )
     shown = [0, layers // 3, 2 * layers // 3, layers - 1]
     axes.set_yticks([layer + 0.5 for layer in shown], [str(layer) for layer in shown])
@@ -201,12 +219,15 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
 
 
 def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> None:
-    """A bar for each token that may be chosen, in the colour of what became of it above layer 0."""
-    heights = scores.float().masked_fill(~plan.candidates, 0)
+    """A bar for each token that may be chosen, in the colour of what became of it above layer 0.
+
+    Roots, because a few tokens have most of a score, and beside them the others would be flat.
+    """
+    heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
     colours = [colour(State(state)) for state in found[1:].amin(0).tolist()]
     axes.bar([at + 0.5 for at in range(plan.tokens)], heights.tolist(), width=1.0, color=colours)
     axes.set_yticks([])
-    axes.set_ylabel("score", fontsize=8)
+    axes.set_ylabel("score\n(root)", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -214,7 +235,9 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
 def _patches(found: Tensor) -> list[Any]:
     from matplotlib.patches import Patch
 
-    return [Patch(color=colour(state), label=LABELS[state]) for state in State if bool((found == state).any())]
+    return [
+        Patch(color=colour(state), label=LABELS[state]) for state in State if bool((found == state).any())
+    ]
 
 
 def segments(plan: Plan) -> list[tuple[int, int, str]]:

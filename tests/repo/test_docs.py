@@ -15,10 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.engine.selection import METHODS
+
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 RAGBLEND = Path(sys.executable).parent / "ragblend"
+
+
+IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -154,3 +159,12 @@ def test_blocks_and_commands_are_found() -> None:
     bash, python = blocks(text)
     assert list(commands(bash.code)) == ["ragblend ask 'a b'      --json"]
     assert (bash.line, python.info, python.code) == (3, ("python", "no-run"), "1 / 0\n")
+
+
+def test_every_method_has_its_picture():
+    """And every picture says in words what there is to see."""
+    found = list(IMAGE.finditer((REPO / "docs" / "methods.md").read_text(encoding="utf-8")))
+    names = {image["name"] for image in found}
+    assert names == set(METHODS) - {"recompute"}
+    assert names == {path.stem for path in (REPO / "docs" / "pictures").glob("*")}
+    assert all(image["words"].startswith(f"{image['name']}: ") for image in found)
