@@ -114,7 +114,7 @@ def test_a_prompt_of_a_mode_that_is_too_long_names_question_and_mode(
     question = questions[0]
     enough = len(quality.build_prompt(engine, question, 2).token_ids) + 2
     # Full prefill's prompt just fits; the examples in LangChain's do not.
-    monkeypatch.setattr(type(engine), "context_window", property(lambda _: enough))
+    monkeypatch.setattr(type(engine._resources), "context_window", property(lambda _: enough))
     journal = Journal(tmp_path / "journal.jsonl")
     with pytest.raises(PromptTooLongError, match="question 0, map_rerank: the prompt has "):
         quality.run(engine, [question], [Variant("map_rerank")], journal, max_new_tokens=2)
