@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
@@ -20,16 +19,13 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.plan import Plan, Span, make_plan
-from ragblend.engine.selection.asking import fresh_rows
+from ragblend.engine.plan import Span, make_plan
+from ragblend.engine.profile_policies import Shifting, Spread, Watching
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
-from ragblend.engine.selection.probe import Probe
-from ragblend.engine.selection.shift import shift_of
 from ragblend.engine.trace import Recorder
 from ragblend.engine.work import BATCH_ROWS
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
-from ragblend.kvstore.held import HeldChunk, Source, held_copy
+from ragblend.kvstore.held import Held, HeldChunk, Source, held_copy
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
@@ -47,46 +43,6 @@ CHUNKS = 4  # read at once: one alone would be over before the threads have shar
 MOVED_TOKENS = 8  # so that keys have to be moved, as they nearly always have
 Progress = Callable[[int, int], None]
 Opened = Callable[[int], AbstractContextManager[Source]]
-
-
-@dataclass(frozen=True)
-class _Spread(Policy):
-    """Computes so many rows, evenly spread, the last one among them: as rows are that a policy has chosen."""
-
-    count: int = 0
-    name: str = field(default="profile", kw_only=True)
-
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        places = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
-        places[-1] = plan.tokens - 1
-        return places.round().long().to(plan.token_ids.device)
-
-
-@dataclass(frozen=True)
-class _Shifting(_Spread):
-    """The same rows, and the others shifted."""
-
-    def corrects(self, plan: Plan) -> bool:
-        return True
-
-    def correct(self, plan: Plan, change: Change) -> Shift | None:
-        return shift_of("linear", 1.0, plan, change)
-
-
-@dataclass(frozen=True)
-class _Watching(_Spread):
-    """A probe with the fresh rows before that, through all layers, watched in all of them or in the last one alone."""
-
-    everywhere: bool = False
-
-    def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
-        return fresh_rows(plan) if probed is None else None
-
-    def watches(self, plan: Plan, layer: int) -> bool:
-        return self.everywhere or layer == plan.layers - 1
-
-    def look(self, plan: Plan, attention: Attention) -> Tensor:
-        return Probe().look(plan, attention)
 
 
 class _Nothing:
@@ -211,7 +167,7 @@ def _shift_ms(bench: Bench) -> tuple[float, float]:
     def added_ms(count: int) -> float:
         without, with_ = _medians(
             lambda: _load_ms(bench, count, lambda _: held, rows),
-            lambda: _load_ms(bench, count, lambda _: held, rows, _Shifting(rows)),
+            lambda: _load_ms(bench, count, lambda _: held, rows, Shifting(rows)),
         )
         return max(with_ - without, 0.0)
 
@@ -226,14 +182,14 @@ def _watch_ms(bench: Bench) -> float:
     held, most, rows = _shared(bench)
     layers, tokens = bench.decoder.geometry.layers, MOVED_TOKENS + most * CHUNK_TOKENS + rows
     last, all_of_them = _medians(
-        lambda: _load_ms(bench, most, lambda _: held, rows, _Watching(rows)),
-        lambda: _load_ms(bench, most, lambda _: held, rows, _Watching(rows, everywhere=True)),
+        lambda: _load_ms(bench, most, lambda _: held, rows, Watching(rows)),
+        lambda: _load_ms(bench, most, lambda _: held, rows, Watching(rows, everywhere=True)),
     )
     bench.step()
     return max(all_of_them - last, 0.0) / (rows * tokens) * layers / max(layers - 1, 1)
 
 
-def _shared(bench: Bench) -> tuple[Source, int, int]:
+def _shared(bench: Bench) -> tuple[Held, int, int]:
     """A chunk in memory, how many of it to load at once, and how many rows to compute behind them."""
     held = held_copy(HeldChunk.of(_made_up(bench.decoder)), "memory", torch.device("cpu"), pinned=False)
     most = _chunks_that_fit(bench)
@@ -279,7 +235,7 @@ def _fused(
     decoder = bench.decoder
     ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
     plan = make_plan(ids, spans, decoder.geometry.layers, 0.0, decoder.attention_share)
-    fused_prefill(decoder, plan, policy or _Spread(rows), cache, loader, recorder)  # type: ignore[arg-type]
+    fused_prefill(decoder, plan, policy or Spread(rows), cache, loader, recorder)  # type: ignore[arg-type]
 
 
 def _made_up(decoder: Decoder) -> ChunkKV:

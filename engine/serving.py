@@ -124,7 +124,7 @@ class Server:
             assert span.reader is not None
             tier = span.reader.tier
             loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.reader)
-        *size, watched = probe_size(plan, policy) if self.profile else (0, 0, 0, 0.0)
+        rows, probed_layers, settled, watched = probe_size(plan, policy) if self.profile else (0, 0, 0, 0.0)
         layers = range(plan.layers if self.profile else 0)  # without one nothing is predicted
         whole = next((layer + plan.attention_share for layer in layers if policy.peeks(plan, layer)), 0.0)
         always, candidates = plan.always_tokens, plan.candidate_tokens
@@ -138,7 +138,9 @@ class Server:
             plan.layers,
             loaded,
             whole,
-            *size,
+            rows,
+            probed_layers,
+            settled,
             candidates if self.profile and policy.corrects(plan) else 0,
             watched,
         )

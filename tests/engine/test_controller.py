@@ -10,7 +10,7 @@ from benches import PREFIX, SUFFIX, make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
-from ragblend.engine import profiling, serving
+from ragblend.engine import profile_policies, profiling, serving
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     USD_PER_GB_MONTH,
@@ -301,7 +301,7 @@ def test_the_grid_has_points_on_both_sides_of_what_changes_kernels():
 def test_measured_rows_are_spread_and_the_last_is_among_them(tokens, count):
     """Rows at the end look at everything, and 455 of them took a fifth longer than as many that a policy chose."""
     plan = make_plan(torch.ones(tokens, dtype=torch.int64), (), 2, 0.0, 0.3)
-    rows = profiling._Spread(count).rows(plan)
+    rows = profile_policies.Spread(count).rows(plan)
     assert rows.numel() == count and rows[-1] == tokens - 1 and (rows.diff() > 0).all()
     assert rows.diff().float().std(correction=0) < 1 if count > 1 else True
 
