@@ -25,7 +25,7 @@ from ragblend.engine.selection.base import Policy
 from ragblend.engine.trace import Recorder
 from ragblend.engine.work import BATCH_ROWS
 from ragblend.kvstore.chunks import ChunkKey, ChunkKV
-from ragblend.kvstore.held import Held, HeldChunk, Source, held_copy
+from ragblend.kvstore.held import HeldChunk, Source, held_copy
 from ragblend.kvstore.profile import PrefillProfile
 from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
@@ -91,8 +91,11 @@ def measure(
     _prefill_ms(bench, cached[-1], new[-1])  # the first pays for pages and kernels
     about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
     grid = _grid(bench, f"{about} on {decoder.device}", cached, new, long)
-    tiers = tuple(_tiers(bench, grid, prices))
-    return DeviceProfile(grid.about, grid, tiers, shift_ms=_shift_ms(bench), watch_ms=_watch_ms(bench))
+    chunk = _made_up(decoder)
+    tiers = tuple(_tiers(bench, grid, prices, chunk))
+    return DeviceProfile(
+        grid.about, grid, tiers, shift_ms=_shift_ms(bench, chunk), watch_ms=_watch_ms(bench, chunk)
+    )
 
 
 def _axes(window: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -125,9 +128,9 @@ def _grid(
     return PrefillProfile.of(about, cached, (*new, *long), ms)
 
 
-def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> Iterator[Tier]:
+def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float], chunk: ChunkKV) -> Iterator[Tier]:
     """Every tier that KV may lie in: how fast a loader brings it into new buffers, moved, and what the layers lose."""
-    lane, chunk = bench.lane, _made_up(bench.decoder)
+    lane = bench.lane
     count = _chunks_that_fit(bench)
     stored = MOVED_TOKENS + count * CHUNK_TOKENS
     fitting = [n for n in NEW if stored + n <= bench.window] or [1]
@@ -160,9 +163,9 @@ def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float]) -> I
             bench.store.delete(key)
 
 
-def _shift_ms(bench: Bench) -> tuple[float, float]:
+def _shift_ms(bench: Bench, chunk: ChunkKV) -> tuple[float, float]:
     """What shifting adds to the same request with the KV in memory: of itself, and for each stored token."""
-    held, most, rows = _shared(bench)
+    held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
 
     def added_ms(count: int) -> float:
         without, with_ = _medians(
@@ -177,9 +180,9 @@ def _shift_ms(bench: Bench) -> tuple[float, float]:
     return max(few - each * CHUNK_TOKENS, 0.0), each
 
 
-def _watch_ms(bench: Bench) -> float:
+def _watch_ms(bench: Bench, chunk: ChunkKV) -> float:
     """What watching one row in all layers adds to a probe, for each token that the row looks at."""
-    held, most, rows = _shared(bench)
+    held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
     layers, tokens = bench.decoder.geometry.layers, MOVED_TOKENS + most * CHUNK_TOKENS + rows
     last, all_of_them = _medians(
         lambda: _load_ms(bench, most, lambda _: held, rows, Watching(rows)),
@@ -189,11 +192,10 @@ def _watch_ms(bench: Bench) -> float:
     return max(all_of_them - last, 0.0) / (rows * tokens) * layers / max(layers - 1, 1)
 
 
-def _shared(bench: Bench) -> tuple[Held, int, int]:
-    """A chunk in memory, how many of it to load at once, and how many rows to compute behind them."""
-    held = held_copy(HeldChunk.of(_made_up(bench.decoder)), "memory", torch.device("cpu"), pinned=False)
+def _extent(bench: Bench) -> tuple[int, int]:
+    """How many chunks to load at once, and how many rows to compute behind them, where a difference is measured."""
     most = _chunks_that_fit(bench)
-    return held, most, max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
+    return most, max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
 
 
 def _chunks_that_fit(bench: Bench) -> int:

@@ -330,7 +330,7 @@ def test_what_a_shift_takes_is_told_apart_from_what_it_takes_a_token(fresh, monk
     monkeypatch.setattr(profiling, "_load_ms", load_ms)
     monkeypatch.setattr(profiling, "REPEATS", 1)
     bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
-    assert profiling._shift_ms(bench) == pytest.approx((once, each))
+    assert profiling._shift_ms(bench, profiling._made_up(bench.decoder)) == pytest.approx((once, each))
 
 
 def test_what_watching_takes_is_told_of_a_row_and_a_token_in_all_layers(fresh, monkeypatch):
@@ -344,4 +344,4 @@ def test_what_watching_takes_is_told_of_a_row_and_a_token_in_all_layers(fresh, m
     monkeypatch.setattr(profiling, "_load_ms", load_ms)
     monkeypatch.setattr(profiling, "REPEATS", 1)
     bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
-    assert profiling._watch_ms(bench) == pytest.approx(0.002)
+    assert profiling._watch_ms(bench, profiling._made_up(bench.decoder)) == pytest.approx(0.002)
