@@ -173,15 +173,7 @@ class Conversations:
         messages: Sequence[Message],
     ) -> Turn:
         engine = self._engine
-        stream = engine.stream(
-            context.prompt,
-            method=settings.method,
-            ratio=settings.ratio,
-            session=self._session(asked.chat_id),
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            repetition_penalty=settings.repetition_penalty,
-        )
+        stream = engine.stream(context.prompt, session=self._session(asked.chat_id), **settings.answering)
         present = _present(context, messages)
 
         def describe(result: "Result") -> dict[str, Any]:

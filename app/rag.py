@@ -71,15 +71,7 @@ class AnswerStream:
 
     def __init__(self, engine: "Engine", settings: Settings, fitted: Fitted, retrieve_ms: float) -> None:
         self._engine, self._fitted, self._retrieve_ms = engine, fitted, retrieve_ms
-        self._stream = engine.stream(
-            fitted.prompt,
-            method=settings.method,
-            ratio=settings.ratio,
-            max_new_tokens=settings.max_new_tokens,
-            keep_tokens=settings.keep_tokens,
-            temperature=settings.temperature,
-            repetition_penalty=settings.repetition_penalty,
-        )
+        self._stream = engine.stream(fitted.prompt, keep_tokens=settings.keep_tokens, **settings.answering)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)

@@ -103,6 +103,12 @@ class Settings:
         )
 
     @property
+    def answering(self) -> dict[str, Any]:
+        """What the engine is told of how to read a prompt and to answer it, whoever asks."""
+        names = ("method", "ratio", "max_new_tokens", "temperature", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def usd_per_gb_month(self) -> dict[str, float]:
         """What a GB costs for a month, by tier."""
         return {name: getattr(self, f"{name}_usd_per_gb_month") for name in USD_PER_GB_MONTH}

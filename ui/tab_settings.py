@@ -13,6 +13,7 @@ from ragblend.app.settings_file import save_settings
 from ragblend.kvstore.errors import RagBlendError, SettingsError
 from ragblend.ui import render_settings
 from ragblend.ui.context import QUICK, Context, drawn
+from ragblend.ui.render_compare import LABELS
 from ragblend.ui.render_text import problem
 from ragblend.ui.tab_compare import CHOICES
 
@@ -241,7 +242,7 @@ class SettingsTab:
 
 def with_chosen(method: str) -> list[tuple[str, str]]:
     """The methods to choose from: a name with parameters, from a file or from `tune`, is one more."""
-    return CHOICES if method in dict(CHOICES).values() else [*CHOICES, (method, method)]
+    return CHOICES if method in LABELS else [*CHOICES, (method, method)]
 
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
