@@ -80,7 +80,7 @@ layers: $(WHEEL)
 bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench ttft --home $(BENCH_HOME) --output $(BENCH_OUT) --ratios 0.15 --repeats 3
 	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) --inspect 2 \
-	    --methods full,naive,reuse,random,cacheblend --ratios 0.15
+	    --methods full,naive,reuse,random,cacheblend,probe-shift --ratios 0.15
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:

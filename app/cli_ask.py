@@ -8,6 +8,7 @@ import typer
 
 from ragblend.app.answer import Answer
 from ragblend.app.cli_common import Cli, command
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 
 
 def ratio_of(text: str) -> float | str:
@@ -19,12 +20,12 @@ def ratio_of(text: str) -> float | str:
 
 
 Method = Annotated[
-    str | None, typer.Option(help="How to prefill: full, reuse, cacheblend, ... [cacheblend].")
+    str | None, typer.Option(help=f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
 ]
 Ratio = Annotated[
     str | None,
     typer.Option(
-        help="Share of the stored tokens to compute again, or `auto`: what loading hides [0.15].",
+        help=f"Share of the stored tokens to compute again, or `auto`: what loading hides [{DEFAULT_RATIO}].",
         parser=ratio_of,
     ),
 ]

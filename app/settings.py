@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES
@@ -46,8 +47,8 @@ class Settings:
     device: str | None = None
     dtype: str | None = None
     collection: str = "default"
-    method: str = "cacheblend"
-    ratio: float | str = 0.15
+    method: str = DEFAULT_METHOD
+    ratio: float | str = DEFAULT_RATIO
     top_k: int = 6
     chunk_tokens: int = 512
     chunk_overlap: int = 0

@@ -12,6 +12,10 @@ from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import policy_named
 
+# How a prompt is read unless something else is asked for; docs/methods.md has what was measured of it.
+DEFAULT_METHOD = "probe-shift"
+DEFAULT_RATIO = 0.15
+
 
 @dataclass(frozen=True)
 class EngineConfig:

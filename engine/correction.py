@@ -36,6 +36,9 @@ class Correction:
         where = open_rows.nonzero().squeeze(1)
         self._start, self._stop = (int(where[0]), int(where[-1]) + 1) if where.numel() else (0, 0)
         self._gets = self._exceptions(open_rows)
+        always = plan.always[self._start : self._stop].nonzero().squeeze(1)
+        self._unwritten = always + self._start  # in the run, and computed in any case
+        self._known: dict[str, object] = {}
         self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
@@ -43,6 +46,10 @@ class Correction:
         if self._start == self._stop:
             return
         start, stop, run = self._start, self._stop, slice(self._start, self._stop)
+        # They hold what was in memory before, unless a probe has computed them; a product of the whole run takes
+        # NaN over into a neighbour: oneDNN reads an odd row of bfloat16 together with the first number behind it.
+        if self._unwritten.numel():
+            self._cache.blank(layer, self._unwritten)
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         moved = new_keys.index_select(1, self._at).float() - keys.index_select(1, self._rows).float()
         changed = new_values.index_select(1, self._at).float() - values.index_select(1, self._rows).float()
@@ -57,6 +64,7 @@ class Correction:
             stored_keys=still(_handy(keys[:, run]), run),
             stored_values=_handy(values[:, run]),
             still=still,
+            known=self._known,
         )
         shift = self._policy.correct(self._plan, change)
         if shift is not None:

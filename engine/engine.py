@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ragblend.engine import naming
 from ragblend.engine.chat import chat
-from ragblend.engine.config import DecodeOptions, EngineConfig
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decode import continue_logits
 from ragblend.engine.gate import GateVerdict
@@ -23,12 +23,11 @@ from ragblend.engine.machine import Machine, Progress
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.serving import DEFAULT_RATIO, Request
+from ragblend.engine.serving import Request
 from ragblend.engine.session import Session
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.store import KVStore
 
-DEFAULT_METHOD = "cacheblend"
 _engines: dict[tuple[Machine, str], "Engine"] = {}
 _opening = threading.Lock()
 

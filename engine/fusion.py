@@ -19,7 +19,6 @@ from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.evidence import Attention, Evidence, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.engine.work import Run, Spent, Waiting, Work, begin_work, make_work, narrowed, take_through
-from ragblend.kvstore.errors import UnsupportedModelError
 
 # Of the rows behind the last chunk at most so many, the last ones, are watched: their weights are (N, W, T) numbers.
 WATCHED_ROWS = 128
@@ -37,8 +36,7 @@ def fused_prefill(
 ) -> tuple[Tensor, Spent]:
     """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
 
-    The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader,
-    UnsupportedModelError where a policy must see attention that the model does not show.
+    The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader.
     """
     run = Run(decoder, plan, policy, cache, recorder, cancel)
     cache.loader = loader
@@ -92,11 +90,7 @@ def _probes(run: Run) -> Probed | None:
     """Run what the policy wants to see before it chooses."""
     policy, probed = run.policy, None
     while (rows := policy.probe_rows(run.plan, probed)) is not None:
-        if not run.decoder.watches:
-            raise UnsupportedModelError(
-                f"the method {policy.name!r} must see what rows look at, which this model's layers do not show; "
-                "use `cacheblend`"
-            )
+        assert run.decoder.watches, f"{policy.name} must see attention, which this model does not show"
         probed = _probe(run, rows, probed)
     return probed
 

@@ -181,7 +181,10 @@ def _shift_ms(bench: Bench, chunk: ChunkKV) -> tuple[float, float]:
 
 
 def _watch_ms(bench: Bench, chunk: ChunkKV) -> float:
-    """What watching one row in all layers adds to a probe, for each token that the row looks at."""
+    """What watching one row in all layers adds to a probe, for each token that it looks at; 0 where none can be."""
+    if not bench.decoder.watches:
+        bench.step()
+        return 0.0
     held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
     layers, tokens = bench.decoder.geometry.layers, MOVED_TOKENS + most * CHUNK_TOKENS + rows
     last, all_of_them = _medians(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import Lane
@@ -34,7 +34,7 @@ from ragblend.kvstore.reader import ChunkReader
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
-DEFAULT_RATIO = 0.15
+BLIND_METHOD = "cacheblend"  # where a policy would have to see attention, and the model does not show it
 KeyOf = Callable[
     [tuple[int, ...], tuple[int, ...], str], ChunkKey
 ]  # (encoding prefix, token ids, collection)
@@ -69,6 +69,7 @@ class Server:
         """Read the prompt. A chunk found damaged on the way counts as missing, and the request begins again."""
         begun = time.perf_counter()
         recorder = Recorder(self.lane, begun)
+        request, warning = self._able(request)
         with ExitStack() as readers:
             with recorder.part("lookup"):
                 spans, hits, misses = self._spans(request, readers)
@@ -91,6 +92,7 @@ class Server:
             _timings(trace, prefill_ms),
             hits,
             misses,
+            warning=warning,
             decision=decision,
             trace=trace,
             probe_rows=spent.probe_rows,
@@ -98,6 +100,16 @@ class Server:
             served=_served(plan, spent),
         )
         return Prefilled(request.prompt, logits, cache, report)
+
+    def _able(self, request: Request) -> tuple[Request, str | None]:
+        """The request as this model can serve it, and what is otherwise than asked."""
+        if self.decoder.watches or not request.policy.looks:
+            return request, None
+        warning = (
+            f"{request.policy.name} must see what rows look at, which this model's layers do not show; "
+            f"the prompt is served by {BLIND_METHOD}"
+        )
+        return replace(request, policy=policy_named(BLIND_METHOD)), warning
 
     def _decided(self, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
         """The plan at the ratio that was asked for, or that the controller chose."""

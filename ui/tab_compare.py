@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.comparing import Side, compare
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import render_compare
 from ragblend.ui.context import Context, drawn
@@ -48,8 +49,8 @@ def build(context: Context) -> Parts:
                 choices=[], label="Collection", elem_id="rb-compare-collection", scale=1, min_width=150
             )
         with gr.Row():
-            left, left_ratio = _side("A", "cacheblend", 0.15)
-            right, right_ratio = _side("B", "full", 0.15)
+            left, left_ratio = _side("A", DEFAULT_METHOD)
+            right, right_ratio = _side("B", "full")
         with gr.Row():
             go = gr.Button("Compare", variant="primary", elem_id="rb-compare-go", scale=0, min_width=130)
             stop = gr.Button("Stop", elem_id="rb-compare-stop", scale=0, min_width=90, visible=False)
@@ -59,7 +60,7 @@ def build(context: Context) -> Parts:
     return parts
 
 
-def _side(name: str, method: str, ratio: float) -> tuple[gr.Dropdown, gr.Slider]:
+def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
     with gr.Column(min_width=240):
         chosen = gr.Dropdown(
             choices=CHOICES, value=method, label=f"Method {name}", elem_id=f"rb-method-{name.lower()}"
@@ -67,7 +68,7 @@ def _side(name: str, method: str, ratio: float) -> tuple[gr.Dropdown, gr.Slider]
         share = gr.Slider(
             0,
             1,
-            value=ratio,
+            value=DEFAULT_RATIO,
             step=0.01,
             label=f"Share computed again, {name}",
             elem_id=f"rb-ratio-{name.lower()}",

@@ -10,6 +10,7 @@ import gradio as gr
 from ragblend.app.model_download import ModelDownload, must_be_fetched
 from ragblend.app.reencoding import Cost, cost_of
 from ragblend.app.settings_file import save_settings
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError, SettingsError
 from ragblend.ui import render_settings
 from ragblend.ui.context import QUICK, Context, drawn
@@ -80,14 +81,14 @@ def _form() -> Form:
             info="default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
         ),
         gr.Dropdown(DEVICES, value="", label="Device", elem_id="rb-device"),
-        gr.Dropdown(CHOICES, value="cacheblend", label="Method", elem_id="rb-method"),
+        gr.Dropdown(CHOICES, value=DEFAULT_METHOD, label="Method", elem_id="rb-method"),
         gr.Radio(
             [("Chosen by hand", MANUAL), ("What loading hides", AUTO)],
             value=MANUAL,
             label="Share computed again",
             elem_id="rb-ratio-mode",
         ),
-        gr.Slider(0, 1, value=0.15, step=0.01, label="Share", elem_id="rb-ratio", interactive=True),
+        gr.Slider(0, 1, value=DEFAULT_RATIO, step=0.01, label="Share", elem_id="rb-ratio", interactive=True),
         gr.Slider(
             1, 30, value=6, step=1, label="Passages per question", elem_id="rb-top-k", interactive=True
         ),
@@ -144,7 +145,7 @@ class SettingsTab:
     def fill(self) -> Updates:
         settings, form = self._desk.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
-        share = settings.ratio if by_hand else 0.15
+        share = settings.ratio if by_hand else DEFAULT_RATIO
         values = {
             name: getattr(settings, name)
             for name in ("model", "top_k", "chunk_tokens", "max_new_tokens", "temperature")
@@ -272,6 +273,7 @@ def check_model(name: str) -> None:
 def _meaning(mode: str, ratio: float) -> str:
     if mode == AUTO:
         return (
-            '<p class="rb-small">As much is computed again as loading hides on this device, 15% at least.</p>'
+            '<p class="rb-small">As much is computed again as loading hides on this device, '
+            f"{DEFAULT_RATIO:.0%} at least.</p>"
         )
     return f'<p class="rb-small">{render_settings.ratio_meaning(ratio)}</p>'

@@ -1,6 +1,6 @@
 """Base of the policies that recompute what the question looks at: they run the fresh rows first, and watch them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ class Asking(Policy):
     them there, and needs no advice about them. Cost: the rows of the probe that are computed again (all but what the
     prompt begins with), times the share of the layers that the probe runs through; the budget pays for them.
     """
+
+    looks: bool = field(default=True, kw_only=True)
 
     def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
         return None if probed is not None or not chooses(plan) else fresh_rows(plan)

@@ -16,12 +16,13 @@ from ragblend.kvstore.errors import UsageError
 class Policy:
     """Base of all policies: computes what must be computed, and nothing more.
 
-    moves_keys: rotate stored keys to their new positions; fixed_ratio: the share that it recomputes whatever ratio is
-    asked for, None where it does as asked.
+    moves_keys: rotate stored keys to their new positions; looks: it must see attention, which not every model shows;
+    fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked.
     """
 
     name: str = field(default="", kw_only=True)
     moves_keys: bool = field(default=True, kw_only=True)
+    looks: bool = field(default=False, kw_only=True)
     fixed_ratio: float | None = field(default=None, kw_only=True)
 
     def checked(self, ratio: float | str) -> float:

@@ -1,7 +1,7 @@
 """What policies are shown, and what they answer with: KV beside what was stored, attention, changes, shifts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -70,9 +70,9 @@ class Change:
 
     rows (C,) positions; keys, values (H, C, D) float32: new minus stored; start, stop: the run of rows that may be
     corrected; stored_keys, stored_values (H, stop - start, D), bfloat16 in a model of that dtype, else float32: what is
-    stored for these (rows among them that are not stored hold anything, finite or not). All keys are turned back to
+    stored for these (zeros in rows among them that are not stored). All keys are turned back to
     position 0, so that they compare wherever they stand; still(keys (H, n, D), positions (n,)) does that to others, of
-    the same layer.
+    the same layer. known: what a policy keeps of a request's rows, which are the same in all layers.
     """
 
     layer: int
@@ -84,6 +84,7 @@ class Change:
     stored_keys: Tensor
     stored_values: Tensor
     still: Callable[[Tensor, Tensor], Tensor]
+    known: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

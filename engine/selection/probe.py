@@ -5,6 +5,9 @@ each of these rows gives it, by head, averaged over heads and over the chosen la
 neighbours and separators. L2 favours a token that one row needs much over one that all need a little. What was measured
 of sums, of early, middle and late layers, and of several passes: docs/methods.md.
 
+A question that would take more of the budget than PROBE_SHARE is not asked: the first rows of each chunk are computed
+then, which costs no choosing. Of long literals between and behind the chunks (a conversation) only the end asks.
+
 Cost: as `Asking`. passes: after a first part of the budget is computed, the question looks again through what is better
 by then; each pass costs another probe.
 """
@@ -17,11 +20,16 @@ from torch import Tensor
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection.asking import Asking, fresh_rows
 from ragblend.engine.selection.base import budget_rows, chooses, one_of
+from ragblend.engine.selection.baselines import Heads
 from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
 from ragblend.engine.selection.shift import FORMS, shift_of
 from ragblend.kvstore.errors import UsageError
 
 NORMS = ("l2", "sum", "max")
+# Of the budget, what a probe may take: beyond that, chunks' first rows and a shift came as near (docs/methods.md).
+PROBE_SHARE = 1 / 3
+# Rows that ask, beside those that the prompt begins with.
+ASKING_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,8 @@ class Probe(Asking):
         if not chooses(plan) or (probed is not None and probed.passes >= self.passes):
             return None
         if probed is None:
-            return fresh_rows(plan)
+            asking = _asking_rows(plan)
+            return asking if self._pays(plan, asking) else None
         to_come = self.passes - probed.passes
         # What the other probes will cost is what the first one did: the same rows, through the same layers at least.
         left = budget_rows(plan, probed) - to_come * probed.cost_rows / probed.passes
@@ -74,8 +83,27 @@ class Probe(Asking):
         missing[fresh_rows(plan)] = False
         return again[~missing[again]]
 
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+        if probed is None and chooses(plan):
+            return Heads().rows(plan)
+        return super().rows(plan, probed)
+
+    def _pays(self, plan: Plan, asking: Tensor) -> bool:
+        """Whether a probe leaves enough of the budget for the rows that it chooses."""
+        again = int((asking >= plan.settled_tokens).sum()) * self.until
+        return again <= PROBE_SHARE * budget_rows(plan)
+
     def corrects(self, plan: Plan) -> bool:
         return self.shift != "none" and chooses(plan)
 
     def correct(self, plan: Plan, change: Change) -> Shift | None:
         return shift_of(self.shift, self.strength, plan, change)
+
+
+def _asking_rows(plan: Plan) -> Tensor:
+    """(R,) the literals; where they are long, those that the prompt begins with, and the end of those behind."""
+    rows = fresh_rows(plan)
+    if int((rows >= plan.settled_tokens).sum()) <= ASKING_ROWS:
+        return rows
+    end = max(plan.suffix_start, plan.tokens - ASKING_ROWS)
+    return rows[(rows < plan.settled_tokens) | (rows >= end)]

@@ -40,7 +40,7 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
     rows = change.rows.numel()
     if rows == 0:
         return None
-    places = _Places(plan, change)
+    places = _places(plan, change)
     stored, changes = (change.stored_keys, change.stored_values), (change.keys, change.values)
     weights = [strength * rows / (rows + SHRINK_SIZES * part.shape[-1]) for part in stored]
     if form == "linear":
@@ -49,7 +49,11 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
         return Shift(*(fit.shift(part, places, weight) for fit, part, weight in triples))
     shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
     parts = (
-        places.with_means(torch.zeros_like(part), 1.0, (weight * places.means(of, shrink)).to(part.dtype))
+        places.with_means(
+            torch.zeros_like(part),
+            torch.ones_like(part[..., :1]),
+            (weight * places.means(of, shrink)).to(part.dtype),
+        )
         for part, of, weight in zip(stored, changes, weights, strict=True)
     )
     return Shift(*parts)
@@ -61,6 +65,14 @@ def chunk_of(plan: Plan) -> Tensor:
     for number, span in enumerate(plan.spans):
         numbers[span.start : span.stop] = number
     return numbers.to(plan.token_ids.device)
+
+
+def _places(plan: Plan, change: Change) -> "_Places":
+    """The same in all layers of a request."""
+    found = change.known.get("places")
+    if not isinstance(found, _Places):
+        found = change.known["places"] = _Places(plan, change)
+    return found
 
 
 class _Places:
@@ -82,8 +94,11 @@ class _Places:
         starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
         where = torch.arange(change.start, change.stop, device=chunks.device)
         place = (where - starts[chunks[where].clamp_min(0)]).clamp_min(0).float()
-        # (n, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position.
-        self.of_rows = torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
+        # (n, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position. About
+        # the computed rows' mean.
+        of_rows = torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
+        of_rows -= of_rows[self.computed].mean(0)
+        self.of_rows = of_rows.to(change.stored_keys.dtype)
 
     def means(self, changes: Tensor, shrink: float) -> Tensor:
         """(H, chunks, D): the mean change of each chunk, drawn to that of all as if `shrink` more rows had had it."""
@@ -98,11 +113,11 @@ class _Places:
         """(H, C, D): of means (H, chunks, D), that of each computed row's chunk."""
         return self._members @ means
 
-    def with_means(self, shift: Tensor, nearness: Tensor | float, means: Tensor) -> Tensor:
+    def with_means(self, shift: Tensor, nearness: Tensor, means: Tensor) -> Tensor:
         """Shift (H, n, D) of the run's rows, times nearness (H, n, 1), and each one's of means (H, chunks, D)."""
-        shift.mul_(nearness)
         for number, start, stop in self._runs:
-            shift[:, start:stop].add_(means[:, number, None])
+            rows = shift[:, start:stop]
+            torch.addcmul(means[:, number, None], rows, nearness[:, start:stop], out=rows)
         return shift
 
 
@@ -110,14 +125,12 @@ class _Places:
 class _Fit:
     """A regression of changes on what is stored, by ridge, for H heads; F = D + 3, with the places.
 
-    scale (H, 1, 1): how large places stand beside what is stored; centre (H, 1, F) and squares (H, 1, F): of the
-    computed rows' features the mean, and about it the mean squares; units (H, F, 1): what a feature's square is divided
-    by; weights (H, F, D); means (H, chunks, D).
+    centre (H, 1, D): the mean of what is stored for the computed rows; units (H, F, 1): what a feature's square about
+    the mean counts in a row's distance, which is 1 for the computed rows in the mean; weights (H, F, D); means
+    (H, chunks, D).
     """
 
-    scale: Tensor
     centre: Tensor
-    squares: Tensor
     units: Tensor
     weights: Tensor
     means: Tensor
@@ -129,8 +142,8 @@ class _Fit:
         """
         heads, rows, size = stored.shape
         away = stored.new_empty(heads, rows, size + places.of_rows.shape[1])
-        torch.sub(stored, self.centre[..., :size].to(stored), out=away[..., :size])
-        away[..., size:] = places.of_rows * self.scale - self.centre[..., size:]
+        torch.sub(stored, self.centre.to(stored), out=away[..., :size])
+        away[..., size:] = places.of_rows
         shift = away @ (weight * self.weights).to(stored)
         return places.with_means(shift, self._nearness(away), (weight * self.means).to(stored))
 
@@ -139,8 +152,7 @@ class _Fit:
 
         By their squared distance beside that of the computed rows, in the same units.
         """
-        typical = (self.squares @ self.units).clamp_min(1e-12)  # (H, 1, 1)
-        distance = away.square() @ (self.units / typical).to(away)
+        distance = away.square() @ self.units.to(away)
         return 1 / (distance - 1).clamp_min_(0).mul_(CAUTION).add_(1)
 
 
@@ -150,12 +162,16 @@ def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) 
         pairs = zip(stored, changes, strict=True)
         return [fit for part, changed in pairs for fit in _fits([part], [changed], places)]
     known = torch.stack([part[:, places.computed] for part in stored]).float()  # (P, H, C, D)
-    scale = (PLACE_SCALE * _spread(known)).expand(-1, known.shape[1], 1, 1)
-    where = places.of_rows[places.computed] * scale  # (P, H, C, 3)
-    known, scale = torch.cat([known, where], dim=-1).flatten(0, 1), scale.flatten(0, 1)  # (P H, C, F)
+    size, scale = (
+        known.shape[-1],
+        PLACE_SCALE * _spread(known),
+    )  # how large places stand beside what is stored
+    where = (places.of_rows[places.computed].float() * scale).expand(
+        -1, known.shape[1], -1, -1
+    )  # (P, H, C, 3)
     # Rounded as it is where it is taken from all rows.
-    centre = known.mean(1, keepdim=True).to(stored[0].dtype).float()
-    known -= centre
+    centre = known.mean(2, keepdim=True).to(stored[0].dtype).float()
+    known = torch.cat([known - centre, where], dim=-1).flatten(0, 1)  # (P H, C, F)
     changed = torch.cat(list(changes))
     means = places.means(changed, SHRINK_ROWS)
     squares, gram = _system(known)
@@ -163,7 +179,12 @@ def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) 
         known.transpose(1, 2) @ (changed - places.of_computed(means)), torch.linalg.cholesky(gram)
     )
     units = 1 / gram.diagonal(dim1=1, dim2=2)[..., None]
-    whole = (scale, centre, squares[:, None], units, weights, means)
+    units /= (squares[:, None] @ units).clamp_min(1e-12)
+    # The scale is taken into what places are multiplied by, so that those of all rows are the same everywhere.
+    scales = scale.expand(-1, stored[0].shape[0], 1, 1).flatten(0, 1)
+    weights[:, size:] *= scales
+    units[:, size:] *= scales.square()
+    whole = (centre.flatten(0, 1), units, weights, means)
     return [_Fit(*parts) for parts in zip(*(part.chunk(len(stored)) for part in whole), strict=True)]
 
 

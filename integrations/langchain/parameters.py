@@ -70,7 +70,7 @@ class Parameters(BaseModel):
     device: str | None = None
     dtype: str | None = None
     method: str | None = None
-    """How prompts are read: `cacheblend` (as if None), `full`, `reuse`, ..."""
+    """How prompts are read: `probe-shift` (as if None), `full`, `reuse`, ..."""
     ratio: Share | Literal["auto"] | None = None
     """The share of stored tokens that is computed again; 0.15 if None; `auto`: what loading hides."""
     register_retrieved: bool = True

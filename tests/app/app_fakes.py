@@ -103,14 +103,14 @@ class FakeEngine:
             [with_ids(segment, range(len((segment.text or "").split()))) for segment in prompt.segments]
         )
 
-    def prefill(self, prompt, method="cacheblend", cancel=None):
+    def prefill(self, prompt, method="probe-shift", cancel=None):
         self.prefilled.append((prompt, method))
         return SimpleNamespace(report=Report(method, None, timings=Timings(prefill_ms=1234.5)))
 
     def stream(
         self,
         prompt,
-        method="cacheblend",
+        method="probe-shift",
         ratio=0.15,
         max_new_tokens=256,
         keep_tokens=None,

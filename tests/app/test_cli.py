@@ -249,14 +249,14 @@ def test_demo_compares_both_ways(cli, capfd):
     shown = capfd.readouterr().out
     for words in (
         "Full prefill, first token after",
-        "Fused (cacheblend, ratio 0.15)",
+        "Fused (probe-shift, ratio 0.15)",
         "times sooner",
         "Sources:",
         "Next:",
     ):
         assert words in shown
     methods = [method for _, method, *_ in cli.engine.requests]
-    assert methods.count("full") == 3 and methods.count("cacheblend") == 4
+    assert methods.count("full") == 3 and methods.count("probe-shift") == 4
 
 
 def test_chat_remembers_the_last_turns(filled, capfd, monkeypatch):

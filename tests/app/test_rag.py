@@ -21,7 +21,7 @@ def test_passages_come_first_and_the_question_last(rag, workspace):
     assert isinstance(prompt.segments[0], Literal) and isinstance(prompt.segments[-1], Literal)
     assert prompt.segments[-1].text.endswith("What colour has the sky over the harbour?")
     assert all(isinstance(segment, Chunk) for segment in prompt.segments[1:-1])
-    assert (method, ratio, longest, temperature) == ("cacheblend", 0.15, 32, 0.0)
+    assert (method, ratio, longest, temperature) == ("probe-shift", 0.15, 32, 0.0)
     assert answer.text == "It is blue."
     assert answer.sources[0].document == "sky.txt"
     best_last = [source.node_id for source in reversed(answer.sources)]

@@ -18,7 +18,12 @@ def test_each_source_overrides_the_one_before(tmp_path):
     path = write(tmp_path, 'model = "file"\nratio = 0.3\ntop_k = 3\n')
     environment = {"RAGBLEND_RATIO": "0.4", "RAGBLEND_TOP_K": "4", "RAGBLEND_HOME": "/x", "OTHER": "1"}
     settings = Settings.load(path, environment, {"top_k": 5, "method": None})
-    assert (settings.model, settings.ratio, settings.top_k, settings.method) == ("file", 0.4, 5, "cacheblend")
+    assert (settings.model, settings.ratio, settings.top_k, settings.method) == (
+        "file",
+        0.4,
+        5,
+        "probe-shift",
+    )
 
 
 def test_no_file_means_defaults(tmp_path):

@@ -27,10 +27,10 @@ def chosen(path, environment=None, **overrides):
 
 def test_the_choice_of_a_model_is_for_that_model(tuned) -> None:
     assert chosen(tuned) == ("cacheblend-gradual", 0.05)
-    assert chosen(tuned, model="other") == ("cacheblend", 0.15)
-    assert chosen(tuned, {"RAGBLEND_MODEL": "other"}) == ("cacheblend", 0.15)
+    assert chosen(tuned, model="other") == ("probe-shift", 0.15)
+    assert chosen(tuned, {"RAGBLEND_MODEL": "other"}) == ("probe-shift", 0.15)
     tuned.write_text('model = "other"')
-    assert chosen(tuned) == ("cacheblend", 0.15)
+    assert chosen(tuned) == ("probe-shift", 0.15)
     assert chosen(tuned, model="default") == ("cacheblend-gradual", 0.05)
 
 
@@ -60,7 +60,7 @@ def test_choices_are_taken_back_one_by_one(tuned) -> None:
     assert chosen(tuned) == ("cacheblend-gradual", 0.05)
     undone, now = undo_choice(file, "default")
     assert (undone.ratio, now) == (0.05, None)
-    assert chosen(tuned) == ("cacheblend", 0.15)
+    assert chosen(tuned) == ("probe-shift", 0.15)
     assert undo_choice(file, "default") is None
     assert choice_for(file, "other").method == "random"
 

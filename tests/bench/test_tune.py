@@ -196,7 +196,7 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
     found = json.loads(printed.out)
     assert code == 0
     assert (found["saved"], found["questions"], found["data"]) == (False, 8, "questions.json")
-    assert now() == ("cacheblend", 0.15)
+    assert now() == ("probe-shift", 0.15)
     assert {row["ratio"] for row in found["rows"] + found["dropped"]} == {None, 0.5, 0.9, 0.15}
     lowest = min(found["rows"], key=lambda row: row["kl"])
     assert lowest["ratio"] == 0.9
@@ -214,7 +214,7 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
         "undone": {"method": found["method"], "ratio": found["ratio"]},
         "now": None,
     }
-    assert now() == ("cacheblend", 0.15)
+    assert now() == ("probe-shift", 0.15)
     code, printed = command("--undo")
     assert "nothing to take back" in printed.out
 

@@ -188,7 +188,7 @@ def test_watching_takes_its_time_beside_the_ratio(fresh, monkeypatch, method, sh
     slow, found = replace(profile(), watch_ms=0.01), []
     for each in (slow, profile()):
         monkeypatch.setattr(engine._resources.server, "profile", each)
-        found.append(engine.prefill(prompt, method=method, ratio=0.5).report)
+        found.append(engine.prefill(prompt, method=method, ratio=0.8).report)
     watched = len(engine.tokenizer.encode(SUFFIX, add_special_tokens=False))
     added = found[0].decision.predicted_compute_ms - found[1].decision.predicted_compute_ms
     assert added == pytest.approx(0.01 * watched * share * found[0].tokens.prompt, rel=1e-3)

@@ -156,7 +156,7 @@ def test_timings_are_of_this_request(stored):
     assert 0 < timings.prefill_ms <= timings.ttft_ms <= timings.total_ms
     assert timings.tokens_per_s > 0
     assert timings.stall_ms <= timings.prefill_ms
-    assert (report.method, report.ratio) == ("cacheblend", 0.15)
+    assert (report.method, report.ratio) == ("probe-shift", 0.15)
 
 
 # --- wrong use

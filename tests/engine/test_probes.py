@@ -13,10 +13,11 @@ from transformers import DynamicCache
 from ragblend.engine import cache as cache_module
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind
+from ragblend.engine.prompt import Literal, Prompt
 from ragblend.engine.selection import METHODS, policy_named
 from ragblend.engine.selection.asking import fresh_rows
 from ragblend.engine.selection.probe import Probe
-from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
+from ragblend.kvstore.errors import Cancelled, UsageError
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 ASKING = (
@@ -40,14 +41,16 @@ def stored(bench):
 def seen(monkeypatch):
     """Every (plan, probed) with which a policy that asks was called for its rows."""
     calls = []
-    rows = Probe.rows
 
-    def recorded(policy, plan, probed=None):
-        calls.append((policy, plan, probed))
-        return rows(policy, plan, probed)
+    def recorded(rows):
+        def record(policy, plan, probed=None):
+            calls.append((policy, plan, probed))
+            return rows(policy, plan, probed)
+
+        return record
 
     for asking in {type(METHODS[name.partition(":")[0]]) for name in ASKING}:
-        monkeypatch.setattr(asking, "rows", recorded)
+        monkeypatch.setattr(asking, "rows", recorded(asking.rows))
     return calls
 
 
@@ -314,12 +317,15 @@ def test_rows_that_a_probe_computed_are_there_for_good(stored):
     assert largest_error(prefilled.logits, stored.logits(prompt)[-1]) < 1e-4
 
 
-def test_a_model_that_shows_no_attention_says_so(llama, monkeypatch):
+@pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "a3"])
+def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(method, llama, monkeypatch):
     llama.engine.encode(TEXTS)
+    asked = llama.engine.prefill(make_prompt(TEXTS), method="cacheblend", ratio=0.5)
     monkeypatch.setattr(llama.engine._resources.decoder, "watches", False)
-    with pytest.raises(UnsupportedModelError, match="cacheblend"):
-        llama.engine.prefill(make_prompt(TEXTS), method="probe", ratio=0.5)
-    assert llama.engine.prefill(make_prompt(TEXTS), method="cacheblend", ratio=0.5).report.hits == 4
+    prefilled = llama.engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5)
+    assert (prefilled.report.method, prefilled.report.ratio, prefilled.report.hits) == ("cacheblend", 0.5, 4)
+    assert method in prefilled.report.warning and "cacheblend" in prefilled.report.warning
+    assert torch.equal(prefilled.logits, asked.logits) and asked.report.warning is None
 
 
 def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
@@ -335,11 +341,41 @@ def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
         Probe, "look", lambda self, plan, seen: shown.append(seen.weights.shape[1]) or look(self, plan, seen)
     )
     prompt = make_prompt(TEXTS, suffix="\n\nQuestion: " + make_text(50, words=12))
-    llama.engine.prefill(prompt, method="probe", ratio=0.6)
+    llama.engine.prefill(prompt, method="probe", ratio=0.9)
     assert shown == [8, 8, 8]  # layers 1 to 3
     for rows in (5, 16, 17, 23, 24, 25, 40):
         sizes = work._go_sizes(rows, min(8, rows))
         assert sum(sizes) == rows and sizes[-1] >= min(8, rows)
+
+
+@pytest.mark.parametrize("name", ["probe", "probe-shift"])
+def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
+    """The first rows of the chunks are computed then, and what changed there still shifts the others."""
+    prompt = make_prompt(TEXTS)
+    plain = stored.engine.prefill(prompt, method="heads", ratio=0.1)
+    prefilled = stored.engine.prefill(prompt, method=name, ratio=0.1)
+    report = prefilled.report
+    assert (report.probe_rows, report.recomputed_fraction) == (0, plain.report.recomputed_fraction)
+    assert report.served == plain.report.served and "c" in report.served
+    assert torch.equal(prefilled.logits, plain.logits) == (name == "probe")
+    assert stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
+
+
+def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
+    """A conversation without a session is mostly literals: to read them twice would cost more than full prefill."""
+    import ragblend.engine.selection.probe as probe
+
+    monkeypatch.setattr(probe, "ASKING_ROWS", 12)
+    prompt = make_prompt(TEXTS)
+    long = Prompt(
+        [*prompt.segments[:3], Literal("\n\nSo far: " + make_text(60, words=60)), *prompt.segments[3:]]
+    )
+    tokenized = stored.engine.tokenize(long)
+    report = stored.engine.prefill(tokenized, method="probe", ratio=0.6).report
+    prefix = len(tokenized.prefix_ids)
+    assert report.tokens.fresh > prefix + 60 and prefix < report.probe_rows <= prefix + 12
+    everything = stored.engine.prefill(tokenized, method="probe", ratio=1.0)
+    assert largest_error(everything.logits, stored.logits(tokenized)[-1]) < 1e-4
 
 
 @pytest.mark.parametrize(

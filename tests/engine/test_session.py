@@ -122,7 +122,9 @@ def test_a_chunk_of_another_collection_is_found_there(fresh):
     assert len(fresh.engine.prefill(theirs).report.served) == len(fresh.engine.tokenize(theirs).token_ids)
 
 
-@pytest.mark.parametrize("method", ["full", "reuse", "cacheblend", "cacheblend-gradual", "prefix"])
+@pytest.mark.parametrize(
+    "method", ["full", "reuse", "cacheblend", "cacheblend-gradual", "probe-shift", "prefix"]
+)
 def test_served_counts_what_is_reported(fresh, method):
     fresh.engine.encode(TEXTS[:2])
     prompt = Prompt([*FIRST, Literal("\n\n"), Chunk(TEXTS[3]), QUESTION])

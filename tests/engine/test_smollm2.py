@@ -1,6 +1,7 @@
 """The bundled SmolLM2 in bfloat16: the oracles on real weights, with the floor that the dtype sets."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from benches import chunk_places, reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine import cache as cache_module
 from ragblend.engine import convert
 from ragblend.kvstore.layout import value_files
 
@@ -115,6 +117,17 @@ def test_the_first_chunk_behind_its_prefix_is_exact(engine, prompt, reference):
 def test_the_same_prompt_twice_gives_the_same_bits(engine, prompt):
     one, two = (engine.prefill(prompt, method="cacheblend").logits for _ in range(2))
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.6])
+def test_garbage_between_the_passages_reaches_nothing(engine, prompt, monkeypatch, ratio):
+    """At 20% the question is too long to be asked, so nothing has computed what stands between the passages."""
+    expected = engine.prefill(prompt, method="probe-shift", ratio=ratio)
+    assert (expected.report.probe_rows > 0) == (ratio == 0.6)
+    empty = torch.empty
+    monkeypatch.setattr(cache_module.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(math.nan))
+    found = engine.prefill(prompt, method="probe-shift", ratio=ratio)
+    assert torch.equal(found.logits, expected.logits) and found.logits.isfinite().all()
 
 
 def test_a_missing_chunk_in_the_middle(engine, prompt, reference):

@@ -234,7 +234,7 @@ def test_a_finished_queue_offers_what_failed_again() -> None:
 def test_the_header_tells_what_is_being_done() -> None:
     settings = Settings()
     assert render_frame.state_line(queue(), settings) == "reading 1 of 4 files"
-    assert render_frame.state_line(queue(finished=4), settings) == "the bundled model · cacheblend"
+    assert render_frame.state_line(queue(finished=4), settings) == "the bundled model · probe-shift"
     assert render_frame.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
     assert "a line" in render_frame.header("a line")
 

@@ -312,7 +312,7 @@ def test_method_ratio_and_sampling_reach_the_engine(tiny, documents):
         tiny.invoke(blocks(documents), method="full").usage_metadata["input_token_details"]["cache_read"] == 0
     )
     metadata = tiny.invoke(blocks(documents), ratio=0.5).response_metadata
-    assert (metadata["method"], metadata["ratio"], metadata["kv"]["ratio"]) == ("cacheblend", 0.5, 0.5)
+    assert (metadata["method"], metadata["ratio"], metadata["kv"]["ratio"]) == ("probe-shift", 0.5, 0.5)
     drawn = [tiny.invoke("hello", temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 

@@ -20,5 +20,5 @@ def test_the_notebook_runs(tmp_path, monkeypatch, with_smollm2):
         notebook, timeout=800, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "cacheblend:" in said
+    assert "probe-shift:" in said
     assert "full:" in said
