@@ -13,11 +13,11 @@ WORD = re.compile(r"\s+|[^\s]+")
 # All of the engine's methods, in the order in which they are offered; importing the engine's table would load torch.
 LABELS = {
     "full": "Full prefill",
+    "probe-shift": "Probe, and shift the rest",
+    "probe": "Probe",
     "cacheblend": "CacheBlend",
     "cacheblend-gradual": "CacheBlend, gradual",
     "cacheblend-k": "CacheBlend by keys",
-    "probe-shift": "Probe, and shift the rest",
-    "probe": "Probe",
     "prophet": "ProphetKV",
     "a3": "A3",
     "a3-heads": "A3, head by head",

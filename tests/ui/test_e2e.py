@@ -187,7 +187,7 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    assert "CacheBlend, 15%" in page.inner_text(".rb-sides")
+    assert "Probe, and shift the rest, 15%" in page.inner_text(".rb-sides")
     assert "five hours" in page.inner_text(".rb-sides")
     page.screenshot(path=screenshots() / "compare.png")
 
