@@ -16,12 +16,9 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Attention, Evidence, Probed
+from ragblend.engine.selection.evidence import WATCHED_ROWS, Attention, Evidence, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.engine.work import Run, Spent, Waiting, Work, begin_work, make_work, narrowed, take_through
-
-# Of the rows behind the last chunk at most so many, the last ones, are watched: their weights are (N, W, T) numbers.
-WATCHED_ROWS = 128
 
 
 @torch.inference_mode()

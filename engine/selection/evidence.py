@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# Of the rows behind the last chunk at most so many, the last ones, are watched: their weights are (N, W, T) numbers.
+WATCHED_ROWS = 128
+
 
 @dataclass(frozen=True)
 class Evidence:

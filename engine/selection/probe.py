@@ -21,15 +21,13 @@ from ragblend.engine.plan import Plan
 from ragblend.engine.selection.asking import Asking, fresh_rows
 from ragblend.engine.selection.base import budget_rows, chooses, one_of
 from ragblend.engine.selection.baselines import Heads
-from ragblend.engine.selection.evidence import Attention, Change, Probed, Shift
+from ragblend.engine.selection.evidence import WATCHED_ROWS, Attention, Change, Probed, Shift
 from ragblend.engine.selection.shift import FORMS, shift_of
 from ragblend.kvstore.errors import UsageError
 
 NORMS = ("l2", "sum", "max")
 # Of the budget, what a probe may take: beyond that, chunks' first rows and a shift came as near (docs/methods.md).
 PROBE_SHARE = 1 / 3
-# Rows that ask, beside those that the prompt begins with.
-ASKING_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Probe(Asking):
 def _asking_rows(plan: Plan) -> Tensor:
     """(R,) the literals; where they are long, those that the prompt begins with, and the end of those behind."""
     rows = fresh_rows(plan)
-    if int((rows >= plan.settled_tokens).sum()) <= ASKING_ROWS:
+    if int((rows >= plan.settled_tokens).sum()) <= WATCHED_ROWS:
         return rows
-    end = max(plan.suffix_start, plan.tokens - ASKING_ROWS)
+    end = max(plan.suffix_start, plan.tokens - WATCHED_ROWS)
     return rows[(rows < plan.settled_tokens) | (rows >= end)]

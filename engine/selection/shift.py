@@ -162,13 +162,10 @@ def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) 
         pairs = zip(stored, changes, strict=True)
         return [fit for part, changed in pairs for fit in _fits([part], [changed], places)]
     known = torch.stack([part[:, places.computed] for part in stored]).float()  # (P, H, C, D)
-    size, scale = (
-        known.shape[-1],
-        PLACE_SCALE * _spread(known),
-    )  # how large places stand beside what is stored
-    where = (places.of_rows[places.computed].float() * scale).expand(
-        -1, known.shape[1], -1, -1
-    )  # (P, H, C, 3)
+    heads, size = known.shape[1], known.shape[-1]
+    scale = PLACE_SCALE * _spread(known)  # (P, 1, 1, 1), how large places stand beside what is stored
+    where = places.of_rows[places.computed].float() * scale  # (P, 1, C, 3)
+    where = where.expand(-1, heads, -1, -1)
     # Rounded as it is where it is taken from all rows.
     centre = known.mean(2, keepdim=True).to(stored[0].dtype).float()
     known = torch.cat([known - centre, where], dim=-1).flatten(0, 1)  # (P H, C, F)
@@ -181,7 +178,7 @@ def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) 
     units = 1 / gram.diagonal(dim1=1, dim2=2)[..., None]
     units /= (squares[:, None] @ units).clamp_min(1e-12)
     # The scale is taken into what places are multiplied by, so that those of all rows are the same everywhere.
-    scales = scale.expand(-1, stored[0].shape[0], 1, 1).flatten(0, 1)
+    scales = scale.expand(-1, heads, 1, 1).flatten(0, 1)
     weights[:, size:] *= scales
     units[:, size:] *= scales.square()
     whole = (centre.flatten(0, 1), units, weights, means)

@@ -345,3 +345,13 @@ def test_what_watching_takes_is_told_of_a_row_and_a_token_in_all_layers(fresh, m
     monkeypatch.setattr(profiling, "REPEATS", 1)
     bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
     assert profiling._watch_ms(bench, profiling._made_up(bench.decoder)) == pytest.approx(0.002)
+
+
+def test_where_nothing_can_be_watched_watching_takes_nothing(fresh, monkeypatch):
+    """It was measured all the same, and the profile of such a model failed."""
+    decoder, steps = fresh.engine._resources.decoder, []
+    monkeypatch.setattr(decoder, "watches", False)
+    monkeypatch.setattr(profiling, "_load_ms", None)
+    bench = SimpleNamespace(decoder=decoder, window=8192, step=lambda: steps.append(1))
+    assert profiling._watch_ms(bench, profiling._made_up(decoder)) == 0.0
+    assert steps == [1], "the progress bar counts it"

@@ -365,7 +365,7 @@ def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
     """A conversation without a session is mostly literals: to read them twice would cost more than full prefill."""
     import ragblend.engine.selection.probe as probe
 
-    monkeypatch.setattr(probe, "ASKING_ROWS", 12)
+    monkeypatch.setattr(probe, "WATCHED_ROWS", 12)
     prompt = make_prompt(TEXTS)
     long = Prompt(
         [*prompt.segments[:3], Literal("\n\nSo far: " + make_text(60, words=60)), *prompt.segments[3:]]
