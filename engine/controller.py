@@ -17,6 +17,8 @@ from ragblend.kvstore.profile import PrefillProfile
 
 # Rows that are left after a selection that has spent the ratio by itself. Here, where nothing needs torch.
 FLOOR_RATIO = 0.01
+# Of how many computed rows a shift learns at most: its cost grows with their number times that of all rows.
+MOST_LEARNT = 768
 RATIO_STEPS = 1 << 10
 GIGABYTE = 10**9
 # Of the quickest tier's time to the first token: below what two runs of one request differ by.
@@ -47,15 +49,16 @@ class Tier:
 class DeviceProfile:
     """What was measured of one model on one device.
 
-    overhead_ms: of any request, beside its layers; shift_ms: what a shift takes in all layers, of itself and for each
-    stored token; watch_ms: what watching the attention of one row takes in all layers, for each token looked at.
+    overhead_ms: of any request, beside its layers; shift_ms: what a shift takes in all layers, of itself, for each
+    stored token, and for each stored token and row that it learns from; watch_ms: what watching the attention of one
+    row takes in all layers, for each token looked at.
     """
 
     about: str
     prefill: PrefillProfile
     tiers: tuple[Tier, ...]
     overhead_ms: float = 0.0
-    shift_ms: tuple[float, float] = (0.0, 0.0)
+    shift_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
     watch_ms: float = 0.0
 
     def tier(self, name: str) -> Tier:
@@ -80,9 +83,9 @@ class DeviceProfile:
             value = json.loads(path.read_text(encoding="utf-8"))
             tiers = tuple(Tier(**tier) for tier in value["tiers"])
             prefill = PrefillProfile.from_json(value["prefill"])
-            once, each = value.get("shift_ms", (0.0, 0.0))  # not in older ones
+            shift = (*value.get("shift_ms", ()), 0.0, 0.0, 0.0)[:3]  # none or fewer in older ones
             watch, overhead = float(value.get("watch_ms", 0.0)), float(value["overhead_ms"])
-            return cls(str(value["about"]), prefill, tiers, overhead, (float(once), float(each)), watch)
+            return cls(str(value["about"]), prefill, tiers, overhead, (*map(float, shift),), watch)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -154,7 +157,9 @@ def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
     whole, rows = work.whole(ratio), work.rows(ratio)
     choosing = ms(work.probe_rows, work.probe_layers) + ms(work.always + work.candidates, whole)
     behind = ms(rows - work.settled_rows, work.probe_layers)
-    shifting = profile.shift_ms[0] + profile.shift_ms[1] * work.shifted if work.shifted and ratio else 0.0
+    once, each, pair = profile.shift_ms
+    learnt = min(rows - work.always, MOST_LEARNT)
+    shifting = once + work.shifted * (each + pair * learnt) if work.shifted and ratio else 0.0
     watching = profile.watch_ms * work.watched * work.tokens
     return choosing + watching + behind + ms(rows, work.layers - work.probe_layers - int(whole)) + shifting
 

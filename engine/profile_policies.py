@@ -34,7 +34,7 @@ class Shifting(Spread):
         return True
 
     def correct(self, plan: Plan, change: Change) -> Shift | None:
-        return shift_of("linear", 1.0, plan, change)
+        return shift_of("kernel", 1.0, plan, change)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ REPEATS = 7
 ENOUGH_MS = 1000.0  # of one thing
 CHUNK_TOKENS = 512
 SHIFT_ROWS = 64  # few, so that the difference is not lost in what they take themselves
+MORE_SHIFT_ROWS = 384  # what a shift learns from is paid for by the row
 CHUNKS = 4  # read at once: one alone would be over before the threads have shared it out
 MOVED_TOKENS = 8  # so that keys have to be moved, as they nearly always have
 Progress = Callable[[int, int], None]
@@ -163,21 +164,28 @@ def _tiers(bench: Bench, grid: PrefillProfile, prices: Mapping[str, float], chun
             bench.store.delete(key)
 
 
-def _shift_ms(bench: Bench, chunk: ChunkKV) -> tuple[float, float]:
-    """What shifting adds to the same request with the KV in memory: of itself, and for each stored token."""
-    held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
+def _shift_ms(bench: Bench, chunk: ChunkKV) -> tuple[float, float, float]:
+    """What shifting adds to the same request with the KV in memory.
 
-    def added_ms(count: int) -> float:
+    Of itself, for each stored token, and for each stored token and row that it learns from.
+    """
+    held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
+    more = min(MORE_SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS)
+
+    def added_ms(count: int, rows: int) -> float:
         without, with_ = _medians(
             lambda: _load_ms(bench, count, lambda _: held, rows),
             lambda: _load_ms(bench, count, lambda _: held, rows, Shifting(rows)),
         )
         return max(with_ - without, 0.0)
 
-    few, many = added_ms(1), added_ms(most)
+    few, many = added_ms(1, rows), added_ms(most, rows)
+    pair = (
+        max(added_ms(most, more) - many, 0.0) / (most * CHUNK_TOKENS * (more - rows)) if more > rows else 0.0
+    )
     bench.step()
     each = max(many - few, 0.0) / max((most - 1) * CHUNK_TOKENS, 1)
-    return max(few - each * CHUNK_TOKENS, 0.0), each
+    return max(few - each * CHUNK_TOKENS, 0.0), max(each - pair * rows, 0.0), pair
 
 
 def _watch_ms(bench: Bench, chunk: ChunkKV) -> float:

@@ -122,3 +122,13 @@ def pick_top(plan: Plan, rows: Tensor, scores: Tensor, count: int) -> Tensor:
         ranked = scores.masked_fill(~candidates, -torch.inf)
         chosen[ranked.topk(min(count, rows.numel())).indices] = True
     return rows[(chosen & candidates) | plan.always[rows]]
+
+
+def spread_evenly(rows: Tensor, count: int) -> Tensor:
+    """`count` of the ascending rows (R,), evenly; all of them where there are no more."""
+    if count >= rows.numel():
+        return rows
+    places = (torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * (
+        rows.numel() / max(count, 1)
+    )
+    return rows[places.long()]

@@ -87,7 +87,12 @@ class Heads(Policy):
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         everything = torch.arange(plan.tokens, device=plan.token_ids.device)
-        scores = torch.zeros(plan.tokens)
-        for span in plan.spans:
-            scores[span.start : span.stop] = -torch.arange(span.length, dtype=torch.float32)
-        return pick_top(plan, everything, scores.to(everything.device), budget_rows(plan))
+        return pick_top(plan, everything, nearness_to_beginning(plan), budget_rows(plan))
+
+
+def nearness_to_beginning(plan: Plan) -> Tensor:
+    """(T,) float32: minus the place of each row in its chunk; 0 in no chunk."""
+    scores = torch.zeros(plan.tokens)
+    for span in plan.spans:
+        scores[span.start : span.stop] = -torch.arange(span.length, dtype=torch.float32)
+    return scores.to(plan.token_ids.device)

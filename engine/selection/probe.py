@@ -6,7 +6,7 @@ neighbours and separators. L2 favours a token that one row needs much over one t
 of sums, of early, middle and late layers, and of several passes: docs/methods.md.
 
 A question that would take more of the budget than PROBE_SHARE is not asked: the first rows of each chunk are computed
-then, which costs no choosing. Of long literals between and behind the chunks (a conversation) only the end asks.
+then, and with witnesses as many others, evenly spread; that costs no choosing. Of long literals between and behind the chunks (a conversation) only the end asks.
 
 Cost: as `Asking`. passes: after a first part of the budget is computed, the question looks again through what is better
 by then; each pass costs another probe.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection.asking import Asking, fresh_rows
-from ragblend.engine.selection.base import budget_rows, chooses, one_of
-from ragblend.engine.selection.baselines import Heads
+from ragblend.engine.selection.base import budget_rows, chooses, one_of, spread_evenly
+from ragblend.engine.selection.baselines import nearness_to_beginning
 from ragblend.engine.selection.evidence import WATCHED_ROWS, Attention, Change, Probed, Shift
 from ragblend.engine.selection.shift import FORMS, shift_of
 from ragblend.kvstore.errors import UsageError
@@ -35,7 +35,9 @@ class Probe(Asking):
     """What the question looks at from layer `since` x L to `until` x L.
 
     norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows
-    that are not computed, one of `shift.FORMS`; strength: how much of that.
+    that are not computed, one of `shift.FORMS`; strength: how much of that. Of the rows to choose the share `firsts` are
+    chunks' beginnings, and `witnesses` rows, at most a quarter, are spread evenly: all that a shift knows of rows that
+    nobody looks at.
     """
 
     since: float = 0.25
@@ -44,6 +46,8 @@ class Probe(Asking):
     passes: int = 1
     shift: str = "none"
     strength: float = 0.8
+    firsts: float = 0.0
+    witnesses: int = 0
     name: str = field(default="probe", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -53,6 +57,8 @@ class Probe(Asking):
             raise UsageError(
                 f"method {self.name!r}: 0 <= since < until <= 1, passes at least 1, strength at least 0"
             )
+        if not 0 <= self.firsts <= 0.75 or self.witnesses < 0:
+            raise UsageError(f"method {self.name!r}: firsts from 0 to 0.75, witnesses at least 0")
 
     def watches(self, plan: Plan, layer: int) -> bool:
         first = min(int(self.since * plan.layers), plan.layers - 1)
@@ -82,9 +88,15 @@ class Probe(Asking):
         return again[~missing[again]]
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        if probed is None and chooses(plan):
-            return Heads().rows(plan)
-        return super().rows(plan, probed)
+        if not chooses(plan):
+            return super().rows(plan, probed)
+        count = budget_rows(plan, probed)
+        if probed is None:
+            spread = count // 2 if self.witnesses else 0
+            return _chosen(plan, plan.candidates, spread, count - spread)
+        left = plan.candidates & ~probed.computed
+        spread, firsts = min(self.witnesses, count // 4), round(count * self.firsts)
+        return _chosen(plan, left, spread, firsts, self.score(plan, probed), count - spread - firsts)
 
     def _pays(self, plan: Plan, asking: Tensor) -> bool:
         """Whether a probe leaves enough of the budget for the rows that it chooses."""
@@ -105,3 +117,22 @@ def _asking_rows(plan: Plan) -> Tensor:
         return rows
     end = max(plan.suffix_start, plan.tokens - WATCHED_ROWS)
     return rows[(rows < plan.settled_tokens) | (rows >= end)]
+
+
+def _chosen(
+    plan: Plan, left: Tensor, spread: int, firsts: int, scores: Tensor | None = None, best: int = 0
+) -> Tensor:
+    """(R,) the rows that must be computed, and of those left (T,) bool: so many evenly spread over all of them, then
+    the best by scores (T,), then those nearest to where their chunks begin."""
+    left = left.clone()
+    rows = plan.always.clone()
+
+    def take(those: Tensor) -> None:
+        rows[those], left[those] = True, False
+
+    take(spread_evenly(left.nonzero().squeeze(1), spread))
+    for ranked, count in ((scores, best), (nearness_to_beginning(plan), firsts)):
+        if ranked is not None:
+            count = min(count, int(left.sum()))
+            take(ranked.masked_fill(~left, -torch.inf).topk(count).indices)
+    return rows.nonzero().squeeze(1)

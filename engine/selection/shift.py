@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection.evidence import Change, Shift
+from ragblend.engine.selection.kernel import kernel_shift
 
-FORMS = ("none", "common", "chunk", "mix", "linear")
+FORMS = ("none", "common", "chunk", "mix", "linear", "kernel")
 # A chunk's own mean counts n / (n + this) beside the mean of all, where n of its rows were computed.
 SHRINK_ROWS = 16
 # The ridge of the linear form, in units of features / rows x the features' mean square.
@@ -40,6 +41,8 @@ def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | 
     rows = change.rows.numel()
     if rows == 0:
         return None
+    if form == "kernel":
+        return kernel_shift(strength, plan, change)
     places = _places(plan, change)
     stored, changes = (change.stored_keys, change.stored_values), (change.keys, change.values)
     weights = [strength * rows / (rows + SHRINK_SIZES * part.shape[-1]) for part in stored]

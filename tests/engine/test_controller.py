@@ -10,7 +10,7 @@ from benches import PREFIX, SUFFIX, make_prompt, make_text
 from test_device import StagedLane
 
 from ragblend import Engine
-from ragblend.engine import profile_policies, profiling, serving
+from ragblend.engine import controller, profile_policies, profiling, serving
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     USD_PER_GB_MONTH,
@@ -132,14 +132,20 @@ def test_what_choosing_costs_is_in_the_prediction(fresh, monkeypatch, method):
 def test_a_shift_takes_its_time_beside_the_ratio(fresh, monkeypatch, method, shifts):
     engine, seen = fresh.engine, []
     engine.encode(TEXTS)
-    slow = replace(profile(), shift_ms=(30.0, 0.5))
+    slow = replace(profile(), shift_ms=(30.0, 0.5, 0.02))
     monkeypatch.setattr(engine._resources.server, "profile", slow)
     monkeypatch.setattr(serving, "decide", lambda *args: seen.append(args[1]) or decide(*args))
     report = engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5).report
     request, ratio = seen.pop(), report.decision.ratio
     assert request.shifted == (request.candidates if shifts else 0)
     added = compute_ms(slow, request, ratio) - compute_ms(profile(), request, ratio)
-    assert added == pytest.approx(30 + 0.5 * request.candidates if shifts else 0)
+    learnt = request.rows(ratio) - request.always
+    assert 0 < learnt < request.candidates or not shifts
+    assert added == pytest.approx(30 + (0.5 + 0.02 * learnt) * request.candidates if shifts else 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(controller, "MOST_LEARNT", 3)
+        added = compute_ms(slow, request, ratio) - compute_ms(profile(), request, ratio)
+    assert added == pytest.approx(30 + (0.5 + 0.02 * 3) * request.candidates if shifts else 0)
     assert report.decision.predicted_compute_ms == pytest.approx(compute_ms(slow, request, ratio), abs=0.01)
     assert compute_ms(slow, request, 0.0) == compute_ms(profile(), request, 0.0)
 
@@ -213,8 +219,12 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
     assert DeviceProfile.read(path) is None
     profile().save(path)
     assert DeviceProfile.read(path) == profile()
-    replace(profile(), shift_ms=(1.5, 0.25), watch_ms=0.125).save(path)
-    assert DeviceProfile.read(path).shift_ms == (1.5, 0.25) and DeviceProfile.read(path).watch_ms == 0.125
+    replace(profile(), shift_ms=(1.5, 0.25, 0.01), watch_ms=0.125).save(path)
+    assert (
+        DeviceProfile.read(path).shift_ms == (1.5, 0.25, 0.01) and DeviceProfile.read(path).watch_ms == 0.125
+    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shift_ms": [1.5, 0.25]}))
+    assert DeviceProfile.read(path).shift_ms == (1.5, 0.25, 0.0), "one of an older version"
     older = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("shift_ms", "watch_ms")}
     path.write_text(json.dumps(older))
     assert DeviceProfile.read(path) == profile(), "one of an older version"
@@ -321,16 +331,20 @@ def test_long_prompts_behind_something_are_composed_of_goes(monkeypatch):
     assert grid.ms(2048, 2048) == 1024 * 2049 + 1024 * 3073
 
 
-@pytest.mark.parametrize(("once", "each"), [(10.0, 0.01), (0.0, 0.02), (5.0, 0.0)])
-def test_what_a_shift_takes_is_told_apart_from_what_it_takes_a_token(fresh, monkeypatch, once, each):
+@pytest.mark.parametrize(
+    ("once", "each", "pair"), [(10.0, 0.01, 0.001), (0.0, 0.02, 0.0), (5.0, 0.0, 0.0), (5.0, 0.0, 0.002)]
+)
+def test_what_a_shift_takes_is_told_apart_from_what_it_takes_a_token_and_a_row(
+    fresh, monkeypatch, once, each, pair
+):
     def load_ms(bench, count, opened, rows=0, policy=None):
         assert rows > 0
-        return 100.0 + ((once + each * count * profiling.CHUNK_TOKENS) if policy else 0.0)
+        return 100.0 + ((once + (each + pair * rows) * count * profiling.CHUNK_TOKENS) if policy else 0.0)
 
     monkeypatch.setattr(profiling, "_load_ms", load_ms)
     monkeypatch.setattr(profiling, "REPEATS", 1)
     bench = SimpleNamespace(decoder=fresh.engine._resources.decoder, window=8192, step=lambda: None)
-    assert profiling._shift_ms(bench, profiling._made_up(bench.decoder)) == pytest.approx((once, each))
+    assert profiling._shift_ms(bench, profiling._made_up(bench.decoder)) == pytest.approx((once, each, pair))
 
 
 def test_what_watching_takes_is_told_of_a_row_and_a_token_in_all_layers(fresh, monkeypatch):

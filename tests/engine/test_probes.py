@@ -25,7 +25,7 @@ ASKING = (
     "a3-heads",
     "prophet",
     "probe",
-    "probe-shift",
+    "probe-shift:firsts=0,witnesses=0",
     "probe:norm=sum",
     "probe:norm=max,since=0,until=0.5",
 )
@@ -348,6 +348,35 @@ def test_long_questions_are_watched_by_their_end(llama, monkeypatch):
         assert sum(sizes) == rows and sizes[-1] >= min(8, rows)
 
 
+def evenly(rows, count):
+    """The middles of `count` equal parts of a list."""
+    return [rows[math.floor((part + 0.5) * len(rows) / count)] for part in range(count)] if count else []
+
+
+@pytest.mark.parametrize(("firsts", "witnesses"), [(0.1, 48), (0.0, 4), (0.3, 0), (0.75, 48)])
+def test_witnesses_and_beginnings_are_among_the_chosen(stored, seen, firsts, witnesses):
+    """An even sample of all candidates first, then the best of the others, then of what is left the first of chunks."""
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    method = f"probe:shift=kernel,firsts={firsts},witnesses={witnesses}"
+    report = stored.engine.prefill(prompt, method=method, ratio=0.7).report
+    policy, plan, probed = seen[-1]
+    scores, candidates = policy.score(plan, probed), plan.candidates.nonzero().squeeze(1).tolist()
+    place = {row: row - start for start, stop in chunk_places(prompt) for row in range(start, stop)}
+    count = round(0.7 * plan.stored_tokens - probed.cost_rows)
+    wanted = set(evenly(candidates, min(witnesses, count // 4)))
+    best = count - len(wanted) - round(count * firsts)
+    others = sorted((row for row in candidates if row not in wanted), key=lambda row: -float(scores[row]))
+    chosen = {row for row in policy.rows(plan, probed).tolist() if plan.candidates[row]}
+    assert wanted <= chosen and len(chosen) == count == report.tokens.recomputed
+    # By score: where all layers slide, most are 0 alike.
+    by_score = sorted((float(scores[row]) for row in chosen - wanted), reverse=True)
+    assert by_score[:best] == [float(scores[row]) for row in others[:best]]
+    left = [row for row in candidates if row not in chosen]
+    if firsts and len(set(scores[candidates].tolist())) == len(candidates):
+        early = chosen - wanted - set(others[:best])
+        assert len(early) == round(count * firsts) and max(map(place.get, early)) <= min(map(place.get, left))
+
+
 @pytest.mark.parametrize("name", ["probe", "probe-shift"])
 def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
     """The first rows of the chunks are computed then, and what changed there still shifts the others."""
@@ -356,7 +385,7 @@ def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
     prefilled = stored.engine.prefill(prompt, method=name, ratio=0.1)
     report = prefilled.report
     assert (report.probe_rows, report.recomputed_fraction) == (0, plain.report.recomputed_fraction)
-    assert report.served == plain.report.served and "c" in report.served
+    assert (report.served == plain.report.served) == (name == "probe") and "c" in report.served
     assert torch.equal(prefilled.logits, plain.logits) == (name == "probe")
     assert stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
 
