@@ -29,7 +29,7 @@ METHODS: dict[str, Policy] = {
         A3(heads="each", name="a3-heads"),
         Prophet(),
         Probe(),
-        Probe(shift="kernel", firsts=0.1, witnesses=48, name="probe-shift"),
+        Probe(shift="kernel", firsts=0.2, witnesses=48, name="probe-shift"),
     )
 }
 # What only a bench can run, beside the others.

@@ -5,8 +5,9 @@ computed rows and D their changes, row i gets strength x k(i, C) (k(C, C) + nois
 by the keys and values that are stored for them, of all heads, keys turned back to position 0: together these say
 nearly what the layer's input was. Rows of one chunk resemble each other more the nearer they stand. Far from all
 computed rows the answer is nothing. k is the inverse multiquadric, 1 / sqrt(1 + d^2): as good as exp(-d) and one step.
-Ours; what it is worth beside other forms, and how little hangs on the numbers below: docs/methods.md. Cost, for n rows and c computed ones of F numbers: products of 4 n c F and a system of c
-unknowns a layer; of more than MOST_LEARNT computed rows as many are taken, evenly.
+Ours; what it is worth beside other forms, and how little hangs on the numbers below: docs/methods.md. Cost, for n rows
+and c computed ones of F numbers: products of 4 n c F and a system of c unknowns a layer; of more than MOST_LEARNT
+computed rows as many are taken, evenly.
 """
 
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def kernel_shift(strength: float, plan: Plan, change: Change) -> Shift | None:
 
 
 def _likened(change: Change, learnt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rows (n, F + 4) and others (C, F + 4), whose products are 1 + d^2; and the learnt rows' 1 / sqrt(1 + d^2), (C, C).
+    """rows (n, F + 4) and others (C, F + 4), whose products are 1 + d^2; and 1 / sqrt(1 + d^2) of the others, (C, C).
 
     d is the distance of two rows' features: each of keys and values in units of its own spread about the learnt rows'
     mean, both in units of a typical distance between learnt rows.

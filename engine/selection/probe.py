@@ -6,7 +6,8 @@ neighbours and separators. L2 favours a token that one row needs much over one t
 of sums, of early, middle and late layers, and of several passes: docs/methods.md.
 
 A question that would take more of the budget than PROBE_SHARE is not asked: the first rows of each chunk are computed
-then, and with witnesses as many others, evenly spread; that costs no choosing. Of long literals between and behind the chunks (a conversation) only the end asks.
+then, and with witnesses as many others, evenly spread; that costs no choosing. Of long literals between and behind the
+chunks (a conversation) only the end asks.
 
 Cost: as `Asking`. passes: after a first part of the budget is computed, the question looks again through what is better
 by then; each pass costs another probe.
@@ -35,8 +36,8 @@ class Probe(Asking):
     """What the question looks at from layer `since` x L to `until` x L.
 
     norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows
-    that are not computed, one of `shift.FORMS`; strength: how much of that. Of the rows to choose the share `firsts` are
-    chunks' beginnings, and `witnesses` rows, at most a quarter, are spread evenly: all that a shift knows of rows that
+    that are not computed, one of `shift.FORMS`; strength: how much of that. Of the rows to choose the share `firsts`
+    are chunks' beginnings, and `witnesses` rows, at most a quarter, are spread evenly: all that a shift knows of rows that
     nobody looks at.
     """
 
