@@ -69,7 +69,8 @@ def kernel_shift(strength: float, plan: Plan, change: Change) -> Shift | None:
     system.diagonal().add_(NOISE)
     changes = torch.cat([_flat(part[:, learnt.of_change]) for part in (change.keys, change.values)], dim=1)
     trust = strength * changes.shape[0] / (changes.shape[0] + SHRINK_ROWS)
-    weights = torch.cholesky_solve(trust * changes, torch.linalg.cholesky(system)).to(rows)
+    factor, _ = torch.linalg.cholesky_ex(system)  # the other one waits for the device, to say what cannot be
+    weights = torch.cholesky_solve(trust * changes, factor).to(rows)
 
     # Chunk by chunk, so that what lies between the two products fits into a processor's cache.
     shift = rows.new_zeros(rows.shape[0], weights.shape[1])

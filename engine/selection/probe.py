@@ -37,8 +37,8 @@ class Probe(Asking):
 
     norm: over the rows of the question, `l2`, `sum` or `max`; passes: probes in all; shift: what is added to the rows
     that are not computed, one of `shift.FORMS`; strength: how much of that. Of the rows to choose the share `firsts`
-    are chunks' beginnings, and `witnesses` rows, at most a quarter, are spread evenly: all that a shift knows of rows that
-    nobody looks at.
+    are beginnings of chunks, and `witnesses` rows, at most a quarter, are spread evenly: all that a shift knows of rows
+    that nobody looks at.
     """
 
     since: float = 0.25

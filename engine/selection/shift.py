@@ -3,8 +3,9 @@
 What a chunk's KV lacks is in part the same for all its tokens: the text before it pulls every row's values and keys
 (turned back to position 0) the same way, and draws them away from what they had from the chunk alone. So the mean
 change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
-value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`). Nothing is
-learnt beforehand: every prompt, layer and head has its own regression. The computed rows were chosen for what the
+value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`); and how
+the rows changed that resemble it says more (`kernel`, in a file of its own). Nothing is learnt beforehand: every
+prompt, layer and head has its own regression. The computed rows were chosen for what the
 question looks at, so they say less about rows unlike them: the regression's part shrinks with how far a row is from
 them, and all of a shift with how few they are beside the numbers that they are to tell. Ours; measured in
 docs/methods.md. Cost: one pass over the layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and
