@@ -83,9 +83,10 @@ class DeviceProfile:
             value = json.loads(path.read_text(encoding="utf-8"))
             tiers = tuple(Tier(**tier) for tier in value["tiers"])
             prefill = PrefillProfile.from_json(value["prefill"])
-            shift = (*value.get("shift_ms", ()), 0.0, 0.0, 0.0)[:3]  # none or fewer in older ones
+            once, each, pair = (*value.get("shift_ms", ()), 0.0, 0.0, 0.0)[:3]  # none or fewer in older ones
+            shift = float(once), float(each), float(pair)
             watch, overhead = float(value.get("watch_ms", 0.0)), float(value["overhead_ms"])
-            return cls(str(value["about"]), prefill, tiers, overhead, (*map(float, shift),), watch)
+            return cls(str(value["about"]), prefill, tiers, overhead, shift, watch)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
