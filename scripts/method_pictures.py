@@ -23,7 +23,7 @@ from torch import Tensor
 from ragblend.app.bench.plots import figure_of
 from ragblend.app.bench.watching import Watched, overridden, watched
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.selection import METHODS, Policy
+from ragblend.engine.selection import METHODS, Policy, probe
 from ragblend.engine.selection.asking import Asking
 from ragblend.engine.selection.cacheblend import CacheBlend, deviation
 
@@ -89,6 +89,7 @@ def main() -> int:
     parser.add_argument("--home", type=Path, help="where a converted model is kept; a new folder by default")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    probe.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short to be asked about
     with tempfile.TemporaryDirectory() as folder, opened(given.home or Path(folder)) as (engine, prompt):
         for name in PICTURED:
             path = given.out / f"{name}.png"
