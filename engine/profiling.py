@@ -169,23 +169,22 @@ def _shift_ms(bench: Bench, chunk: ChunkKV) -> tuple[float, float, float]:
 
     Of itself, for each stored token, and for each stored token and row that it learns from.
     """
-    held, (most, rows) = HeldChunk.of(chunk), _extent(bench)
-    more = min(MORE_SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS)
+    held, (most, few_rows), (_, rows) = HeldChunk.of(chunk), _extent(bench), _extent(bench, MORE_SHIFT_ROWS)
 
-    def added_ms(count: int, rows: int) -> float:
+    def added_ms(count: int, learnt: int) -> float:
         without, with_ = _medians(
-            lambda: _load_ms(bench, count, lambda _: held, rows),
-            lambda: _load_ms(bench, count, lambda _: held, rows, Shifting(rows)),
+            lambda: _load_ms(bench, count, lambda _: held, learnt),
+            lambda: _load_ms(bench, count, lambda _: held, learnt, Shifting(learnt)),
         )
         return max(with_ - without, 0.0)
 
-    few, many = added_ms(1, rows), added_ms(most, rows)
-    pair = (
-        max(added_ms(most, more) - many, 0.0) / (most * CHUNK_TOKENS * (more - rows)) if more > rows else 0.0
-    )
+    few, many = added_ms(1, few_rows), added_ms(most, few_rows)
+    pair = 0.0
+    if rows > few_rows:
+        pair = max(added_ms(most, rows) - many, 0.0) / (most * CHUNK_TOKENS * (rows - few_rows))
     bench.step()
     each = max(many - few, 0.0) / max((most - 1) * CHUNK_TOKENS, 1)
-    return max(few - each * CHUNK_TOKENS, 0.0), max(each - pair * rows, 0.0), pair
+    return max(few - each * CHUNK_TOKENS, 0.0), max(each - pair * few_rows, 0.0), pair
 
 
 def _watch_ms(bench: Bench, chunk: ChunkKV) -> float:
@@ -203,10 +202,10 @@ def _watch_ms(bench: Bench, chunk: ChunkKV) -> float:
     return max(all_of_them - last, 0.0) / (rows * tokens) * layers / max(layers - 1, 1)
 
 
-def _extent(bench: Bench) -> tuple[int, int]:
+def _extent(bench: Bench, rows: int = SHIFT_ROWS) -> tuple[int, int]:
     """How many chunks to load at once, and how many rows to compute behind them, where a difference is measured."""
     most = _chunks_that_fit(bench)
-    return most, max(1, min(SHIFT_ROWS, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
+    return most, max(1, min(rows, bench.window - MOVED_TOKENS - most * CHUNK_TOKENS))
 
 
 def _chunks_that_fit(bench: Bench) -> int:

@@ -128,7 +128,14 @@ def spread_evenly(rows: Tensor, count: int) -> Tensor:
     """`count` of the ascending rows (R,), evenly; all of them where there are no more."""
     if count >= rows.numel():
         return rows
-    places = (torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * (
-        rows.numel() / max(count, 1)
+    each = rows.numel() / max(count, 1)
+    return rows[((torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * each).long()]
+
+
+def chunk_runs(plan: Plan, change: Change) -> list[tuple[int, int, int]]:
+    """The number of each chunk that is in the run of a change, and where its rows begin and end there."""
+    edges = (
+        (max(span.start, change.start) - change.start, min(span.stop, change.stop) - change.start)
+        for span in plan.spans
     )
-    return rows[places.long()]
+    return [(number, start, stop) for number, (start, stop) in enumerate(edges) if start < stop]

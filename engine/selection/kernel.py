@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ragblend.engine.controller import MOST_LEARNT
 from ragblend.engine.plan import Plan
+from ragblend.engine.selection.base import chunk_runs
 from ragblend.engine.selection.evidence import Change, Shift
 
 # What a chunk's own rows count beside those of others: 1 + NEAR_GAIN where they stand together.
@@ -78,7 +79,7 @@ def kernel_shift(strength: float, plan: Plan, change: Change) -> Shift | None:
     room = rows.new_empty(longest, others.shape[0])
     for run in learnt.runs:
         own = slice(run.start, run.stop)
-        # 1 + d^2, but for rounding, which far from everything is more than 1.
+        # 1 + d^2, of which rounding may leave less than 1.
         likeness = torch.mm(rows[own], others.T, out=room[: run.stop - run.start]).clamp_min_(1).rsqrt_()
         likeness[:, run.first : run.last] *= run.gain
         torch.mm(likeness, weights, out=shift[own])
@@ -102,7 +103,7 @@ def _likened(change: Change, learnt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = torch.cat([_flat(part * scale) for part, scale in zip(known, scales, strict=True)], dim=1)
     apart = torch.cdist(flat, flat, compute_mode="use_mm_for_euclid_dist").square_().fill_diagonal_(0)
     count = flat.shape[0]
-    unit = LENGTH * apart.sum() / max(count * (count - 1), 1) + 1e-12
+    unit = LENGTH * apart.sum() / (count * (count - 1)) + 1e-12
 
     size = flat.shape[1]
     rows = stored[0].new_empty(stored[0].shape[1], size + 4)
@@ -134,17 +135,14 @@ def _learnt(plan: Plan, change: Change) -> _Learnt:
     picked = torch.arange(count, device=device)
     if count > MOST_LEARNT:
         picked = torch.linspace(0, count - 1, MOST_LEARNT, dtype=torch.float64, device=device).round().long()
-    where = change.rows[picked]  # ascending, as the spans are
+    where = change.rows[picked] - change.start  # ascending, as the chunks are
     dtype, runs = change.stored_keys.dtype, []
-    for span in plan.spans:
-        start, stop = max(span.start, change.start), min(span.stop, change.stop)
-        if start >= stop:
-            continue
+    for _, start, stop in chunk_runs(plan, change):
         first, last = (int(torch.searchsorted(where, edge)) for edge in (start, stop))
         apart = torch.arange(start, stop, device=device)[:, None] - where[first:last]
         gain = 1 + NEAR_GAIN * (-apart.abs() / NEAR_TOKENS).exp()
-        runs.append(_Run(start - change.start, stop - change.start, first, last, gain.to(dtype)))
-    learnt = change.known["learnt"] = _Learnt(picked, where - change.start, tuple(runs))
+        runs.append(_Run(start, stop, first, last, gain.to(dtype)))
+    learnt = change.known["learnt"] = _Learnt(picked, where, tuple(runs))
     return learnt
 
 

@@ -92,12 +92,14 @@ class Probe(Asking):
         if not chooses(plan):
             return super().rows(plan, probed)
         count = budget_rows(plan, probed)
+        beginnings = nearness_to_beginning(plan)
         if probed is None:
             spread = count // 2 if self.witnesses else 0
-            return _chosen(plan, plan.candidates, spread, count - spread)
+            return _chosen(plan, plan.candidates, spread, (beginnings, count - spread))
         left = plan.candidates & ~probed.computed
         spread, firsts = min(self.witnesses, count // 4), round(count * self.firsts)
-        return _chosen(plan, left, spread, firsts, self.score(plan, probed), count - spread - firsts)
+        best = count - spread - firsts
+        return _chosen(plan, left, spread, (self.score(plan, probed), best), (beginnings, firsts))
 
     def _pays(self, plan: Plan, asking: Tensor) -> bool:
         """Whether a probe leaves enough of the budget for the rows that it chooses."""
@@ -120,20 +122,15 @@ def _asking_rows(plan: Plan) -> Tensor:
     return rows[(rows < plan.settled_tokens) | (rows >= end)]
 
 
-def _chosen(
-    plan: Plan, left: Tensor, spread: int, firsts: int, scores: Tensor | None = None, best: int = 0
-) -> Tensor:
-    """(R,) the rows that must be computed, and of those left (T,) bool: so many evenly spread over all of them, then
-    the best by scores (T,), then those nearest to where their chunks begin."""
-    left = left.clone()
-    rows = plan.always.clone()
+def _chosen(plan: Plan, left: Tensor, spread: int, *ranked: tuple[Tensor, int]) -> Tensor:
+    """(R,) the rows that must be computed, and of those left (T,) bool so many evenly spread over all of them; then for
+    each of ranked, scores (T,) and a count, as many of the best of what is left."""
+    left, rows = left.clone(), plan.always.clone()
 
     def take(those: Tensor) -> None:
         rows[those], left[those] = True, False
 
     take(spread_evenly(left.nonzero().squeeze(1), spread))
-    for ranked, count in ((scores, best), (nearness_to_beginning(plan), firsts)):
-        if ranked is not None:
-            count = min(count, int(left.sum()))
-            take(ranked.masked_fill(~left, -torch.inf).topk(count).indices)
+    for scores, count in ranked:
+        take(scores.masked_fill(~left, -torch.inf).topk(min(count, int(left.sum()))).indices)
     return rows.nonzero().squeeze(1)

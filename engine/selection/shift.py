@@ -5,11 +5,10 @@ What a chunk's KV lacks is in part the same for all its tokens: the text before 
 change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
 value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`); and how
 the rows changed that resemble it says more (`kernel`, in a file of its own). Nothing is learnt beforehand: every
-prompt, layer and head has its own regression. The computed rows were chosen for what the
-question looks at, so they say less about rows unlike them: the regression's part shrinks with how far a row is from
-them, and all of a shift with how few they are beside the numbers that they are to tell. Ours; measured in
-docs/methods.md. Cost: one pass over the layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and
-products (T, F) by (F, D).
+prompt, layer and head has its own regression. The computed rows were chosen for what the question looks at, so they say
+less about rows unlike them: the regression's part shrinks with how far a row is from them, and all of a shift with how
+few they are beside the numbers that they are to tell. Ours; measured in docs/methods.md. Cost: one pass over the
+layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and products (T, F) by (F, D).
 """
 
 import math
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
+from ragblend.engine.selection.base import chunk_runs
 from ragblend.engine.selection.evidence import Change, Shift
 from ragblend.engine.selection.kernel import kernel_shift
 
@@ -89,12 +89,7 @@ class _Places:
         self._members = (
             picked[:, None] == torch.arange(self._chunks, device=chunks.device)
         ).float()  # (C, chunks)
-        # The part of each chunk that is in the run, counted from where the run starts.
-        edges = (
-            (max(span.start, change.start) - change.start, min(span.stop, change.stop) - change.start)
-            for span in plan.spans
-        )
-        self._runs = [(number, start, stop) for number, (start, stop) in enumerate(edges) if start < stop]
+        self._runs = chunk_runs(plan, change)
         starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
         where = torch.arange(change.start, change.stop, device=chunks.device)
         place = (where - starts[chunks[where].clamp_min(0)]).clamp_min(0).float()

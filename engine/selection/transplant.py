@@ -61,8 +61,8 @@ class Transplant(Policy):
             torch.zeros_like(change.stored_keys, dtype=torch.float32),
             torch.zeros_like(change.stored_values, dtype=torch.float32),
         )
-        keys[:, at] = change.still(true_keys[:, rows].float(), rows) - change.stored_keys[:, at].float()
-        values[:, at] = true_values[:, rows].float() - change.stored_values[:, at].float()
+        keys[:, at] = change.still(true_keys[:, rows].float(), rows) - change.stored_keys[:, at]
+        values[:, at] = true_values[:, rows].float() - change.stored_values[:, at]
         return Shift(keys, values)
 
     @property
