@@ -28,8 +28,9 @@ NEAR_TOKENS = 128.0
 NOISE = 0.3
 # At which part of the mean squared distance between learnt rows likeness begins to fall.
 LENGTH = 0.25
-# n computed rows count n / (n + this): what is learnt from few is a guess, and those few are not like the others.
-SHRINK_ROWS = 16
+# n computed rows count n / (n + D / 2), with heads of D numbers: what is learnt from few is a guess, the more so the more
+# there is to tell, and those few are not like the others.
+SHRINK_SIZES = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def kernel_shift(strength: float, plan: Plan, change: Change) -> Shift | None:
         system[within, within] *= run.gain[learnt.of_run[within] - run.start].float()
     system.diagonal().add_(NOISE)
     changes = torch.cat([_flat(part[:, learnt.of_change]) for part in (change.keys, change.values)], dim=1)
-    trust = strength * changes.shape[0] / (changes.shape[0] + SHRINK_ROWS)
+    trust = strength * changes.shape[0] / (changes.shape[0] + SHRINK_SIZES * change.stored_keys.shape[-1])
     factor, _ = torch.linalg.cholesky_ex(system)  # the other one waits for the device, to say what cannot be
     weights = torch.cholesky_solve(trust * changes, factor).to(rows)
 
