@@ -28,8 +28,8 @@ NEAR_TOKENS = 128.0
 NOISE = 0.3
 # At which part of the mean squared distance between learnt rows likeness begins to fall.
 LENGTH = 0.25
-# n computed rows count n / (n + D / 2), with heads of D numbers: what is learnt from few is a guess, the more so the more
-# there is to tell, and those few are not like the others.
+# n computed rows count n / (n + D / 2), with heads of D numbers: what is learnt from few is a guess, the more so the
+# more there is to tell, and those few are not like the others.
 SHRINK_SIZES = 0.5
 
 
