@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ragblend.engine import naming
+from ragblend.engine import nodes
 from ragblend.engine.chat import chat
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
@@ -138,13 +138,13 @@ class Engine:
             self._resources.check_length(len(behind) + len(passage), "a passage behind its prefix")
         if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
             keys = self._machine.keys_of(ids, behind, self.config.collection)
-            naming.enter(self._resources, self.config.collection, node_ids, ids, keys)
+            nodes.enter(self._resources, self.config.collection, node_ids, ids, keys)
         keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-        return naming.forget(self._resources, self.config.collection, node_ids)
+        return nodes.forget(self._resources, self.config.collection, node_ids)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
@@ -178,7 +178,7 @@ class Engine:
         """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
         if prompt.is_tokenized:
             return prompt
-        found = naming.find(self._resources, self.config.collection, prompt.chunks)
+        found = nodes.find(self._resources, self.config.collection, prompt.chunks)
         return self._resources.tokenizing.prompt(prompt, found)
 
     def prefill(

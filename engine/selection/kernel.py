@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragblend.engine.controller import MOST_LEARNT
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import chunk_runs
+from ragblend.engine.selection.base import chunk_runs, spread_evenly
 from ragblend.engine.selection.evidence import Change, Shift
 
 # What a chunk's own rows count beside those of others: 1 + NEAR_GAIN where they stand together.
@@ -133,9 +133,7 @@ def _learnt(plan: Plan, change: Change) -> _Learnt:
     if isinstance(found, _Learnt):
         return found
     device, count = change.rows.device, change.rows.numel()
-    picked = torch.arange(count, device=device)
-    if count > MOST_LEARNT:
-        picked = torch.linspace(0, count - 1, MOST_LEARNT, dtype=torch.float64, device=device).round().long()
+    picked = spread_evenly(torch.arange(count, device=device), MOST_LEARNT)
     where = change.rows[picked] - change.start  # ascending, as the chunks are
     dtype, runs = change.stored_keys.dtype, []
     for _, start, stop in chunk_runs(plan, change):

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benches import chunk_places, largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import kernel
+from ragblend.engine.selection.evidence import Change
 from ragblend.engine.selection.probe import Probe
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
@@ -169,7 +171,7 @@ def test_the_kernel_form_is_kernel_ridge_regression_on_the_computed_rows(shifted
     layer = shifted("kernel")
     picked, left = layer.picked, layer.left()[::7]
     if most < len(picked):
-        picked = [picked[round(place * (len(picked) - 1) / (most - 1))] for place in range(most)]
+        picked = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
 
     def features(row):
         parts = []
@@ -201,3 +203,26 @@ def test_the_kernel_form_is_kernel_ridge_regression_on_the_computed_rows(shifted
             likeness = torch.tensor([alike(row, each) for each in picked], dtype=torch.float64)
             layer.assert_shifted(row, kind, strength * (likeness @ weights).view_as(changes[0]))
             layer.assert_moved(row, kind, by_more_than=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
+    """Its square needs more digits than bfloat16 has: rounded to one number, the twins would seem far apart."""
+    torch.manual_seed(seed)
+    stored = torch.randn(2, 2, 400, 16)
+    stored[:, :, 20:22] = 100 * torch.randn(2, 2, 1, 16)
+    stored = stored.bfloat16()
+    rows = torch.arange(0, 400, 2)
+    changes = torch.randn(2, 2, len(rows), 16)
+    plan = SimpleNamespace(spans=[SimpleNamespace(start=0, stop=400)])
+
+    def shifted(dtype):
+        keys, values = stored.to(dtype)
+        change = Change(
+            0, rows, *changes, start=0, stop=400, stored_keys=keys, stored_values=values, still=None
+        )
+        return kernel.kernel_shift(1.0, plan, change).keys[:, 21].double()
+
+    exact = shifted(torch.float32)
+    assert exact.norm() > 1
+    assert largest_error(shifted(torch.bfloat16), exact) < 0.05
