@@ -5,7 +5,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.bench.html_parts import heading, interval, number, page, paragraph, picture, share, table
+from ragblend.app.bench.html_parts import (
+    ReadyCell,
+    heading,
+    interval,
+    number,
+    page,
+    paragraph,
+    picture,
+    share,
+    table,
+)
 
 Row = dict[str, Any]
 FEWEST_PROMPTS = 60  # design.md section 8
@@ -170,7 +180,8 @@ def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> st
         ratio, ends = 1 / ratio, None if ends is None or min(ends) <= 0 else (1 / ends[1], 1 / ends[0])
         said = {"better": "worse", "worse": "better"}.get(said, said)
     kind = f"{said if said != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
-    return f'<td class="{kind}" title="{escape(f"{said}; {interval(ends, 3)}")}">{ratio:.2f}</td>'
+    title = escape(f"{said}; {interval(ends, 3)}")
+    return ReadyCell(f'<td class="{kind}" title="{title}">{ratio:.2f}</td>')
 
 
 def _prompt_part(prompts: Sequence[tuple[str, str]]) -> list[str]:
