@@ -54,4 +54,9 @@ __all__ = [
 
 def policy_named(method: str | Policy) -> Policy:
     """The policy of that name, `name:parameter=value,...` with parameters; or the policy itself. Raises UsageError."""
-    return method if isinstance(method, Policy) else find(method, METHODS | ORACLES)
+    if isinstance(method, Policy):
+        return method
+    policy = find(method, METHODS | ORACLES)
+    if isinstance(policy, Transplant):
+        policy.check(METHODS)
+    return policy

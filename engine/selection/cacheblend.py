@@ -8,7 +8,9 @@ The ratio is what is spent in all, averaged over layers: the layers before the c
 attention's share of a layer, and the rest gets what is left. `ratio` = 15% on 30 layers leaves about 11% of the rows.
 """
 
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -70,26 +72,58 @@ class GradualCacheBlend(CacheBlend):
 
     The check keeps a little more than the mean share, and every layer after it drops the rows whose own KV deviates
     least, linearly down to a little less than the mean. spread: how much more and less, as a share of the mean.
+    shares: a course of one's own from the check to the last layer, in place of that line: numbers that do not grow, in
+    any unit (`3/2/1/1`), stretched over the layers; their mean is what the ratio leaves a layer.
     """
 
     spread: float = 0.5
+    shares: str = ""
     name: str = field(default="cacheblend-gradual", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.spread <= 1:
             raise UsageError(f"method {self.name!r}: spread from 0 to 1")
+        self._course()
 
     def narrows(self, plan: Plan, layer: int) -> bool:
         return self._check_layer(plan) <= layer < plan.layers - 1 and chooses(plan)
 
     def ratio_at(self, plan: Plan, layer: int) -> float:
         mean, check = self.remaining_ratio(plan), self._check_layer(plan)
-        steps = plan.layers - 1 - check
-        progress = (layer - check) / steps if steps else 0.5
-        # What is cut off above the reach would be missing from the mean, so both ends come closer to it.
-        spread = min(self.spread, reach(plan) / mean - 1)
-        return mean * (1 + spread * (1 - 2 * progress))
+        course = _stretched(self._course(), plan.layers - check)
+        away = [share * len(course) / sum(course) - 1 for share in course]
+        # What is cut off above the reach would be missing from the mean, so all come closer to it.
+        if mean * (1 + away[0]) > reach(plan):
+            away = [each * (reach(plan) / mean - 1) / away[0] for each in away]
+        return mean * (1 + away[layer - check])
+
+    def _course(self) -> list[float]:
+        if not self.shares:
+            return [1 + self.spread, 1 - self.spread]
+        try:
+            course = [float(share) for share in self.shares.split("/")]
+        except ValueError:
+            course = [-1.0]
+        falling = all(before >= after for before, after in pairwise(course))
+        if not falling or not 0 <= course[-1] <= course[0] < math.inf or course[0] == 0:
+            raise UsageError(
+                f"method {self.name!r}: shares are numbers from 0 with / between, the first above 0 and none larger "
+                f"than the one before (3/2/1), not {self.shares!r}"
+            )
+        return course
+
+
+def _stretched(course: list[float], layers: int) -> list[float]:
+    """That many points of the line through the numbers, from the first to the last; of one layer their mean."""
+    if layers == 1 or len(course) == 1:
+        return [sum(course) / len(course)] * layers
+    places = [layer * (len(course) - 1) / (layers - 1) for layer in range(layers)]
+    ends = [min(int(place), len(course) - 2) for place in places]
+    return [
+        course[end] + (place - end) * (course[end + 1] - course[end])
+        for place, end in zip(places, ends, strict=True)
+    ]
 
 
 def deviation(evidence: Evidence, measure: str) -> Tensor:

@@ -16,10 +16,10 @@ def base_name(method: str) -> str:
 
 def find(method: str, known: Mapping[str, Policy]) -> Policy:
     """The policy of that name, with these parameters. Raises UsageError with what there is, and the nearest."""
-    name, _, text = method.partition(":")
+    name, colon, text = method.partition(":")
     if name not in known:
         raise UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{_near(name, known)}")
-    return known[name] if not text else _with(known[name], method, text)
+    return _with(known[name], method, text) if colon else known[name]
 
 
 def _with(policy: Policy, method: str, text: str) -> Policy:
@@ -28,8 +28,12 @@ def _with(policy: Policy, method: str, text: str) -> Policy:
     for item in text.split(","):
         key, equals, value = item.partition("=")
         key = key.strip()
-        if not equals or key not in there:
-            names = ", ".join(f"{name}={standing}" for name, standing in there.items()) or "none"
+        names = ", ".join(f"{name}={standing}" for name, standing in there.items()) or "none"
+        if not equals:
+            raise UsageError(
+                f"method {method!r}: a parameter is written name=value behind the colon; there are {names}"
+            )
+        if key not in there:
             raise UsageError(
                 f"method {policy.name!r} has no parameter {key!r}; there are {names}{_near(key, there)}"
             )

@@ -13,6 +13,7 @@ Cost: as `Asking`. passes: after a first part of the budget is computed, the que
 by then; each pass costs another probe.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -54,9 +55,9 @@ class Probe(Asking):
     def __post_init__(self) -> None:
         one_of(self.name, "norm", self.norm, NORMS)
         one_of(self.name, "shift", self.shift, FORMS)
-        if not 0 <= self.since < self.until <= 1 or self.passes < 1 or self.strength < 0:
+        if not 0 <= self.since < self.until <= 1 or self.passes < 1 or not 0 <= self.strength < math.inf:
             raise UsageError(
-                f"method {self.name!r}: 0 <= since < until <= 1, passes at least 1, strength at least 0"
+                f"method {self.name!r}: 0 <= since < until <= 1, passes at least 1, strength at least 0 and finite"
             )
         if not 0 <= self.firsts <= 0.75 or self.witnesses < 0:
             raise UsageError(f"method {self.name!r}: firsts from 0 to 0.75, witnesses at least 0")
@@ -80,9 +81,14 @@ class Probe(Asking):
         if probed is None:
             asking = _asking_rows(plan)
             return asking if self._pays(plan, asking) else None
-        to_come = self.passes - probed.passes
-        # What the other probes will cost is what the first one did: the same rows, through the same layers at least.
-        left = budget_rows(plan, probed) - to_come * probed.cost_rows / probed.passes
+        # What each other probe will cost is what the first one did: the same rows, through the same layers at least.
+        # Of those that the budget cannot pay none is made.
+        each = probed.cost_rows / probed.passes
+        budget = plan.ratio * plan.stored_tokens - probed.cost_rows
+        to_come = min(self.passes - probed.passes, int(budget / each) if each else 0)
+        left = budget - to_come * each
+        if to_come < 1 or left < 1:
+            return None
         again = self.chosen(plan, probed, max(0, round(left / (to_come + 1))))
         missing = plan.always.clone()
         missing[fresh_rows(plan)] = False

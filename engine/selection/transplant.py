@@ -4,6 +4,7 @@ If it is far better than computing the same rows again, the trouble is stale nei
 section 8). Only a bench has the true KV, so a policy by that name cannot serve.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transplant(Policy):
-    """True KV at the rows that the policy named `by` chooses (one that does not narrow).
+    """True KV at the rows that the policy named `by` chooses, before anything is computed.
 
     truth: the cache that full prefill of the same prompt filled, and chooser: that policy, come from `given`.
     """
@@ -31,6 +32,19 @@ class Transplant(Policy):
     chooser: Policy | None = None
     name: str = field(default="transplant", kw_only=True)
     _chosen: list[Tensor] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def check(self, known: Mapping[str, Policy]) -> None:
+        """Raises UsageError unless `by` is one of the known policies that settle their rows before any is computed."""
+        able = [
+            name
+            for name, policy in known.items()
+            if policy.fixed_ratio is None and type(policy).narrow is Policy.narrow
+        ]
+        if self.by not in able:
+            raise UsageError(
+                f"method {self.name!r}: by={self.by} is no method that chooses rows before any is computed; there are "
+                f"{', '.join(able)}"
+            )
 
     def given(self, truth: "FusedCache", chooser: Policy) -> "Transplant":
         """The policy for one prompt."""

@@ -52,6 +52,15 @@ def computed_layer_rows(bench, monkeypatch):
     return counted
 
 
+@pytest.mark.parametrize("passes", [3, 6, 12])
+def test_probes_that_the_ratio_cannot_pay_are_not_made(llama, passes):
+    llama.engine.encode(TEXTS)
+    tokenized = llama.engine.tokenize(make_prompt(TEXTS))
+    report = llama.engine.prefill(tokenized, method=f"probe:passes={passes}", ratio=0.6).report
+    assert report.probe_rows > 0
+    assert report.recomputed_fraction < 0.62
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.9, 1.0])
 @pytest.mark.parametrize("method", SELECTING)
 def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
