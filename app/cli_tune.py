@@ -42,8 +42,14 @@ def tune(
     limit: Annotated[int | None, typer.Option(help="How many questions at most.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Which questions, and their order.")] = 0,
     save: Annotated[
-        bool, typer.Option("--save/--no-save", help="Keep what was found in the settings.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--save/--no-save",
+            help="Keep what was found, also where what stands cannot be compared; or only show it "
+            "[keep what is shown to be better].",
+            show_default=False,
+        ),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Take the last choice for this model back.")] = False,
 ) -> None:
@@ -104,13 +110,12 @@ def _measure(
     from ragblend.app.bench.progress import progress_bar
     from ragblend.app.bench.quality_report import fitting
     from ragblend.app.bench.sources import prepare
-    from ragblend.app.bench.variants import Variant
     from ragblend.engine.engine import Engine
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+    from ragblend.engine.selection import METHODS
 
     check_extra()
-    ratio = None if settings.method in WITHOUT_RATIO or isinstance(settings.ratio, str) else settings.ratio
-    stands = Variant(settings.method, ratio)
+    tuning.check_request(minutes, source.limit)
+    stands = tuning.standing(settings.method, settings.ratio)
     variants = tuning.candidates(METHODS, most_ratio, stands)
     make = prepare(source)
     engine = Engine.open(**engine_arguments(cli))
@@ -136,12 +141,12 @@ def _measure(
 
 
 def _finish(
-    cli: Cli, found: "Verdict", settings: "Settings", source: "Source", path: Path, save: bool
+    cli: Cli, found: "Verdict", settings: "Settings", source: "Source", path: Path, save: bool | None
 ) -> None:
-    """Print what was measured, and save it if it is better than what stands."""
+    """Print what was measured, and save it if it is better than what stands, or is asked for all the same."""
     from ragblend.app.tuned import save_choice, tuned_file
 
-    best, saved = found.best, found.better and save
+    best, saved = found.best, _is_to_be_saved(found, save)
     value = {
         "model": settings.model,
         "method": best.method,
@@ -160,6 +165,11 @@ def _finish(
     in_force = now.method == best.method and best.ratio in (None, now.ratio)
     last = _last_words(found, settings.model, saved, in_force)
     cli.result(value, "\n".join([*_lines(found), *last]))
+
+
+def _is_to_be_saved(found: "Verdict", save: bool | None) -> bool:
+    """save: what the user said, None for nothing."""
+    return save is not False and (found.better or (found.on_request and save is True))
 
 
 def _lines(found: "Verdict") -> list[str]:
@@ -187,6 +197,8 @@ def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> li
             lines.append(
                 "But a method or ratio in settings.toml or the environment comes first: take it out there to use this."
             )
+    elif found.on_request:
+        lines.append("Nothing was changed. To use it all the same, run the command again with --save.")
     else:
         lines.append("Nothing was changed.")
     return lines

@@ -2,10 +2,12 @@
 
 Candidates are measured on the same questions, a few at a time. After each round those that are clearly worse than
 another that costs no more are dropped, so that the time left goes to telling the others apart. What stands in the
-settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper.
+settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper. Where it cannot
+be compared (it is exact, or loading decides its ratio), only the user can say that it is to be replaced.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,7 @@ FEWEST_QUESTIONS = 6  # of fewer, an interval says nothing
 ANSWER_TOKENS = 16
 NEAR = 1.1  # times the lowest divergence: as good, if it costs less
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-# Controls, and what a user would be given only by mistake.
-NOT_CHOSEN = ("random", "naive")
+CONTROLS = ("random", "heads")  # `heads` chooses as `epic` does; those of a fixed ratio are left out anyway
 Row = dict[str, Any]
 Clock = Callable[[], float]
 
@@ -38,6 +39,7 @@ Clock = Callable[[], float]
 class Verdict:
     """What was found. best: what to use; better: whether it is to replace what stands; questions: that all were asked.
 
+    on_request: it was not compared with what stands, so it replaces that only if the user asks for it.
     rows: as in `bench quality`, of those that were measured to the end; dropped: the others, with their last row.
     """
 
@@ -49,10 +51,32 @@ class Verdict:
     rows: list[Row]
     dropped: list[Row]
     comparison: Row | None = None
+    on_request: bool = False
+
+
+def check_request(minutes: float, limit: int | None) -> None:
+    """Raises UsageError for a time or a number of questions that nothing can be chosen by."""
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise UsageError(f"--minutes is {minutes:g}; it must be a number above 0, such as 15")
+    if limit is not None and limit < FEWEST_QUESTIONS:
+        raise UsageError(f"--limit is {limit}; {FEWEST_QUESTIONS} questions are the fewest to choose by")
+
+
+def standing(method: str, ratio: float | str) -> Variant:
+    """What the settings say, without a ratio where the method takes none or loading decides it. Raises UsageError."""
+    from ragblend.engine.selection import policy_named
+
+    policy = policy_named(method)
+    found = Variant(method, None if policy.fixed_ratio is not None or isinstance(ratio, str) else ratio)
+    if found.oracle:
+        raise UsageError(
+            f"the method in the settings is {method!r}, which only a bench can run; set another one there"
+        )
+    return found
 
 
 def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> tuple[Variant, ...]:
-    """Every policy at the ratios up to the most that may be spent, reuse, and what stands in the settings."""
+    """Every policy but the controls at up to three ratios that may be spent, reuse, and what stands in the settings."""
     if not 0 <= most_ratio <= 1:
         raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
     ratios = sorted(
@@ -60,18 +84,22 @@ def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> t
     )[-3:]
     found = [Variant("reuse")]
     for name, policy in methods.items():
-        if policy.fixed_ratio is None and name not in NOT_CHOSEN:
+        if policy.fixed_ratio is None and name not in CONTROLS:
             found += [Variant(name, ratio) for ratio in ratios]
-    standing = [stands] if comparable(methods, stands) else []
-    return tuple(dict.fromkeys([*found, *standing]))
+    own = [stands] if not_compared(stands) is None else []
+    return tuple(dict.fromkeys([*found, *own]))
 
 
-def comparable(methods: dict[str, Any], stands: Variant) -> bool:
-    """Whether what stands can be measured beside the candidates: not full prefill, nor a ratio that loading decides."""
-    policy = methods.get(stands.method)
-    if policy is None:
-        return False
-    return stands.ratio is not None if policy.fixed_ratio is None else policy.fixed_ratio < 1
+def not_compared(stands: Variant) -> str | None:
+    """Why what stands cannot be measured beside the candidates; None: it can. Raises UsageError for no method."""
+    from ragblend.engine.selection import policy_named
+
+    fixed = policy_named(stands.method).fixed_ratio
+    if fixed is not None and fixed >= 1:
+        return f"{stands} stands, which is exact: nothing is nearer to full prefill, and what can be gained is time"
+    if fixed is None and stands.ratio is None:
+        return f"{stands} stands at the ratio auto, which each request has anew, so the two were not compared"
+    return None
 
 
 def find_best(
@@ -90,6 +118,10 @@ def find_best(
 
     What the journal has is not measured again. A question that was begun is finished, however long that takes.
     """
+    if len(questions) < FEWEST_QUESTIONS:
+        raise UsageError(
+            f"Tuning: there are {len(questions)} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
+        )
     begun = clock()
     left, asked = list(variants), list[Question]()
     dropped: dict[Variant, Row] = {}
@@ -114,7 +146,7 @@ def find_best(
             left.remove(variant)
     spent = clock() - begun
     if len(asked) < FEWEST_QUESTIONS:
-        raise UsageError(_too_few(len(asked), len(questions), spent))
+        raise UsageError(_too_few(len(asked), spent))
     return _decide(journal, asked, left, stands, most_ratio, spent, list(dropped.values()), seed)
 
 
@@ -182,13 +214,17 @@ def _decide(
     common = Verdict(best, False, "", len(asked), seconds, rows, dropped)
     if best == stands:
         return dataclasses.replace(common, reason="what stands is the best of them")
-    if stands not in by_variant:
-        return dataclasses.replace(common, better=True, reason=f"{stands} is not one to compare with")
+    if (why := not_compared(stands)) is not None:
+        return dataclasses.replace(common, on_request=True, reason=f"{why} ({_gain(allowed[best])})")
     if stands not in allowed:
         return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
     (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
     better, reason = _compared(pair)
     return dataclasses.replace(common, better=better, reason=reason, comparison=pair)
+
+
+def _gain(row: Row) -> str:
+    return f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times as soon as full prefill's"
 
 
 def _compared(pair: Row) -> tuple[bool, str]:
@@ -213,11 +249,7 @@ def tune_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str) -> 
     return Journal(folder / f"quality-{digest}.jsonl", fresh)
 
 
-def _too_few(asked: int, there: int, seconds: float) -> str:
-    if there < FEWEST_QUESTIONS:
-        return (
-            f"Tuning: there are {there} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
-        )
+def _too_few(asked: int, seconds: float) -> str:
     each = f"one took {seconds / asked:.0f} s" if asked else f"the first was not done after {seconds:.0f} s"
     return (
         f"Tuning: {asked} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "

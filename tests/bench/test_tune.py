@@ -1,7 +1,5 @@
 """`ragblend tune`: it chooses what its measurements say, changes nothing on noise, and its choice can be undone."""
 
-import json
-
 import pytest
 
 from ragblend.app.bench import tune
@@ -104,10 +102,30 @@ def test_what_may_not_be_spent_is_not_chosen(find) -> None:
     assert "spends more than 0.05" in verdict.reason
 
 
-def test_what_cannot_be_compared_is_replaced(find) -> None:
+@pytest.mark.parametrize(
+    ("stands", "said"),
+    [(Variant("full"), "full stands, which is exact"), (Variant("probe"), "the ratio auto")],
+)
+def test_what_cannot_be_compared_is_replaced_only_on_request(find, stands, said) -> None:
+    """Docs say that nothing is replaced unless it is shown to be better; this was, without a comparison."""
     table = {REUSE: 0.4, GOOD: 0.1, CHEAP: 0.2}
-    verdict, _ = find(by_method(table), variants=tuple(table), stands=Variant("full"))
-    assert (verdict.best, verdict.better) == (GOOD, True)
+    verdict, _ = find(by_method(table), variants=tuple(table), stands=stands)
+    assert (verdict.best, verdict.better, verdict.on_request) == (GOOD, False, True)
+    assert said in verdict.reason
+    assert "first token 4.0 times as soon" in verdict.reason
+
+
+def test_a_method_with_parameters_is_compared_as_any_other(find) -> None:
+    """`probe:shift=linear` was "not one to compare with", and replaced without a comparison."""
+    stands = tune.standing("probe:shift=linear", 0.15)
+    assert stands == Variant("probe:shift=linear", 0.15)
+    assert stands in tune.candidates(METHODS, 0.15, stands)
+    table = {REUSE: 0.4, stands: 0.1, GOOD: 0.3, CHEAP: 0.3}
+    verdict, _ = find(by_method(table), variants=tuple(table), stands=stands)
+    assert (verdict.best, verdict.better) == (stands, False)
+    anew = [Question(place, f"another {place}", ("passage",), ("answer",)) for place in range(8)]
+    verdict, _ = find(by_method(table | {stands: 0.9}), tuple(table), stands, asked=anew)
+    assert (verdict.better, verdict.comparison["against"]) == (True, "probe:shift=linear")
 
 
 def test_time_goes_to_those_that_may_still_win(find) -> None:
@@ -133,119 +151,37 @@ def test_the_time_is_kept_and_a_second_run_goes_on_with_what_is_there(find) -> N
     assert not set(before) & set(bench.measured)
 
 
-def test_too_short_a_time_and_too_few_questions_are_named(find, questions) -> None:
+def test_too_short_a_time_is_named(find) -> None:
     kl = by_method(dict.fromkeys(VARIANTS, 0.1))
     with pytest.raises(UsageError, match=r"2 questions were measured.*one took 4 s.*--minutes"):
         find(kl, seconds=5)
-    with pytest.raises(UsageError, match="there are 3 questions"):
-        find(kl, asked=questions[:3])
+
+
+def test_too_few_questions_are_named_before_any_is_measured(questions, monkeypatch) -> None:
+    monkeypatch.setattr(tune.quality, "run", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(UsageError, match="there are 3 questions; 6 are the fewest"):
+        tune.find_best(None, questions[:3], VARIANTS, STANDS, 0.15, None, 60)
 
 
 def test_candidates_are_all_policies_but_the_controls() -> None:
-    found = tune.candidates(METHODS, 0.15, Variant("heads", 0.4))
+    stands = Variant("prophet", 0.4)
+    found = tune.candidates(METHODS, 0.15, stands)
     methods = {variant.method for variant in found}
-    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random"} | {"reuse"}
+    controls = {"random", "heads"}
+    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - controls | {"reuse"}
     assert {variant.ratio for variant in found if variant.method == "cacheblend"} == {0.05, 0.1, 0.15}
-    assert Variant("heads", 0.4) in found
+    assert stands in found
+    assert Variant("heads", 0.4) in tune.candidates(
+        METHODS, 0.15, Variant("heads", 0.4)
+    )  # a control may stand
     assert Variant("full") not in tune.candidates(METHODS, 0.15, Variant("full"))
-    assert Variant("heads") not in tune.candidates(METHODS, 0.15, Variant("heads"))  # its ratio is `auto`
-    assert [v.ratio for v in tune.candidates({"heads": METHODS["heads"]}, 0.0, Variant("reuse"))] == [None]
+    assert Variant("prophet") not in tune.candidates(METHODS, 0.15, Variant("prophet"))  # its ratio is `auto`
+    assert [v.ratio for v in tune.candidates({"epic": METHODS["epic"]}, 0.0, REUSE)] == [None]
     with pytest.raises(UsageError, match=r"--most-ratio is 1\.5"):
         tune.candidates(METHODS, 1.5, REUSE)
 
 
-@pytest.fixture
-def command(model_folder, home, entries, tmp_path, capsys):
-    """Runs `ragblend tune` on the real engine; gives the exit code and what it printed."""
-    from ragblend.app.cli import main
-
-    path = tmp_path / "questions.json"
-    more = [entry | {"question": f"{entry['question']} And {n}?"} for n in range(2) for entry in entries]
-    path.write_text(json.dumps(more))
-
-    def run(*arguments):
-        where = (
-            "--model",
-            model_folder,
-            "--home",
-            home,
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--data",
-            path,
-        )
-        code = main([str(part) for part in ("tune", *where, *arguments)])
-        return code, capsys.readouterr()
-
-    return run
-
-
-def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeypatch) -> None:
-    from ragblend.app.settings import Settings
-
-    def now():
-        settings = Settings.load(home / "settings.toml", {}, {"model": str(model_folder)})
-        return settings.method, settings.ratio
-
-    home.mkdir(mode=0o700)
-    (home / "settings.toml").write_text('collection = "mine"\n')
-    monkeypatch.setattr(tune, "RATIOS", (0.5,))
-    code, printed = command("--most-ratio", "0.9", "--no-save", "--json")
-    found = json.loads(printed.out)
-    assert code == 0
-    assert (found["saved"], found["questions"], found["data"]) == (False, 8, "questions.json")
-    assert now() == ("probe-shift", 0.15)
-    assert {row["ratio"] for row in found["rows"] + found["dropped"]} == {None, 0.5, 0.9, 0.15}
-    lowest = min(found["rows"], key=lambda row: row["kl"])
-    assert lowest["ratio"] == 0.9
-    code, printed = command("--most-ratio", "0.9")
-    assert (code, "Saved: " in printed.out) == (0, True)
-    assert now() == (found["method"], found["ratio"])
-    assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
-    monkeypatch.setenv("RAGBLEND_METHOD", "random")
-    _, printed = command("--most-ratio", "0.9", "--fresh")
-    assert "comes first: take it out" in printed.out
-    monkeypatch.delenv("RAGBLEND_METHOD")
-    command("--undo")
-    code, printed = command("--undo", "--json")
-    assert json.loads(printed.out) == {
-        "undone": {"method": found["method"], "ratio": found["ratio"]},
-        "now": None,
-    }
-    assert now() == ("probe-shift", 0.15)
-    code, printed = command("--undo")
-    assert "nothing to take back" in printed.out
-
-
-def test_a_stopped_tuning_changes_nothing_and_goes_on(command, home, monkeypatch) -> None:
-    from ragblend.app.bench import quality
-
-    record, calls = quality._record, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return record(*arguments)
-
-    monkeypatch.setattr(tune, "RATIOS", (0.5,))
-    monkeypatch.setattr(quality, "_record", interrupted)
-    code, printed = command("--most-ratio", "0.5")
-    assert (code, "Nothing was changed" in printed.err) == (1, True)
-    assert not (home / "tuned.json").exists()
-    code, _ = command("--most-ratio", "0.5")
-    assert code == 0
-    (journal,) = (home / "tune").glob("quality-*.jsonl")
-    records = [json.loads(line) for line in journal.read_text().split("\n") if line]
-    keys = [(record["question"], record["method"], record["ratio"]) for record in records]
-    assert len(keys) == len(set(keys)) == len(calls) - 1
-
-
-def test_without_documents_generated_questions_are_taken(home) -> None:
-    from ragblend.app.bench.sources import Source
-    from ragblend.app.cli_tune import GENERATED, _with_default
-
-    assert _with_default(Source(home=home)).generate == GENERATED
-    assert _with_default(Source(home=home, docs="x")).docs == "x"
+def test_what_stands_has_a_ratio_only_where_it_takes_one() -> None:
+    assert tune.standing("probe-shift", 0.3) == Variant("probe-shift", 0.3)
+    assert tune.standing("full", 0.15) == Variant("full")
+    assert tune.standing("probe", "auto") == Variant("probe")
