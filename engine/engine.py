@@ -113,6 +113,11 @@ class Engine:
         """Tokens of a passage."""
         return len(self._resources.tokenizing.passage_ids(text))
 
+    @property
+    def kv_codec(self) -> str:
+        """How KV is packed that is stored from now on: a row of `kvstore.codec.CODECS`."""
+        return self._resources.codec.name
+
     # --- chunks
 
     def encode(
@@ -128,9 +133,7 @@ class Engine:
         each chunk. May be interrupted between chunks: what is done stays. Raises StoreFullError.
         """
         if node_ids is not None and len(node_ids) != len(texts):
-            raise UsageError(
-                f"{len(texts)} texts came with {len(node_ids)} node ids; there must be one for each"
-            )
+            raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
         tokenizing = self._resources.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
         behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])

@@ -99,7 +99,8 @@ Ratios = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option("--limit", help="How many questions; all if absent.")]
 Seed = Annotated[
-    int | None, typer.Option("--seed", help="Shuffle the questions with it; the intervals are drawn from it.")
+    int | None,
+    typer.Option("--seed", min=0, help="Shuffle the questions with it; the intervals are drawn from it."),
 ]
 Passages = Annotated[
     int | None, typer.Option("--passages", help="The first so many of each question; all if absent.")

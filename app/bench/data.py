@@ -7,11 +7,14 @@ The file is one list of `{"ctxs": [{"title": str, "text": str}, ...], "question"
 import hashlib
 import json
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ragblend.kvstore.errors import UsageError
+
+READING = "Reading the questions: "
 
 
 class UnusableError(UsageError):
@@ -23,7 +26,8 @@ class Question:
     """One question: the passages to read (title and text in one), and the answers that count as right.
 
     instruction: what follows the question, None for the benches' own words; required: what an exact answer must hold,
-    all of it (empty: the data does not say); task: what kind of question it is, for tables.
+    all of it (empty: the data does not say); task: what kind of question it is, for tables. where, shorter: where it
+    comes from and how to make its prompt shorter, for messages; no part of what a question is.
     """
 
     index: int
@@ -33,6 +37,13 @@ class Question:
     instruction: str | None = None
     required: tuple[str, ...] = ()
     task: str = ""
+    where: str = field(default="", compare=False)
+    shorter: str = field(default="pass --passages N to read fewer passages a question", compare=False)
+
+    @property
+    def place(self) -> str:
+        """What to call it in a message: its file and record, if it comes from a file."""
+        return self.where or f"question {self.index}"
 
     @property
     def digest(self) -> str:
@@ -66,8 +77,11 @@ def load_questions(path: Path) -> list[Question]:
 
 def check_questions(entries: list[Any], path: Path) -> list[Question]:
     """The entries of a file's list, checked; `path` is for the messages. Raises UsageError."""
-    named = f"Reading the questions: {path}, question"
-    return [entry_question(entry, index, f"{named} {index}") for index, entry in enumerate(entries)]
+    places = [f"{path}, question {index}" for index in range(len(entries))]
+    return [
+        replace(entry_question(entry, index, f"{READING}{place}"), where=place)
+        for index, (entry, place) in enumerate(zip(entries, places, strict=True))
+    ]
 
 
 def choose(
@@ -84,6 +98,18 @@ def choose(
     if seed is not None:
         random.Random(seed).shuffle(chosen)
     return chosen[:limit]
+
+
+def without_repeats(questions: Sequence[Question]) -> Loaded:
+    """Each question once, where it comes first; a repeat would be counted twice and could be measured only once."""
+    first: dict[str, Question] = {}
+    skipped = []
+    for question in questions:
+        kept = first.setdefault(question.digest, question)
+        if kept is not question:
+            reason = f"{question.place} says the same as {kept.place}; it is measured once"
+            skipped.append(Skipped(question.place, reason))
+    return Loaded(list(first.values()), tuple(skipped))
 
 
 def _check_positive(option: str, value: int | None) -> None:
@@ -135,13 +161,14 @@ def entry_question(entry: Any, index: int, where: str) -> Question:
 def check_asked(text: str, name: str, where: str) -> None:
     """Raise UnusableError for an empty question."""
     if not text.strip():
-        raise UnusableError(f"{where}: '{name}' is empty; write a question, or pass --skip to leave it out")
+        raise UnusableError(f"{where}: '{name}' is empty; write what is asked")
 
 
 def check_answers(answers: list[Any], where: str) -> None:
     """Raise UsageError unless there is an answer, and all are text."""
     if not answers or not all(isinstance(answer, str) for answer in answers):
-        raise UsageError(f"{where}: 'answers' must be a list of one or more strings")
+        kinds = ", ".join(dict.fromkeys(kind_name(answer) for answer in answers)) or "nothing"
+        raise UsageError(f"{where}: 'answers' must be a list of one or more strings; found {kinds} in it")
 
 
 def _passage(ctx: Any, where: str) -> str:
@@ -153,12 +180,13 @@ def _passage(ctx: Any, where: str) -> str:
 
 def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
     """The field of a JSON object, of the kind that it must have. Raises UsageError."""
+    expected = "a string" if kind is str else "a list"
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
-        raise UsageError(f"{where}: the field '{name}' is missing")
+        there = ", ".join(map(str, entry)) or "no fields"
+        raise UsageError(f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}")
     if not isinstance(entry[name], kind):
-        expected = "a string" if kind is str else "a list"
         raise UsageError(
             f"{where}: the field '{name}' is a JSON {kind_name(entry[name])}; expected {expected}"
         )

@@ -13,12 +13,13 @@ A list may be one JSON array or one object a line.
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.bench.data import (
+    READING,
     Loaded,
     Question,
     Skipped,
@@ -57,7 +58,7 @@ class Source:
 
     def where(self, place: int) -> str:
         number = self.numbers[place] if self.numbers else place
-        return f"Reading the questions: {self.path}, {self.label} {number}"
+        return f"{READING}{self.path}, {self.label} {number}"
 
 
 def load(path: Path, form: str | None = None, passages: int | None = None, skip: bool = False) -> Loaded:
@@ -75,12 +76,13 @@ def load(path: Path, form: str | None = None, passages: int | None = None, skip:
     questions: list[Question] = []
     skipped: list[Skipped] = []
     for where, make in FORMATS[name](source, passages or PASSAGES):
+        place = where.removeprefix(READING)
         try:
-            questions.append(make(len(questions)))
+            questions.append(replace(make(len(questions)), where=place))
         except UnusableError as error:
             if not skip and not isinstance(error, UnanswerableError):
-                raise
-            skipped.append(Skipped(where.removeprefix("Reading the questions: "), str(error)))
+                raise UnusableError(f"{error}, or pass --skip to leave it out") from error
+            skipped.append(Skipped(place, str(error)))
     if not questions:
         raise UsageError(f"Reading the questions: {path} has no question that can be measured")
     return Loaded(questions, tuple(skipped))
@@ -194,6 +196,8 @@ def _samsum_question(
     check_asked(dialogue, "dialogue", where)
     shown = [each for each in pairs if each[0] != dialogue and each[0]]
     random.Random(dialogue).shuffle(shown)
+    if not shown:
+        raise UnusableError(f"{where}: there is no other dialogue to show as an example; add dialogues")
     examples = pack((f"Dialogue: {example}\nSummary: {said}" for example, said in shown), passages)
     text = f"{SUMMARISE}\n\nDialogue: {dialogue}\nSummary:"
     return Question(index, text, tuple(examples), (summary,), NO_INSTRUCTION, task="samsum")
@@ -259,7 +263,7 @@ def _squad_one(qa: Any, title: str, context: str, where: str) -> Asked:
         answers = field_of(qa, "answers", list, where)
         texts = [field_of(each, "text", str, f"{where}, answers[{n}]") for n, each in enumerate(answers)]
     impossible = bool(qa.get("is_impossible")) or not texts
-    if not impossible:
+    if texts:  # of an impossible one as well: SQuAD 2.0 has texts that only look like answers
         check_answers(texts, where)
     paragraph = f"{title}\n{context}" if title else context
     return Asked(where, title, paragraph, question, tuple(dict.fromkeys(texts)), impossible)

@@ -72,6 +72,7 @@ def make_questions(
             INSTRUCTION,
             (answer,),
             task,
+            where=f"--docs, question {index}",
         )
         for index, (task, text, answer, needed) in enumerate(made)
     ]

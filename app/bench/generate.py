@@ -1,8 +1,8 @@
 """`--generate SPEC`: questions made here, seeded and offline, at any length.
 
 A spec is a task and what it is to be like: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by
-itself is all tasks of RULER. The same spec, seed and tokenizer always give the same questions, so a run goes on where
-it stopped.
+itself is all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run
+goes on where it stopped, and a larger n extends it.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ def generate(specs: Sequence[Spec], count_tokens: CountTokens) -> list[Question]
 
 
 def _question(spec: Spec, number: int, index: int, count_tokens: CountTokens) -> Question:
-    task = TASKS[spec.task](random.Random(f"{spec} {number}"), spec, count_tokens)
+    # Seeded without n (its default stands in), so that a larger n adds questions and keeps those that there were.
+    draw = random.Random(f"{dataclasses.replace(spec, n=Spec.n)} {number}")
+    task = TASKS[spec.task](draw, spec, count_tokens)
     return Question(
         index,
         task.question,
@@ -40,6 +42,8 @@ def _question(spec: Spec, number: int, index: int, count_tokens: CountTokens) ->
         task.instruction,
         task.required,
         f"{spec.task} {spec.tokens:,}",
+        where=f"--generate {spec.task},tokens={spec.tokens}, question {number}",
+        shorter="ask for fewer tokens=... in --generate",
     )
 
 

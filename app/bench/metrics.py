@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SEPARATORS = str.maketrans(",;/", "   ")
+# 1,931 is one number, and 1234567,7654321 are two.
+_THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d)")
 
 
 def normalise(text: str) -> str:
@@ -34,8 +37,14 @@ def found(answer: str, required: Sequence[str]) -> float | None:
 
     RULER's `string_match_all` (Hsieh et al. 2024) counts any substring: there 31 would be found in 1931.
     """
-    words = f" {normalise(answer)} "
-    return sum(f" {normalise(text)} " in words for text in required) / len(required) if required else None
+    words = f" {_listed(answer)} "
+    return sum(f" {_listed(text)} " in words for text in required) / len(required) if required else None
+
+
+def _listed(text: str) -> str:
+    """Normalised, where what separates the items of a list separates words, with or without a space behind it."""
+    joined = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    return normalise(joined.translate(_SEPARATORS))
 
 
 def f1(answer: str, gold: Sequence[str]) -> float:
@@ -69,15 +78,17 @@ def kl_divergence(reference: "Tensor", other: "Tensor") -> float:
     """Mean over positions of KL(reference || other), in nats, from logits.
 
     reference, other (n, vocab), any float dtype; computed in float64, where rounding is far below any
-    bfloat16 floor. A token that the reference gives no probability counts nothing.
+    bfloat16 floor. A token that the reference gives no probability counts nothing. Not finite where there are no two
+    distributions to compare: nan for logits with NaN, inf for a token that only the reference can say.
     """
     import torch
 
     assert reference.shape == other.shape and reference.ndim == 2, (reference.shape, other.shape)
     p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (reference, other))
     terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))  # (n, vocab)
-    # Rounding can leave -1e-17 for equal distributions; KL is never negative.
-    return max(0.0, float(terms.sum(-1).mean()))
+    kl = float(terms.sum(-1).mean())
+    # Rounding can leave -1e-17 for equal distributions; KL is never negative. Not max(0.0, kl), which is 0.0 for nan.
+    return 0.0 if kl < 0 else kl
 
 
 def top1_agreement(reference: "Tensor", other: "Tensor") -> float:

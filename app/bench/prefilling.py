@@ -35,7 +35,8 @@ class Timed:
 def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Iterator[tuple[ChunkKey, ...]]":
     """The texts' KV is in the store inside the block, under these keys; what is new is taken out again after it.
 
-    75 questions of 10 passages are 10 GB with SmolLM2: left in, they would push the user's own documents out.
+    75 questions of 10 passages are 10 GB with SmolLM2: left in, they would push the user's own documents out. What was
+    there and is packed by another codec than the engine's is encoded anew, and stays so: a key does not name the codec.
     Raises BenchError for a model whose KV may not be fused: there would be nothing to compare.
     """
     keys: list[ChunkKey] = []
@@ -49,10 +50,26 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
                 raise BenchError(f"{engine.model_name} cannot be fused ({reason}); choose another --model")
             keys.append(key)
             new += [key] * report.encoded
+            if not report.encoded and _codec(engine, key, text) != engine.kv_codec:
+                engine.store.delete(key)
+                engine.encode([text])
         yield tuple(keys)
     finally:
         for key in () if keep else new:
             engine.store.delete(key)
+
+
+def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
+    """The name of what packs a text's stored KV; None if it is damaged."""
+    from ragblend.engine.prompt import Chunk
+
+    (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "")).chunks
+    assert chunk.token_ids is not None, "the prompt was tokenized"
+    reader = engine.store.open_chunk(key, chunk.token_ids)
+    if reader is None:
+        return None
+    with reader:
+        return reader.codec.name
 
 
 def model_digest(engine: "Engine") -> str:
@@ -74,6 +91,10 @@ def timed_prefill(
     prefilled = engine.prefill(prompt, **arguments)
     report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
     ttft_ms = 1000 * (perf_counter() - started)
+    if report.method != variant.method and report.warning is None:
+        raise BenchError(
+            f"the method {variant.method!r} is called {report.method!r} by the engine; write it so in --methods"
+        )
     if report.method != variant.method:
         raise BenchError(
             f"{variant} was served by {report.method} prefill: {report.warning}; choose another --model"

@@ -6,6 +6,7 @@ method answers greedily itself. One record a (question, method, ratio), kept as 
 (`modes.py`) answers the same question over the same passages by prompts of its own, so only its answer counts.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import metrics, modes
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.prefilling import stored, timed_prefill
+from ragblend.app.bench.prefilling import BenchError, stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import PromptTooLongError
@@ -62,10 +63,13 @@ def run(
     Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
     the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
     that are left is returned. warm: run every method once, unrecorded, before the first question.
+
+    No question may come twice (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
+    BenchError for what would be a wrong number.
     """
     pending = [(question, _pending(question, variants, journal, seed)) for question in questions]
     # All prompts first: one that is too long must stop the run now and not after an hour of work.
-    work = [(each, todo, build_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
+    work = [(each, todo, _fitting_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
     total = sum(len(todo) for _, todo, _ in work)
     done = 0
     for place, (question, todo, prompt) in enumerate(work):
@@ -89,6 +93,14 @@ def _pending(question: Question, variants: Sequence[Variant], journal: Journal, 
     return todo
 
 
+def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
+    """The prompt; PromptTooLongError says what to do about it. With --skip such a question does not come so far."""
+    try:
+        return build_prompt(engine, question, max_new_tokens)
+    except PromptTooLongError as error:
+        raise PromptTooLongError(f"{error}; {question.shorter}, or --skip to leave it out") from error
+
+
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
     """The passages first, the question last, in the model's chat template; tokenized, so that is not timed.
 
@@ -101,8 +113,8 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
     needed = len(prompt.token_ids) + max_new_tokens
     if needed > engine.context_window:
         raise PromptTooLongError(
-            f"question {question.index} needs {needed} tokens with its answer, and {engine.model_name} takes "
-            f"{engine.context_window}; pass --passages N to read fewer passages a question, or --skip to leave it out"
+            f"{question.place} needs {needed} tokens with its answer, and {engine.model_name} takes "
+            f"{engine.context_window}"
         )
     return prompt
 
@@ -181,7 +193,7 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         question=question.digest,
         method=variant.method,
         ratio=variant.ratio,
-        kl=metrics.kl_divergence(reference.logits, outcome.logits),
+        kl=_divergence(question, variant, reference, outcome),
         top1=metrics.top1_agreement(reference.logits, outcome.logits),
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
         **_against_gold(text, question),
@@ -194,6 +206,19 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         # Not every engine has probes; what it does not say is not made up.
         probe_rows=getattr(outcome.report, "probe_rows", None),
         computed_fraction=getattr(outcome.report, "computed_fraction", None),
+    )
+
+
+def _divergence(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> float:
+    """In nats. Raises BenchError where it is no number: kept, it would spoil every mean, or look perfect."""
+    kl = metrics.kl_divergence(reference.logits, outcome.logits)
+    if math.isfinite(kl):
+        return kl
+    at = "" if variant.ratio is None else f" at ratio {variant.ratio:g}"
+    whose = "full prefill's" if reference.logits.isnan().any() else "the method's"
+    raise BenchError(
+        f"{question.place}, method {variant.method}{at}: the KL divergence is {kl}, because {whose} logits hold NaN or "
+        "infinity, so there is nothing to compare; take the method out of --methods, or measure with another --dtype"
     )
 
 
@@ -227,7 +252,7 @@ def _ask_mode(
     try:
         return modes.answer(engine, variant, passages, asked(question), *most_tokens)
     except PromptTooLongError as error:  # how long its prompts get is known only when they are made
-        raise PromptTooLongError(f"question {question.index}, {variant}: {error}") from error
+        raise PromptTooLongError(f"{question.place}, {variant}: {error}") from error
 
 
 def _against_gold(text: str, question: Question) -> dict[str, Any]:

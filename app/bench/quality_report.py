@@ -115,7 +115,7 @@ def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
             quality.build_prompt(engine, question, max_new_tokens)
             kept.append(question)
         except PromptTooLongError as error:
-            skipped.append(Skipped(f"question {question.index}", str(error)))
+            skipped.append(Skipped(question.place, str(error)))
     if not kept:
         raise UsageError(
             f"no question is left: {len(skipped)} were skipped, the last because {skipped[-1].reason}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragblend.app.bench.data import Loaded, choose
+from ragblend.app.bench.data import Loaded, choose, without_repeats
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,9 +55,15 @@ def prepare(source: Source) -> Make:
         raise UsageError("--format says how to read --data, which was not given")
     if source.generate:
         return _generated(source)
-    loaded = _loaded(source)
-    chosen = Loaded(choose(loaded.questions, source.limit, source.seed, source.passages), loaded.skipped)
+    # Questions from documents have as many passages as asked for by now, and all of them that they need.
+    chosen = _chosen(_loaded(source), source, None if source.docs is not None else source.passages)
     return lambda engine: chosen
+
+
+def _chosen(loaded: Loaded, source: Source, passages: int | None = None) -> Loaded:
+    """Those to measure, each once: records are kept under what a question says, its passages included."""
+    once = without_repeats(choose(loaded.questions, passages=passages))
+    return Loaded(choose(once.questions, source.limit, source.seed), (*loaded.skipped, *once.skipped))
 
 
 def _generated(source: Source) -> Make:
@@ -71,7 +77,7 @@ def _generated(source: Source) -> Make:
         )
 
     def make(engine: "Engine") -> Loaded:
-        return Loaded(choose(generate(specs, engine.count_tokens), source.limit, source.seed))
+        return _chosen(Loaded(generate(specs, engine.count_tokens)), source)
 
     return make
 

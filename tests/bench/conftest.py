@@ -89,3 +89,18 @@ def data_file(entries, tmp_path):
     path = tmp_path / "questions.json"
     path.write_text(json.dumps(entries), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def bench(model_folder, home, tmp_path):
+    """`ragblend bench` as it is typed: bench(command, argument, ...) over the tiny model, with `out` for results."""
+    from typer.testing import CliRunner
+
+    from ragblend.app.bench.cli import bench_app
+
+    def run(command, *arguments):
+        where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
+        line = [command, *where, "--output", tmp_path / "out", *arguments]
+        return CliRunner().invoke(bench_app, [str(part) for part in line], catch_exceptions=False)
+
+    return run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.app.bench.data import choose, load_questions
+from ragblend.app.bench.data import choose, load_questions, without_repeats
 from ragblend.kvstore.errors import UsageError
 
 MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_dev.json"
@@ -43,6 +43,23 @@ def test_a_record_belongs_to_what_the_question_says_and_not_to_its_place(data_fi
     assert choose(questions, passages=2)[0].digest != questions[0].digest
 
 
+def test_a_repeated_question_is_kept_once_and_said(entries, data_file) -> None:
+    data_file.write_text(json.dumps([*entries, entries[1] | {"answers": ["other"]}, entries[1], entries[1]]))
+    once = without_repeats(load_questions(data_file))
+    assert [question.index for question in once.questions] == [0, 1, 2, 3, 4]
+    assert [skipped.where for skipped in once.skipped] == [f"{data_file}, question {n}" for n in (5, 6)]
+    assert f"says the same as {data_file}, question 1;" in once.skipped[0].reason
+
+
+def test_what_a_question_is_called_in_messages_is_no_part_of_it(entries, data_file, tmp_path) -> None:
+    copy = tmp_path / "copy.json"
+    copy.write_text(json.dumps(entries))
+    (first, *_), (second, *_) = load_questions(data_file), load_questions(copy)
+    assert first == second
+    assert first.digest == second.digest
+    assert (first.place, second.place) == (f"{data_file}, question 0", f"{copy}, question 0")
+
+
 @pytest.mark.parametrize("option", ["limit", "passages"])
 def test_none_at_all_cannot_be_chosen(data_file, option) -> None:
     with pytest.raises(UsageError, match=f"--{option} is 0"):
@@ -66,10 +83,10 @@ def spoil(entry, field, value):
         ("question", None, "question 1: the field 'question' is missing"),
         ("question", 7, "question 1: the field 'question' is a JSON number; expected a string"),
         ("question", "  ", "question 1: 'question' is empty"),
-        ("answers", None, "question 1: the field 'answers' is missing"),
+        ("answers", None, "'answers' is missing; found ctxs, question; add 'answers', a list"),
         ("answers", "one", "question 1: the field 'answers' is a JSON string; expected a list"),
         ("answers", [], "question 1: 'answers' must be"),
-        ("answers", [3], "question 1: 'answers' must be"),
+        ("answers", [3], "question 1: 'answers' must be a list of one or more strings; found number in it"),
         ("ctxs", None, "question 1: the field 'ctxs' is missing"),
         ("ctxs", [], "question 1: 'ctxs' is empty"),
         ("ctxs", ["text"], r"question 1, ctxs\[0\]: found a JSON string; expected an object with 'title'"),

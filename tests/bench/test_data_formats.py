@@ -116,6 +116,30 @@ def test_a_question_without_an_answer_is_left_out_and_reported(write) -> None:
     assert "does not answer it" in skipped.reason
 
 
+def test_questions_are_called_by_their_records_and_not_by_what_is_left(write) -> None:
+    path = write([longbench(), longbench(input=" "), longbench(input="Who else?")], lines=True)
+    loaded = load(path, skip=True)
+    assert [question.place for question in loaded.questions] == [f"{path}, line 1", f"{path}, line 3"]
+
+
+def test_skip_is_advised_only_where_it_was_not_given(write) -> None:
+    path = write([longbench(), longbench(input=" ")], lines=True)
+    with pytest.raises(UsageError, match=r"pass --skip to leave it out$"):
+        load(path)
+    (skipped,) = load(path, skip=True).skipped
+    assert "--skip" not in skipped.reason
+
+
+def test_a_dialogue_with_no_other_to_show_is_left_out_and_not_measured_without_passages(write) -> None:
+    """It had no passages at all, so every method agreed with full prefill."""
+    path = write([*samsum(1), {"dialogue": "", "summary": "s"}])
+    with pytest.raises(UsageError, match="no question that can be measured"):
+        load(path, skip=True)
+    several = load(write([*samsum(2), {"dialogue": "", "summary": "s"}]), skip=True)
+    assert [len(question.passages) for question in several.questions] == [1, 1]
+    assert len(several.skipped) == 1
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_empty_question_is_named_or_with_skip_reported(form, write, entries) -> None:
     data = {
@@ -152,6 +176,12 @@ def test_an_empty_question_is_named_or_with_skip_reported(form, write, entries) 
             False,
             r"qas\[0\]: the field 'answers' is missing",
         ),
+        (
+            [{"context": "c", "question": "q", "is_impossible": True, "answers": {"text": [{"text": "a"}]}}],
+            False,
+            "question 0: 'answers' must be a list of one or more strings; found object in it",
+        ),
+        ([*samsum(1), {"dialogue": " ", "summary": "s"}], False, "question 0: there is no other dialogue"),
         ({"data": []}, False, "empty list"),
         ({"data": [{"title": "t", "paragraphs": []}]}, False, "no question that can be measured"),
         ([{"text": "a", "label": 1}], False, "none of cacheblend, longbench.*text, label.*--format"),

@@ -131,3 +131,36 @@ def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
 def test_sources_that_make_no_sense_together_are_refused(source, said) -> None:
     with pytest.raises(UsageError, match=said):
         prepare(source)
+
+
+def test_fewer_passages_never_cut_away_what_the_question_needs(library, documents, monkeypatch) -> None:
+    """`--docs all --passages 1` cut the mixed passages once more, and kept the first one whichever it was."""
+    monkeypatch.setattr("ragblend.app.bench.sources.ingested", lambda source: documents)
+    loaded = prepare(Source(docs="all", home=library, passages=1))(None)
+    hops = [question for question in loaded.questions if question.task == "docs two-hop"]
+    assert hops
+    assert {len(question.passages) for question in hops} == {2}
+    assert {len(q.passages) for q in loaded.questions if q.task == "docs cloze"} == {1}
+    for question in loaded.questions:
+        assert any(question.required[0] in " ".join(passage.split()) for passage in question.passages)
+
+
+class Words:
+    """Counts tokens as `generate` asks the engine to."""
+
+    def count_tokens(self, text):
+        return len(text.split())
+
+
+def test_a_question_that_comes_twice_is_measured_once_and_said(entries, data_file) -> None:
+    """Measuring it again failed on an assertion; a second run counted it twice."""
+    import json
+
+    data_file.write_text(json.dumps([entries[0], entries[0], *entries]))
+    loaded = prepare(Source(data_file, limit=3))(None)
+    assert [question.index for question in loaded.questions] == [0, 3, 4]
+    assert [skipped.where.rpartition(" ")[2] for skipped in loaded.skipped] == ["1", "2"]
+    spec = "two_hop,tokens=600,n=2"
+    made = prepare(Source(generate=(spec, spec)))(Words())
+    assert len({question.digest for question in made.questions}) == len(made.questions) == 2
+    assert "--generate two_hop,tokens=600, question 0" in made.skipped[0].reason

@@ -32,6 +32,14 @@ def test_the_same_spec_gives_the_same_questions_and_another_seed_others(task) ->
     assert [question.index for question in first] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_larger_n_adds_questions_and_keeps_those_that_there_were(task) -> None:
+    """n was a part of the seed: raising it threw away all that was measured."""
+    few, many = made(f"{task},n=2,tokens=1500"), made(f"{task},n=4,tokens=1500")
+    assert many[:2] == few
+    assert len({question.digest for question in many}) == 4
+
+
 @pytest.mark.parametrize("tokens", [600, 4000, 60_000])
 @pytest.mark.parametrize("task", TASKS)
 def test_passages_have_the_length_that_was_asked_for(task, tokens) -> None:

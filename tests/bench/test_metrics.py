@@ -71,6 +71,14 @@ def test_rouge_l_by_hand(answer, gold, value) -> None:
         ("the quiet lamp burns", ["Quiet Lamp"], 1),
         ("quiet old lamp", ["Quiet Lamp"], 0),
         ("HJRWT, XSGMT", ["XSGMT", "HJRWT"], 1),
+        ("1234567,7654321", ["1234567", "7654321"], 1),  # no space: they were one word, 12345677654321
+        ("HJRWT,XSGMT;ABCDE/FGHIJ\nKLMNO", ["XSGMT", "HJRWT", "ABCDE", "FGHIJ", "KLMNO"], 1),
+        ("12345,67890,24680", ["67890", "12345", "24680"], 1),
+        ("4,345,669,1241016", ["4345669", "1241016"], 1),
+        ("It was 1,931.", ["1931"], 1),
+        ("It was 1,931.", ["931"], 0),
+        ("It was 1931.", ["1,931"], 1),
+        ("1,2345", ["2345", "12345"], 0.5),  # groups of thousands have three figures
         ("", ["x"], 0),
         ("anything", [], None),
     ],
@@ -119,6 +127,15 @@ def test_kl_of_nearly_equal_logits_is_not_lost_in_float32() -> None:
     # To second order KL = p(1-p) d^2 / 2 with p = 1/50000; float32 sums of 50,000 terms would drown it.
     p = 1 / 50_000
     assert metrics.kl_divergence(reference, other) == pytest.approx(p * (1 - p) * 1e-4 / 2, rel=1e-2)
+
+
+def test_kl_of_what_is_no_distribution_is_not_0() -> None:
+    """max(0.0, nan) is 0.0: logits of NaN looked perfect."""
+    reference, spoilt = torch.zeros(2, 3), torch.zeros(2, 3)
+    spoilt[1, 2] = torch.nan
+    assert math.isnan(metrics.kl_divergence(reference, spoilt))
+    assert math.isnan(metrics.kl_divergence(spoilt, reference))
+    assert metrics.kl_divergence(reference, torch.tensor([[0.0, 0.0, -torch.inf]] * 2)) == math.inf
 
 
 def test_top1_counts_the_positions_that_agree() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.app.bench import quality
 from ragblend.app.bench.data import load_questions
-from ragblend.app.bench.prefilling import BenchError, model_digest, timed_prefill
+from ragblend.app.bench.prefilling import BenchError, model_digest, stored, timed_prefill
 from ragblend.app.bench.records import Journal, run_digest
 from ragblend.app.bench.summary import summarise
 from ragblend.app.bench.variants import Variant
@@ -156,8 +156,73 @@ def test_a_model_that_cannot_be_fused_is_refused_because_it_would_look_perfect(e
         model_digest(engine)
 
 
+def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(
+    engine, questions, journal, monkeypatch
+) -> None:
+    logits = quality.teacher_logits
+    calls = []
+
+    def spoilt(*arguments):
+        calls.append(arguments)
+        return logits(*arguments) * (float("nan") if len(calls) == 2 else 1)  # the first are full prefill's
+
+    monkeypatch.setattr(quality, "teacher_logits", spoilt)
+    with pytest.raises(
+        BenchError, match=r"question 0, method random at ratio 0.3: .* the method's logits hold NaN"
+    ):
+        quality.run(engine, questions[:1], [Variant("random", 0.3)], journal, max_new_tokens=3)
+    assert journal.records == {}
+    monkeypatch.setattr(quality, "teacher_logits", lambda *arguments: logits(*arguments) * float("nan"))
+    with pytest.raises(BenchError, match=r"method reuse: .* full prefill's logits hold NaN"):
+        quality.run(engine, questions[:1], [Variant("reuse")], journal, max_new_tokens=3)
+
+
+def test_a_method_under_another_name_than_the_engines_is_said(engine, questions) -> None:
+    """It said: `was served by probe prefill: None; choose another --model`."""
+    from ragblend.engine.selection import policy_named
+
+    prompt = quality.build_prompt(engine, questions[0], 5)
+    engine.encode(list(questions[0].passages))
+    with pytest.raises(BenchError, match=r"the method 'probe:' is called 'probe' by the engine"):
+        timed_prefill(engine, prompt, Variant("probe:", 0.3), policy_named("probe"))
+
+
+def test_what_is_stored_with_another_codec_is_encoded_anew(
+    engine, model_folder, home, questions, monkeypatch
+) -> None:
+    """A key does not name the codec: int8 was asked for, and the raw KV of before was measured."""
+    text = questions[0].passages[0]
+    (key,) = engine.encode([text]).keys
+    raw = codec_of(engine, key, text)
+    how = {
+        "model": str(model_folder),
+        "home": home,
+        "device": "cpu",
+        "dtype": "float32",
+        "collection": "bench",
+    }
+    type(engine).open(**how, kv_codec="int8")
+    with stored(engine, questions[0].passages) as keys:
+        codecs = [codec_of(engine, *each) for each in zip(keys, questions[0].passages, strict=True)]
+        with monkeypatch.context() as patch:  # what is stored as it should be is left alone
+            patch.setattr(type(engine.store), "delete", lambda *_: pytest.fail("encoded once more"))
+            with stored(engine, questions[0].passages):
+                pass
+    assert (raw, codecs) == ("raw", ["int8"] * 3)
+    assert list(engine.store.keys()) == [key]  # as before the block, and packed as the engine packs now
+    assert codec_of(engine, key, text) == "int8"
+
+
+def codec_of(engine, key, text):
+    from ragblend.engine.prompt import Chunk
+
+    (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "why?")).chunks
+    with engine.store.open_chunk(key, chunk.token_ids) as reader:
+        return reader.codec.name
+
+
 def test_a_prompt_too_long_stops_the_run_before_anything_is_measured(engine, questions, journal) -> None:
-    with pytest.raises(PromptTooLongError, match=r"question 0 needs .* --passages N"):
+    with pytest.raises(PromptTooLongError, match=r"questions.json, question 0 needs .* --passages N"):
         run(engine, questions, journal, max_new_tokens=2000)
     assert not journal.path.exists()
 
