@@ -90,8 +90,8 @@ MethodsAndModes = Annotated[
     str,
     typer.Option(
         "--methods",
-        help="Methods, separated by commas, or `all` policies; also LangChain's map_reduce, map_rerank and refine, "
-        "and, as in refine+cacheblend, with calls that are read by a method.",
+        help="Methods, separated by commas, or `all` policies; also LangChain's map_reduce, map_rerank and refine, and "
+        "LlamaIndex's llama-tree_summarize and llama-refine; as in refine+cacheblend, with calls read by a method.",
     ),
 ]
 Ratios = Annotated[

@@ -22,7 +22,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.outputs import LLMResult
 
-from ragblend.app.bench.modes import ModeAnswer
+from ragblend.app.bench.modes import Answered, Call, answer_of
 from ragblend.app.bench.prefilling import BenchError
 from ragblend.app.bench.variants import Variant
 from ragblend.integrations.langchain import ChatRAGBlend
@@ -45,18 +45,6 @@ class Models:
     extracting: BaseChatModel
     scoring: BaseChatModel
     prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call as it was answered; after_first_ms: from its first token to its end."""
-
-    prompt_tokens: int
-    generated_tokens: int
-    method: str
-    hits: int
-    misses: int
-    after_first_ms: float
 
 
 class Scored(RegexParser):
@@ -83,16 +71,7 @@ class Watch(BaseCallbackHandler):
         self.last_end = perf_counter()
         message: Any = response.generations[0][0]
         used, kv = message.message.usage_metadata, message.message.response_metadata["kv"]
-        self.calls.append(
-            Call(
-                used["input_tokens"],
-                used["output_tokens"],
-                kv["method"],
-                kv["hits"],
-                kv["misses"],
-                kv["total_ms"] - kv["ttft_ms"],
-            )
-        )
+        self.calls.append(Call.of(used["input_tokens"], used["output_tokens"], kv))
 
 
 def chat_model(engine: "Engine", variant: Variant, max_tokens: int) -> ChatRAGBlend:
@@ -113,9 +92,7 @@ def chat_model(engine: "Engine", variant: Variant, max_tokens: int) -> ChatRAGBl
     return model
 
 
-def ask(
-    mode: str, models: Models, passages: Sequence[str], question: str
-) -> tuple[ModeAnswer, tuple[Call, ...]]:
+def ask(mode: str, models: Models, passages: Sequence[str], question: str) -> Answered:
     """The mode's answer, timed, and the calls that it took."""
     watch = Watch()
     with _quiet():
@@ -135,15 +112,8 @@ def ask(
         ended = perf_counter()
     # map_rerank's answer is known when the last candidate is; the others' last call is the one that says it.
     first = ended if mode == "map_rerank" else watch.last_end - watch.calls[-1].after_first_ms / 1000
-    answer = ModeAnswer(
-        text=said["output_text"],
-        ttft_ms=1000 * (first - begun),
-        calls=len(watch.calls),
-        prompt_tokens=sum(call.prompt_tokens for call in watch.calls),
-        generated_tokens=sum(call.generated_tokens for call in watch.calls),
-        unscored=_unscored(said) if mode == "map_rerank" else None,
-    )
-    return answer, tuple(watch.calls)
+    unscored = _unscored(said) if mode == "map_rerank" else None
+    return answer_of(said["output_text"], 1000 * (first - begun), watch.calls, unscored)
 
 
 def load_chain(mode: str, models: Models) -> BaseCombineDocumentsChain:

@@ -64,11 +64,11 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     from ragblend.engine.selection import METHODS, ORACLES, WITHOUT_RATIO
 
     check_extra()
-    names = all_methods(METHODS) if request.methods == ALL_METHODS else request.methods
+    names = with_all(request.methods, METHODS)
     variants = parse_variants(names, request.ratios, METHODS | ORACLES, WITHOUT_RATIO, MODES)
     pairs = parse_pairs(request.compare, variants)
     if any(variant.mode is not None for variant in variants):
-        modes.check_packages()
+        modes.check_packages(variants)
     make = sources.prepare(request.source)
     folder = make_folder(request.output)
     engine = Engine.open(**request.engine)
@@ -94,9 +94,10 @@ def report_quality(request: QualityRequest) -> dict[str, Any]:
     return _write(folder, engine, request, Report(results, loaded.questions, variants, journal))
 
 
-def all_methods(known: dict[str, Any]) -> str:
-    """Every policy of the engine that there is something to learn about."""
-    return ",".join(name for name in known if name not in NOT_COMPARED)
+def with_all(methods: str, known: dict[str, Any]) -> str:
+    """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
+    every = ",".join(name for name in known if name not in NOT_COMPARED)
+    return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 
 
 def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None) -> int:

@@ -6,8 +6,10 @@ from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
-# LangChain's ways to read passages in more than one call (`modes.py`), which are compared with the methods.
-MODES = ("map_reduce", "map_rerank", "refine")
+# Frameworks' own ways to read passages, mostly in more than one call (`modes.py`), which are compared with the methods.
+LANGCHAIN_MODES = ("map_reduce", "map_rerank", "refine")
+LLAMA_INDEX_MODES = ("llama-tree_summarize", "llama-refine")
+MODES = LANGCHAIN_MODES + LLAMA_INDEX_MODES
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from ragblend.app.bench.data import load_questions
 from ragblend.app.bench.prefilling import BenchError, stored
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.summary import summarise
-from ragblend.app.bench.variants import MODES, Variant, parse_variants
+from ragblend.app.bench.variants import LANGCHAIN_MODES, MODES, Variant, parse_variants
 from ragblend.integrations.backend import Backend
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 pytest.importorskip("langchain_classic", reason="LangChain's chains are not installed")
 
 UNDEFINED = {"kl", "kl_ci", "top1", "exact_match", "exact_match_ci", "recomputed_fraction", "recovery"}
-VARIANTS = (Variant("full"), Variant("cacheblend", 0.5), *(Variant(mode) for mode in MODES))
+VARIANTS = (Variant("full"), Variant("cacheblend", 0.5), *(Variant(mode) for mode in LANGCHAIN_MODES))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_modes_stand_in_the_same_rows_and_what_is_not_defined_is_null(engine, qu
     rows, comparisons = summarise(journal.records, questions[:2], (*VARIANTS, Variant("full")), seed=0)
     by_method = {row["method"]: row for row in rows}
     assert len({frozenset(row) for row in rows}) == 1  # every row has the same names
-    for mode in MODES:
+    for mode in LANGCHAIN_MODES:
         row = by_method[mode]
         assert {name for name in UNDEFINED if row[name] is None} == UNDEFINED
         assert row["prompt_tokens"] > by_method["full"]["prompt_tokens"]
@@ -184,7 +184,7 @@ def test_a_stopped_run_with_modes_goes_on_and_asks_nothing_twice(engine, questio
         for name in ("quality.jsonl", "modes.jsonl")
     }
     assert sorted(lines["quality.jsonl"]) == ["cacheblend"] * 2 + ["full"] * 2
-    assert sorted(lines["modes.jsonl"]) == sorted([*MODES] * 2)
+    assert sorted(lines["modes.jsonl"]) == sorted([*LANGCHAIN_MODES] * 2)
 
 
 def test_a_journal_of_before_there_were_modes_is_read_and_its_unknown_counts_are_null(
