@@ -8,15 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from llama_index.core import Settings
-from llama_index.core.base.llms.types import LLMMetadata
+from llama_index.core.base.llms.types import ChatMessage, LLMMetadata
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools import BaseTool
+from llama_index.core.utilities.token_counting import TokenCounter
 
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
 
 BETWEEN = "\n\n"  # what LlamaIndex puts between passages
+
+
+class _ModelsCounter(TokenCounter):
+    """Counts messages by its tokenizer too: LlamaIndex counts their text by its global one, whatever it is given."""
+
+    def estimate_tokens_in_messages(self, messages: list[ChatMessage]) -> int:
+        by_global = sum(message.estimate_tokens() for message in messages)
+        own = sum(self.get_string_tokens(message.content or "") for message in messages)
+        return super().estimate_tokens_in_messages(messages) + own - by_global
 
 
 class WholePassages(PromptHelper):
@@ -30,7 +40,9 @@ class WholePassages(PromptHelper):
     def of_llm(cls, llm: RAGBlendLLM, **options: Any) -> "WholePassages":
         """For that model: its window (less what its chat template takes) and its tokenizer."""
         numbers = LLMMetadata(context_window=_room(llm), num_output=llm.metadata.num_output)
-        return cast("WholePassages", cls.from_llm_metadata(numbers, tokenizer=llm.tokenize, **options))
+        helper = cast("WholePassages", cls.from_llm_metadata(numbers, tokenizer=llm.tokenize, **options))
+        helper._token_counter = _ModelsCounter(llm.tokenize)
+        return helper
 
     def repack(
         self,

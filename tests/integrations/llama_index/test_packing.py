@@ -3,7 +3,8 @@
 import pytest
 from llama_helpers import listening
 from llama_index.core.indices.prompt_helper import PromptHelper
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -44,6 +45,17 @@ def test_the_packer_counts_the_models_tokens(llm):
     assert helper._token_counter.get_string_tokens(TEXTS[0]) == len(llm.tokenize(TEXTS[0]))
     assert helper.context_window == 2048 - llm.template_tokens
     assert 10 < llm.template_tokens < 100
+
+
+def test_the_room_beside_a_chat_template_is_counted_in_the_models_tokens(llm):
+    """LlamaIndex counts a message's text by tiktoken, which finds about half of this model's tokens in it."""
+    helper = WholePassages.of_llm(llm)
+    rules = ChatMessage("Answer from these passages alone. " * 20, role="system")
+    asked = ChatPromptTemplate([rules, ChatMessage("{context_str}")])
+    room = helper.get_text_splitter_given_prompt(asked, llm=llm, padding=0).chunk_size
+    left = helper.context_window - helper.num_output - len(llm.tokenize(rules.content))
+    assert rules.estimate_tokens() + 100 < len(llm.tokenize(rules.content))
+    assert left - 20 < room < left  # less the roles
 
 
 def test_one_text_that_fits_is_passed_on_unchanged(llm):
