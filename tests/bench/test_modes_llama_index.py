@@ -1,5 +1,6 @@
 """LlamaIndex's response synthesizers beside the methods, on the real engine over the tiny model."""
 
+import asyncio
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,16 @@ from ragblend.integrations.llama_index import WholePassages
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 TREE, REFINE = LLAMA_INDEX_MODES
+
+
+@pytest.fixture(autouse=True)
+def one_event_loop():
+    """LlamaIndex's `asyncio_run` takes the thread's event loop, makes one where there is none, and never closes it."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    loop.close()
+    asyncio.set_event_loop(None)
 
 
 @pytest.fixture
