@@ -1,7 +1,7 @@
 # RAGBlend. Every target sets itself up: on a clean clone it makes .venv and installs what it needs, at exact versions.
 #
 #   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
-#   make test     the tests                               (one folder: make test TESTS=tests/engine)
+#   make test     the tests, a process a core             (one folder: make test TESTS=tests/engine; JOBS=0: one process)
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
@@ -17,6 +17,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
     $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
     && echo $$python && break; done)
 TESTS ?=
+JOBS ?= auto
 DEMO_HOME ?= .demo
 BENCH_HOME ?= $(DEMO_HOME)
 BENCH_OUT ?= bench-results
@@ -49,10 +50,10 @@ demo: $(VENV)/.installed
 	$(BIN)/ragblend demo --home $(DEMO_HOME)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile $(TESTS)
 
 faults: $(VENV)/.installed-dev
-	RAGBLEND_FAULTS=full $(BIN)/python -m pytest tests/faults --durations=0 -rP
+	FAULTS=full $(BIN)/python -m pytest tests/faults --durations=0 -rP
 
 check: lint types layers $(if $(SKIP_TESTS),,test)
 
@@ -64,22 +65,15 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The folders become `ragblend.*` only once installed, so types and layers are checked on an installed wheel. `build` goes
-# first: setuptools would put files that are no longer in the sources into the wheel from there.
-WHEEL := build/installed
-.PHONY: $(WHEEL)
-$(WHEEL): $(VENV)/.installed-dev
-	@rm -rf build && $(PIP) --no-deps --no-build-isolation --target $(WHEEL) .
+types: $(VENV)/.installed-dev
+	$(BIN)/python -m mypy -p ragblend -p benchmarks
 
-types: $(WHEEL)
-	MYPYPATH=$(WHEEL) $(BIN)/python -m mypy -p ragblend
-
-layers: $(WHEEL)
-	cd $(WHEEL) && $(abspath $(BIN))/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
+layers: $(VENV)/.installed-dev
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench ttft --home $(BENCH_HOME) --output $(BENCH_OUT) --ratios 0.15 --repeats 3
-	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) --inspect 2 \
+	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
 	    --methods full,naive,reuse,random,cacheblend,probe-shift --ratios 0.15
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.

@@ -1,24 +1,45 @@
 """What a question gives: the answer, where it comes from, what it cost; and its JSON (design: the command line)."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
 
-# A name of the JSON beside the attribute of the engine's timings; retrieval, ttft and total are completed by `Rag`.
+# A name of the JSON beside the attribute of the engine's timings; retrieval, ttft and total are completed here.
 ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
+PLAIN = ("node_id", "document", "location", "score", "text")  # of a source, in the JSON of an answer
 
 
 @dataclass(frozen=True)
 class Source:
-    """A passage that the model was given; score is the cosine similarity to the question."""
+    """A passage that the model was given, under its number, which it keeps for the whole conversation.
 
+    score: the cosine similarity to the question; earlier: it came with an earlier question and is still before the
+    model.
+    """
+
+    number: int
     node_id: str
+    document_id: str
+    collection: str
     document: str
     location: str
     score: float
     text: str
+    earlier: bool = False
+
+    @property
+    def label(self) -> str:
+        """The document and the place in it."""
+        return f"{self.document}, {self.location}" if self.location else self.document
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Source":
+        return cls(**{field.name: value[field.name] for field in fields(cls) if field.name in value})
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Answer:
             "device": self.device,
             "method": report.method,
             "ratio": report.ratio,
-            "sources": [{**source.__dict__, "score": round(source.score, 4)} for source in self.sources],
+            "sources": [{name: getattr(source, name) for name in PLAIN} for source in self.sources],
             "tokens": {name: getattr(report.tokens, name) for name in counts},
             "timings": {
                 "retrieve_ms": round(self.retrieve_ms, 2),

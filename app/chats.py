@@ -2,20 +2,22 @@
 
 import json
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ragblend.app.chat_records import Chat, ChatPage, FoundChat, Message, Role
-from ragblend.app.citations import SourceRow
-from ragblend.app.database import Database, Layout, now
-from ragblend.kvstore.closing import Closing
+from ragblend.app.answer import Source
+from ragblend.app.citations import with_marks
+from ragblend.app.database import SEAL, Database, Layout, is_sound, now, sealing
 from ragblend.kvstore.errors import LibraryError, UsageError
+from ragblend.kvstore.files import Closing
 
 TITLE_CHARACTERS = 60
 SNIPPET_CHARACTERS = 120
-DELETED_TEXT = "(The document was deleted.)"
+DELETED_TEXT = "(The document was deleted, or changed: this passage is no longer in the library.)"
+Known = Callable[[Sequence[str]], Container[str]]  # of node ids, those that are in the library
+UNFINISHED = "unfinished"  # in the report of an answer that is being written
 # AUTOINCREMENT: the number of a deleted message must not come back, somebody may still hold it.
 TABLES = """
 CREATE TABLE chats (
@@ -28,19 +30,85 @@ CREATE TABLE messages (
 CREATE INDEX messages_by_chat ON messages (chat_id, id);
 CREATE INDEX chats_by_use ON chats (used)
 """
+MESSAGE = ("id", "chat_id", "role", "text", "sources", "report", "created_at")
+LAYOUT = Layout("conversations", TABLES, upgrades=(sealing("messages", MESSAGE),))
+INTERRUPTED = "RAGBlend ended while this answer was being written. This is as far as it came."
+Role = Literal["user", "assistant"]
+DAMAGED_TEXT = "(This message is damaged on the disk and cannot be shown.)"
 CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation; messages counts them."""
+
+    id: int
+    title: str
+    created_at: str
+    updated_at: str
+    messages: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of one side. report: what the answer cost (`hood.Hood.to_json`), notices, errors; {} for questions."""
+
+    id: int
+    chat_id: int
+    role: Role
+    text: str
+    created_at: str
+    sources: tuple[Source, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs: all but its numbers in this home."""
+        return {
+            "role": self.role,
+            "text": self.text,
+            "created_at": self.created_at,
+            "sources": [source.to_json() for source in self.sources],
+            "report": self.report,
+        }
+
+    def to_markdown(self) -> str:
+        """For people: a heading, the text, notices, numbered sources."""
+        text = self.text if self.role == "user" else with_marks(self.text, self.sources)
+        parts = [f"## {'Question' if self.role == 'user' else 'Answer'}", text.strip()]
+        notices = [str(self.report[key]) for key in ("notice", "error") if self.report.get(key)]
+        notices += [INTERRUPTED] if self.report.get("interrupted") else []
+        parts += [f"> {notice}" for notice in notices]
+        if self.sources:
+            parts.append("\n".join(_source_line(source) for source in self.sources))
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class ChatPage:
+    """Some conversations, and how many there are in all."""
+
+    chats: tuple[Chat, ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class FoundChat:
+    """A conversation that a search found, and the first place where it did."""
+
+    chat: Chat
+    snippet: str
 
 
 class Chats(Closing):
     """All conversations of one home. Safe for threads, and for several programs at once."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, known: Known | None = None) -> None:
+        self._database, self._known = database, known
 
     @classmethod
-    def open(cls, path: Path) -> "Chats":
-        """Open or make the file. Raises LibraryError."""
-        return cls(Database(path, Layout("conversations", TABLES)))
+    def open(cls, path: Path, known: Known | None = None) -> "Chats":
+        """Open or make the file; what `known` says is gone is not kept with an answer. Raises LibraryError."""
+        return cls(Database(path, LAYOUT), known)
 
     def close(self) -> None:
         self._database.close()
@@ -109,17 +177,17 @@ class Chats(Closing):
         with self._database.transaction() as sql:
             freed = int(sql.execute(query, (chat_id,)).fetchone()["n"])
             sql.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
-        self._database.erase_log()
+        self._database.erase()
         return freed
 
     # --- messages
 
     def messages(self, chat_id: int) -> list[Message]:
-        """All messages, in order. Raises LibraryError if the conversation is gone."""
+        """All messages, but for an answer being written, in order. Raises LibraryError if the conversation is gone."""
         rows = self._database.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
-        return [_message(row) for row in rows]
+        return [message for message in map(_message, rows) if UNFINISHED not in message.report]
 
     def message(self, message_id: int) -> Message:
         """Raises LibraryError if it is gone."""
@@ -135,7 +203,7 @@ class Chats(Closing):
         chat_id: int,
         role: Role,
         text: str,
-        sources: Sequence[SourceRow] = (),
+        sources: Sequence[Source] = (),
         report: dict[str, Any] | None = None,
     ) -> Message:
         """Append a message; on disk when this returns. Raises LibraryError if the conversation is gone."""
@@ -151,6 +219,9 @@ class Chats(Closing):
                 (title, moment, chat_id),
             )
         assert key is not None
+        if sources and self._known is not None:  # after it is stored: whoever removes now sees it, or is seen
+            self._forget_removed_in(chat_id, self._known)
+            self._database.erase_log()
         return self.message(key)
 
     def set_report(self, message_id: int, report: dict[str, Any]) -> Message:
@@ -159,39 +230,65 @@ class Chats(Closing):
             sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
+    def rewrite(self, message: Message) -> Message:
+        """Put this text, these sources and this report in the place of a message's. Raises LibraryError if it is gone.
+
+        A passage that was deleted since it was written stays deleted.
+        """
+        with self._database.transaction() as sql:
+            gone = {s.number for s in self.message(message.id).sources if s.text == DELETED_TEXT}
+            rows = [_removed(source) if source.number in gone else source for source in message.sources]
+            report = _without_texts(message.report, gone)
+            sql.execute(
+                "UPDATE messages SET text = ?, sources = ?, report = ? WHERE id = ?",
+                (_storable(message.text), _sources_json(rows), _json(report), message.id),
+            )
+        return self.message(message.id)
+
+    def end_unfinished(self, chat_id: int | None = None) -> int:
+        """Mark what a killed program had come to, in one conversation or all, as interrupted. Returns how many answers.
+
+        Call it before anything is asked; a program that is in the middle of one goes on, and marks it as whole again.
+        """
+        with self._database.transaction() as sql:
+            return sql.execute(
+                "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), "
+                "'$.interrupted', json('true')) WHERE instr(report, '\"unfinished\"') "
+                "AND json_extract(report, '$.unfinished') AND chat_id = coalesce(?, chat_id)",
+                (chat_id,),
+            ).rowcount
+
     def replace_from(self, message_id: int) -> None:
         """Remove that message and all after it in its conversation, and their bytes."""
         message = self.message(message_id)
         with self._database.transaction() as sql:
             sql.execute("DELETE FROM messages WHERE chat_id = ? AND id >= ?", (message.chat_id, message_id))
-        self._database.erase_log()
+        self._database.erase()
 
     # --- documents that went
 
-    def citing(self, document_id: str) -> list[Chat]:
-        """Conversations with a passage of that document among their sources."""
-        return [self.get(chat_id) for chat_id in sorted({m.chat_id for m in self._citing(document_id)})]
+    def forget_removed(self, known: Known) -> bool:
+        """Take the text of passages that are in no library any more out of sources and reports, and its bytes.
 
-    def forget_document(self, document_id: str) -> int:
-        """Take the text of its passages out of all sources; number, name and place stay. Returns how many."""
-        count = 0
+        Their number, name and place stay, and the answers. False if the bytes stay while others use the file for long.
+        """
+        for row in self._database.rows("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
+            self._forget_removed_in(row["chat_id"], known)
+        return self._database.erase()
+
+    def _forget_removed_in(self, chat_id: int, known: Known) -> None:
         with self._database.transaction() as sql:
-            for message in self._citing(document_id):
-                mine = [s.document_id == document_id and s.text != DELETED_TEXT for s in message.sources]
-                count += sum(mine)
-                rows = [
-                    replace(source, text=DELETED_TEXT) if own else source
-                    for source, own in zip(message.sources, mine, strict=True)
-                ]
-                report = _without_texts(
-                    message.report, {s.number for s, own in zip(rows, mine, strict=True) if own}
-                )
-                sql.execute(
-                    "UPDATE messages SET sources = ?, report = ? WHERE id = ?",
-                    (_sources_json(rows), _json(report), message.id),
-                )
-        self._database.erase_log()
-        return count
+            rows = sql.execute("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)).fetchall()
+            messages = [_message(row) for row in rows]
+            sources = [source for message in messages for source in message.sources]
+            there = known(list({source.node_id for source in sources}))
+            gone = {source.number for source in sources if source.node_id not in there}
+            for message in messages:
+                left = [s if s.node_id in there else _removed(s) for s in message.sources]
+                report = _without_texts(message.report, gone)
+                if (tuple(left), report) != (message.sources, message.report):
+                    values = (_sources_json(left), _json(report), message.id)
+                    sql.execute("UPDATE messages SET sources = ?, report = ? WHERE id = ?", values)
 
     # --- out of here
 
@@ -216,11 +313,6 @@ class Chats(Closing):
 
     # --- inside
 
-    def _citing(self, document_id: str) -> list[Message]:
-        rows = self._database.rows("SELECT * FROM messages WHERE instr(sources, ?)", document_id)
-        found = (_message(row) for row in rows)
-        return [m for m in found if any(source.document_id == document_id for source in m.sources)]
-
     def _place(self, chat: Chat, condition: str, words: Sequence[str]) -> str:
         query = f"SELECT text FROM messages WHERE chat_id = ? AND {condition} ORDER BY id LIMIT 1"
         rows = self._database.rows(query, chat.id, *words)
@@ -228,8 +320,12 @@ class Chats(Closing):
 
 
 def _message(row: sqlite3.Row) -> Message:
-    values = dict(row)
-    sources = tuple(SourceRow.from_json(value) for value in json.loads(values.pop("sources")))
+    """A message; one that is not what was written says so, and nothing else."""
+    values = _without(row, SEAL)
+    if not is_sound(row, MESSAGE):
+        role: Role = "user" if row["role"] == "user" else "assistant"
+        return Message(row["id"], row["chat_id"], role, DAMAGED_TEXT, "", (), {"error": DAMAGED_TEXT})
+    sources = tuple(Source.from_json(value) for value in json.loads(values.pop("sources")))
     return Message(**values | {"sources": sources, "report": json.loads(values["report"])})
 
 
@@ -239,7 +335,7 @@ def _without(row: sqlite3.Row, name: str) -> dict[str, Any]:
     return values
 
 
-def _sources_json(sources: Sequence[SourceRow]) -> str:
+def _sources_json(sources: Sequence[Source]) -> str:
     return _json([source.to_json() for source in sources])
 
 
@@ -266,6 +362,11 @@ def _around(text: str, word: str) -> str:
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
 
 
+def _removed(source: Source) -> Source:
+    """Without its text, and without its id, which is a digest of it."""
+    return replace(source, node_id=f"removed-{source.number}", text=DELETED_TEXT)
+
+
 def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
     """The report, without the beginnings of those sources' texts in its segments."""
     segments = [
@@ -273,3 +374,7 @@ def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
         for segment in report.get("segments", [])
     ]
     return {**report, "segments": segments} if segments else report
+
+
+def _source_line(source: Source) -> str:
+    return f"- [{source.number}] {source.label} (similarity {source.score:.2f})"

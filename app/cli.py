@@ -3,28 +3,55 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ragblend.app import cli_demo, cli_docs, cli_doctor, cli_models, cli_store, cli_tune, cli_ui
-from ragblend.app.cli_ask import register as register_ask
-from ragblend.app.cli_common import Cli, command, plural
-from ragblend.kvstore.errors import RagBlendError, UsageError
+from ragblend.app import (
+    cli_ask,
+    cli_collections,
+    cli_demo,
+    cli_docs,
+    cli_doctor,
+    cli_models,
+    cli_store,
+    cli_tune,
+    cli_ui,
+)
+from ragblend.app.cli_common import ANSWERING, Cli, command, plural, runner
+from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 PRIVATE_UMASK = 0o077  # everything that any library writes from here on is for this user only
 
 app = typer.Typer(
     name="ragblend",
-    help="Questions over your own documents, answered fast: each passage is read once, its KV cache kept and fused.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # "[default: cpu]" in a help text is no markup
     pretty_exceptions_enable=False,  # a traceback with locals would print the documents
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ragblend import __version__
+
+        print(f"ragblend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def ragblend(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Questions over your own documents, answered fast: each passage is read once, its KV cache kept and fused."""
 
 
 @command(app, "ingest")
@@ -34,13 +61,28 @@ def ingest(
         list[Path], typer.Argument(metavar="PATH...", help="Files, and folders with all in them.")
     ],
     collection: Annotated[str | None, typer.Option(help="Which collection to put them in.")] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove documents of these folders whose file is gone.")
+    ] = False,
+    no_encode: Annotated[
+        bool, typer.Option("--no-encode", help="Stop once all can be asked; KV comes as it is asked for.")
+    ] = False,
 ) -> int:
-    """Read documents, embed their passages and store each passage's KV. What is unchanged costs nothing."""
-    from ragblend.app.cli_progress import progress_bars
-    from ragblend.app.ingest import ingest as run
+    """Read documents and make them askable, then store each passage's KV. What is unchanged costs nothing."""
+    from ragblend.app.cli_progress import encoding_bar, progress_bars
+    from ragblend.app.ingest import add_kv, take_in
 
-    with cli.open(collection=collection) as workspace, progress_bars() as show:
-        report = run(workspace, paths, show)
+    with cli.open(collection=collection) as workspace:
+        workspace.check_engine()
+        with progress_bars() as show:
+            report = take_in(workspace, paths, show, prune)
+        if report.added or report.updated or report.resumed:
+            count = workspace.library.count_passages(workspace.settings.collection)
+            cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
+            cli_models.name_better_ones(cli, workspace)
+        if not (no_encode or report.interrupted):
+            with encoding_bar(cli.note) as follow:
+                add_kv(workspace, report, follow)
     _print_ingest(cli, report)
     return FAILED if report.failed or report.interrupted else DONE
 
@@ -48,69 +90,114 @@ def ingest(
 def _print_ingest(cli: Cli, report: Any) -> None:
     for path, (_, reason) in report.failed.items():
         cli.note(f"failed   {path}\n         {reason}")
-    for label, listed in (("skipped", report.skipped), ("gone", report.gone)):
+    for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
             cli.note(f"{label:<8} {path}")
     if report.gone:
-        cli.note("Gone files still answer questions; `ragblend docs rm` removes them from the library.")
+        cli.note(
+            "Gone files still answer questions; `ragblend ingest --prune` removes them from the library."
+        )
     if report.interrupted:
         cli.note("Interrupted. What is done is kept; run the same command again to go on.")
     if report.notice:
         cli.note(report.notice)
-    kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped")
+    kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped", "pruned")
     counts = ", ".join(f"{len(getattr(report, kind))} {kind}" for kind in kinds if getattr(report, kind))
     work = f"{plural(report.embedded, 'passage')} embedded, {plural(report.encoded, 'passage')} encoded"
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")
 
 
-register_ask(app)
-cli_docs.register(app)
-cli_store.register(app)
-cli_doctor.register(app)
-cli_models.register(app)
-cli_demo.register(app)
-cli_tune.register(app)
-cli_ui.register(app)
+def _group(name: str, words: str, **commands: Callable[..., int | None]) -> None:
+    group = typer.Typer(help=words, no_args_is_help=True)
+    for each, function in commands.items():
+        command(group, each)(function)
+    app.add_typer(group, name=name)
 
 
-def _add_bench() -> None:
+def _add_commands() -> None:
     from ragblend.app.bench.cli import bench_app
 
+    command(app, "ask", ANSWERING)(cli_ask.ask)
+    command(app, "chat", ANSWERING)(cli_ask.chat)
+    _group(
+        "docs",
+        "List, show and remove documents.",
+        list=cli_docs.list_documents,
+        show=cli_docs.show,
+        rm=cli_docs.remove,
+    )
+    collections = typer.Typer(rich_markup_mode=None)  # without one of its commands it lists
+    collections.callback(invoke_without_command=True)(runner(cli_collections.list_collections))
+    command(collections, "rm")(cli_collections.remove)
+    app.add_typer(collections, name="collections")
+    _group(
+        "store",
+        "Look after the stored KV and the vector index.",
+        stats=cli_store.stats,
+        check=cli_store.check,
+        repair=cli_store.repair,
+        gc=cli_store.gc,
+    )
+    command(app, "doctor")(cli_doctor.doctor)
+    _group(
+        "models",
+        "List, suggest, download and choose models.",
+        list=cli_models.list_models,
+        suggest=cli_models.suggest,
+        pull=cli_models.pull,
+        use=cli_models.use,
+    )
+    command(app, "demo")(cli_demo.demo)
+    cli_tune.register(app)
+    command(app, "ui")(cli_ui.ui)
     app.add_typer(bench_app, name="bench")
 
 
-_add_bench()
+_add_commands()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 the work failed, 2 wrong usage."""
+def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "ragblend") -> int:
+    """Run a command line; returns the exit code: 0 done, 1 the work failed, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Read when torch is loaded: with OpenMP threads that spin while they wait, as they do by default, one other busy
     # process on the machine makes everything ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     umask = os.umask(PRIVATE_UMASK)
     try:
-        return _run(given)
+        code = _run(given, commands, name)
+        _flush()
+        return code
     finally:
         os.umask(umask)
 
 
-def _run(given: list[str]) -> int:
+def _run(given: list[str], commands: typer.Typer, name: str) -> int:
     try:
-        app(given, prog_name="ragblend")
+        commands(given, prog_name=name)
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # `ragblend ask ... | head`
+            return DONE
         code = stop.code if isinstance(stop.code, int) else FAILED
         if code == WRONG_USAGE:  # typer has said why on stderr
             _print_error(given, "UsageError", "wrong usage: see the message on stderr")
         return code if code in (DONE, WRONG_USAGE) else FAILED
     except RagBlendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        _print_error(given, type(error).__name__, str(error))
+        with suppress(BrokenPipeError):
+            print(error if isinstance(error, Cancelled) else f"error: {error}", file=sys.stderr, flush=True)
+            _print_error(given, type(error).__name__, str(error))
         return WRONG_USAGE if isinstance(error, UsageError) else FAILED
-    except BrokenPipeError:  # `ragblend ask ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains while it exits
-        return FAILED
     return DONE
+
+
+def _flush() -> None:
+    """What nobody reads any more goes nowhere: Python would complain of it while it exits."""
+    for stream in (sys.__stdout__, sys.__stderr__):  # typer may have put a wrapper in the place of the others
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _print_error(given: list[str], kind: str, message: str) -> None:

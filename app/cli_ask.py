@@ -1,134 +1,118 @@
-"""`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times."""
+"""`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times; conversations that are kept."""
 
+import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.answer import Answer
-from ragblend.app.cli_common import Cli, command
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
+from ragblend.app.answer import Answer, Source
+from ragblend.app.citations import with_marks
+from ragblend.app.cli_common import Cli, plural
+from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.chats import Chat, Chats, Message
+    from ragblend.app.conversation import Conversations
+    from ragblend.app.turn import Turn
+    from ragblend.app.workspace import Workspace
 
 
-def ratio_of(text: str) -> float | str:
-    """A number, or a word for the settings to judge."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-Method = Annotated[
-    str | None, typer.Option(help=f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
-]
-Ratio = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Share of the stored tokens to compute again, or `auto`: what loading hides [{DEFAULT_RATIO}].",
-        parser=ratio_of,
-    ),
-]
-TopK = Annotated[int | None, typer.Option(help="How many passages to read [6].")]
-MaxNewTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens [256].")]
-KeepTokens = Annotated[
-    int | None,
-    typer.Option(help="Of the passages keep so many tokens a head after the first token [all]."),
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="0 for the likeliest answer, higher for variety [0].")
-]
 Collection = Annotated[str | None, typer.Option(help="Which collection to ask.")]
 Trace = Annotated[
     Path | None,
     typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
 ]
-REMEMBERED_TURNS = 3
-
-
-def register(app: typer.Typer) -> None:
-    """Add both commands."""
-    command(app, "ask")(ask)
-    command(app, "chat")(chat)
+LISTED = 50
 
 
 def ask(
     cli: Cli,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
-    method: Method = None,
-    ratio: Ratio = None,
-    top_k: TopK = None,
-    max_new_tokens: MaxNewTokens = None,
-    keep_tokens: KeepTokens = None,
-    temperature: Temperature = None,
     collection: Collection = None,
     trace: Trace = None,
 ) -> None:
     """Answer a question from the ingested documents; the answer is printed as it comes."""
-    from ragblend.app.rag import Rag
+    from ragblend.app.cli_models import name_better_ones
     from ragblend.app.timeline import check_timeline
 
     if trace is not None:
         check_timeline(trace)
-    changes = {
-        "method": method,
-        "ratio": ratio,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "keep_tokens": keep_tokens,
-        "temperature": temperature,
-    }
-    with cli.open(**changes, collection=collection) as workspace:
-        answer = _stream(cli, Rag(workspace), question, ())
-        cli.result(answer.to_json(), sources_text(answer))
+    with cli.open_collection(collection) as workspace:
+        talks = ready(cli, workspace)
+        from ragblend.app.conversation import ANY, AskOptions
+
+        answer = _answered(cli, talks.answer(question, AskOptions(least_score=ANY)))
+        cli.result(answer.to_json(), sources_text(answer.sources))
         if trace is not None:
             _write_trace(cli, answer, trace)
-        _keep_missing(cli, workspace.engine, answer)
+        name_better_ones(cli, workspace)
+        _keep_missing(cli, talks, answer)
 
 
 def chat(
     cli: Cli,
-    method: Method = None,
-    ratio: Ratio = None,
-    top_k: TopK = None,
-    max_new_tokens: MaxNewTokens = None,
-    keep_tokens: KeepTokens = None,
-    temperature: Temperature = None,
+    saved: Annotated[
+        str | None,
+        typer.Argument(metavar="CHAT", help="Go on with this conversation: its number or title [a new one]."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Title of a new conversation [its first question].")
+    ] = None,
+    go_on: Annotated[bool, typer.Option("--continue", "-c", help="Go on with the latest one.")] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Keep nothing of what is said.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List the conversations, and end.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete that conversation, and end.")] = False,
     collection: Collection = None,
 ) -> None:
-    """Ask one question after another in the terminal; an empty line or Ctrl-D ends it. Nothing is kept.
+    """Ask one question after another in the terminal; an empty line or Ctrl-D ends it.
 
-    With --json: one object an answer.
+    What is said is kept, here and on the page alike. With --json: one object an answer.
     """
-    from ragblend.app.rag import Rag
+    if sum(map(bool, (saved, name, go_on, no_save, show_list))) > 1 or (delete and not saved):
+        raise UsageError(
+            "CHAT, --name, --continue, --no-save and --list each say which conversation it is: give one of them. "
+            "--delete needs a CHAT."
+        )
+    with cli.open_collection(collection) as workspace:
+        chats = workspace.workspaces.chats
+        if show_list:
+            _print_chats(cli, chats)
+            return
+        going_on = _found(chats, saved) if saved or go_on else None
+        if delete and going_on is not None:
+            freed = chats.delete(going_on.id)
+            cli.result({"deleted": going_on.id, "bytes_freed": freed}, f"deleted {going_on.title}")
+            return
+        talks = ready(cli, workspace)
+        if no_save:
+            _talk_unsaved(cli, talks)
+        else:
+            _talk(cli, talks, chats, going_on, name or "")
 
-    changes = {
-        "method": method,
-        "ratio": ratio,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "keep_tokens": keep_tokens,
-        "temperature": temperature,
-    }
-    turns: list[tuple[str, str]] = []
-    with cli.open(**changes, collection=collection) as workspace:
-        rag = Rag(workspace)
-        while question := _read_question():
-            answer = _stream(cli, rag, question, turns[-REMEMBERED_TURNS:])
-            cli.result(answer.to_json(), sources_text(answer))
-            turns.append((question, answer.text))
+
+def ready(cli: Cli, workspace: "Workspace") -> "Conversations":
+    """What answers questions, loaded; what cannot be is refused before anything is."""
+    from ragblend.app.retrieval import check_askable
+
+    check_askable(workspace)
+    workspace.check_engine()
+    if note := workspace.settings.manner.note:
+        cli.note(f"{note} Name a larger one with --model.")
+    from ragblend.app.conversation import Conversations
+
+    talks = Conversations(workspace.workspaces)
+    talks.warm_up()
+    return talks
 
 
-def sources_text(answer: Answer) -> str:
+def sources_text(sources: Sequence[Source]) -> str:
     """The sources, numbered, a line each."""
-    lines = (f"  [{n}] {source_line(source)}" for n, source in enumerate(answer.sources, start=1))
+    lines = (f"  [{source.number}] {source.label} ({source.score:.2f})" for source in sources)
     return "\n".join(["", "Sources:", *lines])
-
-
-def source_line(source: Any) -> str:
-    """Where a passage is from: document, place, similarity."""
-    place = f", {source.location}" if source.location else ""
-    return f"{source.document}{place} ({source.score:.2f})"
 
 
 def timing_line(answer: Answer) -> str:
@@ -142,15 +126,81 @@ def timing_line(answer: Answer) -> str:
     )
 
 
-def _stream(cli: Cli, rag: Any, question: str, history: Any) -> Answer:
+def _talk(cli: Cli, talks: "Conversations", chats: "Chats", going_on: "Chat | None", title: str) -> None:
+    """Question by question; a new conversation begins with its first one."""
+    if going_on is not None:
+        chats.end_unfinished(going_on.id)
+    if going_on is not None and not cli.json:
+        print(chats.export_markdown(going_on.id), file=cli.out)
+    chat_id = going_on.id if going_on is not None else None
+    while question := _read_question():
+        chat_id = chats.create(title).id if chat_id is None else chat_id
+        turn = talks.ask(chat_id, question)
+        _show(cli, _answered(cli, turn), turn.message, {"chat": chat_id})
+    if chat_id is not None and chat_id != (going_on and going_on.id):
+        cli.note(
+            f"Kept. `ragblend chat {chat_id}` goes on with it, `ragblend chat --delete {chat_id}` deletes it."
+        )
+
+
+def _talk_unsaved(cli: Cli, talks: "Conversations") -> None:
+    said: list[Message] = []
+    while question := _read_question():
+        turn = talks.answer(question, earlier=said)
+        _show(cli, _answered(cli, turn), turn.message, {})
+        said += [turn.question, turn.message]
+
+
+def _show(cli: Cli, answer: Answer, message: "Message", more: dict[str, Any]) -> None:
+    """Sources keep their numbers for the whole conversation, and an answer may cite those of earlier questions."""
+    numbers = {"numbers": [source.number for source in answer.sources]}
+    cli.result(answer.to_json() | numbers | more, sources_text(message.sources))
+
+
+def _found(chats: "Chats", wanted: str | None) -> "Chat":
+    """The conversation with that number or title; None: the latest. Raises LibraryError."""
+    if wanted is not None and wanted.isdecimal():
+        return chats.get(int(wanted))
+    page = chats.page(limit=1 if wanted is None else -1)
+    found = [chat for chat in page.chats if wanted is None or chat.title.casefold() == wanted.casefold()]
+    if len(found) == 1:
+        return found[0]
+    what = "there is none yet" if wanted is None else f"{len(found) or 'none'} of that title"
+    raise LibraryError(
+        f"Looking for the conversation{'' if wanted is None else f' {wanted!r}'}: {what}. "
+        "`ragblend chat --list` shows them with their numbers."
+    )
+
+
+def _print_chats(cli: Cli, chats: "Chats") -> None:
+    page = chats.page(limit=LISTED)
+    lines = [
+        f"{one.id:>5}  {one.updated_at[:16].replace('T', ' ')}  {plural(one.messages, 'message'):>12}  {one.title}"
+        for one in page.chats
+    ]
+    if page.total > len(lines):
+        lines.append(f"... and {page.total - len(lines):,} older ones")
+    value = {"chats": [asdict(one) for one in page.chats], "total": page.total}
+    cli.result(value, "\n".join(lines) or "No conversations yet. `ragblend chat` begins one.")
+
+
+def _answered(cli: Cli, turn: "Turn") -> Answer:
     """The answer; printed piece by piece unless it is for a program."""
-    with rag.stream(question, history=history) as stream:
-        for piece in stream:
+    with turn:
+        shown = ""
+        try:
+            for _ in turn:
+                marked = with_marks(turn.text, turn.present, finished=False)
+                if not cli.json and marked.startswith(shown):
+                    print(marked.removeprefix(shown), end="", file=cli.out, flush=True)
+                    shown = marked
+        except KeyboardInterrupt:
             if not cli.json:
-                print(piece, end="", file=cli.out, flush=True)
-        answer: Answer = stream.answer
-    if not cli.json:
-        print(file=cli.out)
+                print(file=cli.out)
+            raise Cancelled("Interrupted: the answer ends here, before its end.") from None
+        if not cli.json:
+            print(with_marks(turn.text, turn.present).removeprefix(shown), file=cli.out)
+    answer = turn.answer
     for line in (answer.notice, timing_line(answer)):
         if line:
             cli.note(line)
@@ -167,11 +217,12 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
     cli.note(f"What was done when: {path}")
 
 
-def _keep_missing(cli: Cli, engine: Any, answer: Answer) -> None:
+def _keep_missing(cli: Cli, talks: "Conversations", answer: Answer) -> None:
     """Passages whose KV was missing are encoded in the background; a process that ends at once would lose that."""
     if answer.report.misses:
         cli.note(f"Encoding {answer.report.misses} passages for the next question (Ctrl-C skips it) ...")
-        engine.finish_background()
+        with contextlib.suppress(KeyboardInterrupt):
+            talks.engine.finish_background()
 
 
 def _read_question() -> str:

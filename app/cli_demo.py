@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from ragblend.app.answer import Answer
+from ragblend.app.citations import with_marks
 from ragblend.app.cli_ask import sources_text
-from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli_common import Cli
 
 if TYPE_CHECKING:
-    from ragblend.app.rag import Rag
+    from ragblend.app.conversation import Conversations
     from ragblend.app.workspace import Workspace
 
 ROUNDS = 3
@@ -20,44 +19,44 @@ DIFFERENT = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    command(app, "demo")(demo)
-
-
 def demo(cli: Cli) -> None:
     """Ingest the sample documents and answer one question by full prefill and by fusion."""
     from ragblend.app import samples
     from ragblend.app.cli_progress import progress_bars
+    from ragblend.app.conversation import Conversations
     from ragblend.app.ingest import ingest
-    from ragblend.app.rag import Rag
 
     question = samples.questions()[0].question
     with cli.open(max_new_tokens=ANSWER_TOKENS) as workspace:
+        workspace.check_engine()
         with progress_bars() as show:
             report = ingest(workspace, [samples.documents_folder()], show)
         cli.note(
             f"Sample documents: {len(report.added)} ingested now, {len(report.unchanged)} were there already."
         )
         cli.note(f"Asking {question!r} by full prefill and by fusion, {ROUNDS} times each ...")
-        full, fused = compare(Rag(workspace), question)
+        full, fused = compare(Conversations(workspace.workspaces), question)
         text = _text(workspace, question, full, fused)
         value = {"question": question, "full": full.to_json(), "fused": fused.to_json()}
         cli.result({**value, "speedup": speedup(full, fused)}, text)
 
 
-def compare(rag: "Rag", question: str) -> tuple[Answer, Answer]:
+def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
     """Both answers, each from the round with the median time to first token, after one round to warm up."""
-    rag.ask(question)
+    from ragblend.app.conversation import ANY, AskOptions
+
+    fused_way, full_way = AskOptions(least_score=ANY), AskOptions(least_score=ANY, method="full")
+    talks.warm_up()
+    talks.answer(question, fused_way).whole()
     full, fused = [], []
     for _ in range(ROUNDS):  # in turn, so that a slower minute of the machine hits both
-        full.append(rag.ask(question, method="full"))
-        fused.append(rag.ask(question))
+        full.append(talks.answer(question, full_way).whole())
+        fused.append(talks.answer(question, fused_way).whole())
     return _median(full), _median(fused)
 
 
 def speedup(full: Answer, fused: Answer) -> float:
-    """How many times sooner the fused answer starts."""
+    """How many times faster the fused answer starts."""
     return round(full.ttft_ms / fused.ttft_ms, 2)
 
 
@@ -69,26 +68,31 @@ def _text(workspace: "Workspace", question: str, full: Answer, fused: Answer) ->
     tokens = fused.report.tokens
     new = tokens.fresh + tokens.missing
     home = workspace.home.root
+    note = workspace.settings.manner.note
     verdict = SAME if full.text == fused.text else DIFFERENT
     return f"""
 Question: {question}
 
 Full prefill, first token after {full.ttft_ms:,.0f} ms:
-{_indented(full.text)}
+{_indented(_marked(full))}
 Fused ({fused.report.method}, ratio {fused.report.ratio}), first token after {fused.ttft_ms:,.0f} ms:
-{_indented(fused.text)}
+{_indented(_marked(fused))}
 {verdict}
-The fused one starts {speedup(full, fused):.1f} times sooner: of {tokens.prompt:,} prompt tokens,
-{tokens.reused:,} came from disk as they were, {tokens.recomputed:,} were stored but computed again, {new:,} were new.
+The fused one starts {speedup(full, fused):.1f} times faster: of {tokens.prompt:,} prompt tokens,
+{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were computed again, {new:,} were new.
 Both are medians of {ROUNDS} runs on this machine ({fused.device}), retrieval included, models loaded.
-The bundled model is small (135M parameters): it shows the speed. For better answers name a larger one with --model.
-{sources_text(fused)}
+{note}
+{sources_text(fused.sources)}
 
 Next:
   ragblend ask --home {home} "your question"      ask more about the samples
   ragblend ingest PATH...                          read documents of your own
   ragblend doctor                                  check this installation
 """
+
+
+def _marked(answer: Answer) -> str:
+    return with_marks(answer.text, answer.sources)
 
 
 def _indented(text: str) -> str:

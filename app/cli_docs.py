@@ -4,8 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command, plural, size
+from ragblend.app.cli_common import Cli, plural, size
 from ragblend.app.documents import Document
+from ragblend.kvstore.errors import UsageError
 
 Collection = Annotated[str | None, typer.Option(help="Which collection.")]
 Reference = Annotated[
@@ -13,25 +14,30 @@ Reference = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
-    docs = typer.Typer(help="List, show and remove documents.", no_args_is_help=True)
-    command(docs, "list")(list_documents)
-    command(docs, "show")(show)
-    command(docs, "rm")(remove)
-    app.add_typer(docs, name="docs")
-
-
-def list_documents(cli: Cli, collection: Collection = None) -> None:
-    """All documents of the library, with their state."""
-    with cli.open(collection=collection) as workspace:
-        documents = workspace.library.documents(workspace.settings.collection)
-    cli.result({"documents": [_row(document) for document in documents]}, _table(documents))
+def list_documents(
+    cli: Cli,
+    collection: Collection = None,
+    every: Annotated[bool, typer.Option("--all", help="Those of all collections.")] = False,
+) -> None:
+    """The documents of one collection, or of all, with their state."""
+    if every and collection is not None:
+        raise UsageError("--all lists every collection, and --collection one; give one of the two")
+    with cli.open_collection(collection) as workspace:
+        names = workspace.library.collections() if every else [workspace.settings.collection]
+        documents = {name: workspace.library.documents(name) for name in names}
+    rows = [_row(document) for listed in documents.values() for document in listed]
+    tables = [f"{name}:\n{_table(listed)}" for name, listed in documents.items()]
+    text = (
+        "\n\n".join(tables)
+        if every and tables
+        else _table([one for listed in documents.values() for one in listed])
+    )
+    cli.result({"documents": rows}, text)
 
 
 def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
     """One document: its state and its passages."""
-    with cli.open(collection=collection) as workspace:
+    with cli.open_collection(collection) as workspace:
         found = workspace.library.find(workspace.settings.collection, document)
         passages = workspace.library.passages_of(found.id)
     rows = [{"node_id": p.node_id, "location": p.location, "text": p.text} for p in passages]
@@ -47,7 +53,7 @@ def remove(
     """Take documents out of the library: text, vectors and KV. The files themselves stay."""
     from ragblend.app.removal import remove_document
 
-    with cli.open(collection=collection) as workspace, workspace.writing():
+    with cli.open_collection(collection) as workspace, workspace.workspaces.writing():
         found = [workspace.library.find(workspace.settings.collection, name) for name in documents]
         removed = [remove_document(workspace, document) for document in dict.fromkeys(found)]
     freed = sum(one.bytes_freed for one in removed)
@@ -62,6 +68,7 @@ def _row(document: Document) -> dict[str, Any]:
     return {
         "id": document.id,
         "document": document.name,
+        "collection": document.collection,
         "path": document.path,
         "state": str(document.state),
         "reason": document.reason,

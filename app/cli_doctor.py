@@ -6,14 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli_common import Cli
 
 MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    command(app, "doctor")(doctor)
 
 
 def doctor(

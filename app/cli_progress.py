@@ -2,56 +2,104 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from ragblend.app.cli_common import size
 from ragblend.app.progress import OnProgress, Stage
+
+if TYPE_CHECKING:
+    from ragblend.app.encoding import KvProgress
 
 LABELS: dict[Stage, str] = {
     "parse": "Documents",
-    "recognise": "Scans",
+    "recognise": "Pages",
     "embed": "Embedding",
     "encode": "Encoding KV",
     "measure": "Measuring",
+}
+PREPARING = {
+    "converting": "The model is being converted for its first use (a minute or two) ...",
+    "loading": "Loading the model ...",
 }
 
 
 @contextmanager
 def progress_bars() -> Iterator[OnProgress]:
-    """Three bars, drawn only where a person is watching; gives what to call with (stage, done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """A bar a stage, drawn only where a person is watching; gives what to call with (stage, done, total, file)."""
+    with _bars() as bars:
+        tasks = {
+            stage: bars.add_task(f"{label:<11}", total=None, visible=False, name="")
+            for stage, label in LABELS.items()
+        }
 
-    columns = (TextColumn("{task.description:<11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False
-    ) as bars:
-        tasks = {stage: bars.add_task(label, total=None, visible=False) for stage, label in LABELS.items()}
-
-        def show(stage: Stage, done: int, total: int) -> None:
-            bars.update(tasks[stage], completed=done, total=total, visible=total > 0)
+        def show(stage: Stage, done: int, total: int, name: str = "") -> None:
+            bars.update(tasks[stage], completed=done, total=total, visible=total > 0, name=name)
 
         yield show
 
 
 @contextmanager
-def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """One bar of bytes; gives what to call with (done, total)."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
+def encoding_bar(note: Callable[[str], None]) -> Iterator[Callable[["KvProgress"], None]]:
+    """The bar of passages that get their KV, with the speed and the time left; `note` gets each phase, and the plan."""
+    with _bars() as bars:
+        task = bars.add_task(f"{LABELS['encode']:<11}", total=None, visible=False, name="")
+        told: set[str] = set()
+
+        def show(kv: "KvProgress") -> None:
+            if kv.phase not in told:
+                told.add(kv.phase)
+                note(PREPARING.get(kv.phase) or plan(kv))
+            if kv.phase == "encoding":
+                speed = f"{kv.tokens_per_s:,.0f} tokens/s" if kv.tokens_per_s else ""
+                name = f"{speed}  {kv.document.rpartition('/')[2]}"
+                bars.update(task, completed=kv.done, total=kv.total, visible=True, name=name)
+
+        yield show
+
+
+def plan(kv: "KvProgress") -> str:
+    """What the KV will take, beside what there is for it."""
+    tokens = f"{kv.tokens:,} tokens"
+    room = (
+        "all of it fits" if kv.nbytes <= kv.room_bytes else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
+    )
+    return (
+        f"Encoding KV for {kv.total:,} passages ({tokens}): it takes {size(kv.nbytes)} on the disk, the budget has "
+        f"{size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is done."
     )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(name, total=None)
+
+@contextmanager
+def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """One bar; gives what to call with (done, total)."""
+    with _bars(of_bytes) as bars:
+        task = bars.add_task(what, total=None, name="")
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _bars(of_bytes: bool = False) -> Iterator[Any]:
+    """Bars with counts, the time left, and words (`name`) behind them."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *(
+            (progress.DownloadColumn(), progress.TransferSpeedColumn())
+            if of_bytes
+            else (progress.MofNCompleteColumn(),)
+        ),
+        progress.TimeRemainingColumn(elapsed_when_finished=not of_bytes),
+        progress.TextColumn("{task.fields[name]}", markup=False),
+    )
+    # A bench's steps differ in length (full prefill against reuse), so its pace is taken over some minutes.
+    with progress.Progress(
+        *columns,
+        console=Console(stderr=True),
+        redirect_stdout=False,
+        redirect_stderr=False,
+        speed_estimate_period=30 if of_bytes else 300,
+    ) as bars:
+        yield bars

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command, plural, size
+from ragblend.app.cli_common import Cli, plural, size
 
 if TYPE_CHECKING:
     from ragblend.kvstore.store import KVStore
@@ -13,19 +13,9 @@ if TYPE_CHECKING:
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
-    store = typer.Typer(help="Look after the stored KV and the vector index.", no_args_is_help=True)
-    command(store, "stats")(stats)
-    command(store, "check")(check)
-    command(store, "repair")(repair)
-    command(store, "gc")(gc)
-    app.add_typer(store, name="store")
-
-
 def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
-    with cli.open(collection=collection) as workspace:
+    with cli.open_collection(collection) as workspace:
         store, name = workspace.store, workspace.settings.collection
         value = stats_value(store)
         holdings = {
@@ -44,15 +34,15 @@ def stats_value(store: "KVStore") -> dict[str, Any]:
 
     A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
     """
-    from ragblend.kvstore.stats import COUNTED
+    from ragblend.kvstore.uses import Counts
 
     whole, here = store.stats(), store.stats_by_tier()
     tiers: dict[str, Any] = {}
     for tier, totals in store.totals_by_tier().items():
-        process = dict.fromkeys(COUNTED, 0)
+        process = asdict(Counts())
         if tier in here:
             now = asdict(here[tier])
-            process = {name: now.pop(name) for name in COUNTED}
+            process = {name: now.pop(name) for name in process}
             tiers[tier] = now | asdict(totals) | {"this_process": process}
         else:
             tiers[tier] = asdict(totals) | {"this_process": process}
@@ -73,7 +63,7 @@ def check(cli: Cli, collection: Collection = None) -> int:
     """Read everything that is stored and say what is wrong with it; changes nothing."""
     from ragblend.app.upkeep import check as run
 
-    with cli.open(collection=collection) as workspace:
+    with cli.open_collection(collection) as workspace:
         findings = run(workspace)
     value = {"ok": not findings, "problems": [finding.__dict__ for finding in findings]}
     lines = [f"{finding.part}: {finding.message}" for finding in findings]
@@ -82,21 +72,28 @@ def check(cli: Cli, collection: Collection = None) -> int:
 
 
 def repair(cli: Cli, collection: Collection = None) -> None:
-    """Build the vector index again from the registry, take damaged KV out and encode what is missing."""
-    from ragblend.app.cli_progress import progress_bars
+    """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
+    from ragblend.app.cli_progress import encoding_bar
     from ragblend.app.upkeep import repair as run
 
-    with cli.open(collection=collection) as workspace, workspace.writing(), progress_bars() as show:
-        done = run(workspace, cli.note, lambda at, total: show("encode", at, total))
+    with (
+        cli.open_collection(collection) as workspace,
+        workspace.workspaces.writing(),
+        encoding_bar(cli.note) as show,
+    ):
+        workspace.check_engine()
+        done = run(workspace, cli.note, show)
     vectors, encoded = plural(done.vectors, "vector"), plural(done.encoded, "passage")
     damaged = plural(done.damaged_kv, "damaged KV value")
-    cli.result(done.__dict__, f"{vectors} indexed, {damaged} taken out, {encoded} encoded")
+    restored = f"{plural(done.restored, 'document')} restored, " if done.restored else ""
+    cli.result(done.__dict__, f"{restored}{vectors} indexed, {damaged} taken out, {encoded} encoded")
 
 
 def gc(cli: Cli) -> None:
     """Remove what nothing refers to: left-over files and what is in quarantine."""
-    with cli.open() as workspace, workspace.writing():
+    with cli.open() as workspace, workspace.workspaces.writing():
         deleted = workspace.engine.forget(())  # what a kill left of an earlier deletion
         report = workspace.store.gc()
+        workspace.index.erase()
     freed = report.bytes + deleted
     cli.result({"files": report.files, "bytes": freed}, f"{plural(report.files, 'file')}, {size(freed)}")

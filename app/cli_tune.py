@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragblend.app.bench.cli import Moved, engine_arguments
 from ragblend.app.cli_common import Cli, command, plural
 
 if TYPE_CHECKING:
     from ragblend.app.bench.sources import Source
     from ragblend.app.bench.tune import Verdict
     from ragblend.app.settings import Settings
-
-# Where there are no documents: needles, several values, and two hops, at the length of a usual prompt.
-GENERATED = tuple(f"{task},tokens=3000,n=20" for task in ("multi_key", "multi_value", "two_hop"))
 
 
 def register(app: typer.Typer) -> None:
@@ -33,10 +31,6 @@ def tune(
     docs: Annotated[
         str | None, typer.Option(help="Measure on these ingested documents (a folder, a file, or `all`).")
     ] = None,
-    generate: Annotated[
-        list[str] | None,
-        typer.Option(help="Measure on generated questions: see `ragblend bench quality --help`."),
-    ] = None,
     data: Annotated[Path | None, typer.Option(help="Measure on a file of questions.")] = None,
     collection: Annotated[str | None, typer.Option(help="Of --docs.")] = None,
     limit: Annotated[int | None, typer.Option(help="How many questions at most.")] = None,
@@ -52,22 +46,22 @@ def tune(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Take the last choice for this model back.")] = False,
+    generate: Moved = None,
 ) -> None:
     """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
     from ragblend.app.bench.sources import Source
+    from ragblend.app.bench.tune import check_request
     from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
+    check_request(minutes, limit)
     home = Home.resolve(cli.home).create()
     given = {"model": cli.model, "device": cli.device, "dtype": cli.dtype, "collection": collection}
     settings = Settings.load(home.settings, overrides=given)
     if undo:
         _undo(cli, home.settings, settings.model)
         return
-    source = Source(
-        data, None, tuple(generate or ()), docs, home.root, settings.collection, limit, seed, skip=True
-    )
-    source = _with_default(source)
+    source = _with_default(Source(data, docs, home.root, settings.collection, limit, seed, skip=True))
     try:
         found = _measure(cli, source, settings, minutes, most_ratio, home.root / "tune", fresh)
     except KeyboardInterrupt:
@@ -79,19 +73,19 @@ def tune(
 
 
 def _with_default(source: "Source") -> "Source":
-    """The user's own documents, or generated questions where there are none."""
+    """The user's own documents, or the samples where there are none."""
     from dataclasses import replace
 
     from ragblend.app.bench.sources import ALL_DOCUMENTS, ingested
     from ragblend.kvstore.errors import UsageError
 
-    if source.data is not None or source.generate or source.docs is not None:
+    if source.data is not None or source.docs is not None:
         return source
     own = replace(source, docs=ALL_DOCUMENTS)
     try:
         ingested(own)
     except UsageError:
-        return replace(source, generate=GENERATED)
+        return source
     return own
 
 
@@ -105,21 +99,19 @@ def _measure(
     fresh: bool,
 ) -> "Verdict":
     from ragblend.app.bench import tune as tuning
-    from ragblend.app.bench.cli import engine_arguments
     from ragblend.app.bench.environment import check_extra
-    from ragblend.app.bench.progress import progress_bar
     from ragblend.app.bench.quality_report import fitting
-    from ragblend.app.bench.sources import prepare
+    from ragblend.app.bench.sources import read
+    from ragblend.app.cli_progress import progress_bar
     from ragblend.engine.engine import Engine
     from ragblend.engine.selection import METHODS
 
     check_extra()
-    tuning.check_request(minutes, source.limit)
     stands = tuning.standing(settings.method, settings.ratio)
     variants = tuning.candidates(METHODS, most_ratio, stands)
-    make = prepare(source)
+    questions = read(source)
     engine = Engine.open(**engine_arguments(cli))
-    loaded = fitting(engine, make(engine), tuning.ANSWER_TOKENS)
+    loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")
     cli.note(

@@ -9,17 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli_common import Cli
 from ragblend.app.extras import check_installed
 
 MIB = 1 << 20
 # By name: the page stands above the app, and imports run down only.
 PAGE = "ragblend.ui.serving"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    command(app, "ui")(ui)
 
 
 def ui(
@@ -39,11 +34,15 @@ def ui(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
     ] = True,
+    new_link: Annotated[
+        bool, typer.Option("--new-link", help="Shut out every browser that was let in until now.")
+    ] = False,
     set_password: Annotated[
         bool, typer.Option("--set-password", help="Ask for the page's password, keep its hash, and end.")
     ] = False,
 ) -> int:
     """Serve the page: a library to fill, a chat over it, and a look at why it is fast."""
+    cli.open().close()  # what it was given is refused before the page is loaded
     check_installed("The page", ("gradio", "nh3"), "ui")
     serving: Any = import_module(PAGE)
     if set_password:
@@ -52,7 +51,7 @@ def ui(
 
     with Desk.open(cli.home, model=cli.model, device=cli.device, dtype=cli.dtype) as desk:
         address = serving.Address(host, serving.free_port(host, port), tuple(allow_host or ()))
-        entrance = serving.open_entrance(desk.workspaces.home.root, address)
+        entrance = serving.open_entrance(desk.workspaces.home.root, address, new_link)
         link = f"{address.url}?token={entrance.token}"
 
         def ready(folder: Path) -> None:

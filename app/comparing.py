@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench.metrics import kl_divergence, top1_agreement
-from ragblend.app.rag import fit
-from ragblend.app.retrieval import Retriever
-from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import Cancelled, UsageError
+from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.kvstore.errors import Cancelled, LibraryError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,18 +62,21 @@ class Comparison:
 
 
 def compare(
-    workspace: Workspace, question: str, sides: Sequence[Side], cancel: threading.Event | None = None
+    talks: Conversations,
+    question: str,
+    collection: str,
+    sides: Sequence[Side],
+    cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
-    if not question.strip():
-        raise UsageError("Comparing: the question is empty. Write what you want to know.")
-    engine, settings = workspace.engine, workspace.settings
-    settings = settings.changed({"max_new_tokens": min(settings.max_new_tokens, ANSWER_TOKENS)})
-    sources = Retriever(workspace).retrieve(question, settings.top_k)
-    fitted = fit(engine, settings, sources, question)
-    now = Comparison(question, len(fitted.prompt.token_ids), len(fitted.sources), fitted.notice)
+    longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
+    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
+    context = asked.context
+    if context is None:
+        raise LibraryError(f"Comparing: {asked.notice}")
+    now = Comparison(question, len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
-    lab = _Lab(engine, fitted.prompt, settings.max_new_tokens, cancel)
+    lab = _Lab(talks.engine, context.prompt, asked.settings.answer_tokens, cancel)
     for variant in _warm(sides):  # a method's first prefill pays for pages and kernels
         lab.prefill(variant)
     now = replace(now, full=lab.read_full())

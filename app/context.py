@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ragblend.app.chat_records import Message
-from ragblend.app.chats import DELETED_TEXT
-from ragblend.app.citations import SourceRow
+from ragblend.app.answer import Source
+from ragblend.app.chats import DELETED_TEXT, Message
 from ragblend.kvstore.errors import PromptTooLongError
 
 if TYPE_CHECKING:
@@ -32,18 +31,20 @@ class PastTurn:
     id: int
     question: str
     answer: str
-    sources: tuple[SourceRow, ...]
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
 class Context:
     """A tokenized prompt that fits the window. sources: what was found for this question and is in it.
 
-    first_id: the first question that is in it; notice: what had to be left out.
+    present: those, and what earlier questions brought; first_id: the first question that is in it; notice: what had to
+    be left out.
     """
 
     prompt: "Prompt"
-    sources: tuple[SourceRow, ...]
+    sources: tuple[Source, ...]
+    present: tuple[Source, ...]
     first_id: int
     notice: str | None
 
@@ -79,9 +80,7 @@ def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
     return turns
 
 
-def numbered(
-    found: Sequence[SourceRow], messages: Sequence[Message], turns: Sequence[PastTurn]
-) -> list[SourceRow]:
+def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequence[PastTurn]) -> list[Source]:
     """The same passages: those that the conversation knows keep their number, new ones get the next.
 
     earlier: it is in the context already, with one of these turns.
@@ -102,34 +101,43 @@ def fit(
     engine: "Engine",
     room: int,
     words: Words,
-    turns: Sequence[PastTurn],
-    first_id: int,
-    question: str,
-    found: Sequence[SourceRow],
     messages: Sequence[Message],
+    question: str,
+    found: Sequence[Source],
 ) -> Context:
-    """The most that fits: all turns from first_id on, fewer if need be, then fewer passages, the best ones kept.
+    """The most that fits: all turns since the last cut, fewer if need be, then fewer passages, the best ones kept.
 
     room: tokens of the window beside the answer. Raises PromptTooLongError if the question alone is too long.
     """
-    kept = [turn for turn in turns if turn.id >= first_id]
-    context = _with(engine, words, kept, question, found, messages)
-    if len(context.prompt.token_ids) <= room:
-        return _noted(context, turns, kept, found)
-    while kept and len(context.prompt.token_ids) > REFILL_SHARE * room:
-        kept = kept[1:]
-        context = _with(engine, words, kept, question, found, messages)
-    best = list(found)
-    while best and len(context.prompt.token_ids) > room:
-        best.pop()
-        context = _with(engine, words, kept, question, best, messages)
-    if len(context.prompt.token_ids) > room:
-        raise PromptTooLongError(_too_long(engine, len(context.prompt.token_ids), room))
-    return _noted(context, turns, kept, found)
+    turns, first_id = past_turns(messages), _first_id(messages)
+    kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
+
+    def sized() -> tuple["Prompt", list[Source], int]:
+        sources = numbered(best, messages, kept)
+        prompt = build(engine, words, kept, question, sources)
+        return prompt, sources, len(prompt.token_ids)
+
+    prompt, sources, tokens = sized()
+    if tokens > room:
+        while kept and tokens > REFILL_SHARE * room:
+            kept = kept[1:]
+            prompt, sources, tokens = sized()
+    while tokens > room:
+        if not best:
+            raise PromptTooLongError(_too_long(engine, tokens, room))
+        lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in prompt.chunks}
+        while best and tokens > room:  # without tokenizing a thousand passages a thousand times
+            tokens -= lengths[best.pop().node_id]
+        prompt, sources, tokens = sized()
+    present = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
+    present |= {source.number: source for source in sources}
+    first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
+    notice = _left_out(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
+    return Context(prompt, tuple(sources), tuple(present.values()), first_id, notice)
 
 
 def build(
-    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[SourceRow]
+    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[Source]
 ) -> "Prompt":
     """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
     from ragblend.engine.prompt import Literal, Message, Prompt
@@ -144,7 +152,7 @@ def build(
     return prompt
 
 
-def _asked(words: Words, question: str, sources: Sequence[SourceRow], seen: set[str]) -> "list[Segment]":
+def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> "list[Segment]":
     """What people wrote is verbatim: it cannot end a turn, whatever it says."""
     from ragblend.engine.prompt import Chunk, Literal
     from ragblend.engine.tokenizing import OPENING, SEPARATOR
@@ -153,7 +161,7 @@ def _asked(words: Words, question: str, sources: Sequence[SourceRow], seen: set[
     segments: list[Segment] = []
     for source in sorted(new, key=lambda source: -source.number):
         segments.append(Literal(SEPARATOR if segments else MORE if seen else OPENING))
-        segments.append(Chunk(source.text, source.node_id, collection=source.collection))
+        segments.append(Chunk(source.text, source.node_id, collection=source.collection, entered=True))
     if segments:
         segments.append(Literal(SEPARATOR))
     seen |= {source.node_id for source in new}
@@ -162,33 +170,18 @@ def _asked(words: Words, question: str, sources: Sequence[SourceRow], seen: set[
     return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
 
 
-def _with(
-    engine: "Engine",
-    words: Words,
-    kept: Sequence[PastTurn],
-    question: str,
-    found: Sequence[SourceRow],
-    messages: Sequence[Message],
-) -> Context:
-    sources = numbered(found, messages, kept)
-    prompt = build(engine, words, kept, question, sources)
-    return Context(prompt, tuple(sources), kept[0].id if kept else 0, None)
+def _first_id(messages: Sequence[Message]) -> int:
+    """Where the last context began: what was left out once stays out."""
+    return next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
 
 
-def _noted(
-    context: Context, turns: Sequence[PastTurn], kept: Sequence[PastTurn], found: Sequence[SourceRow]
-) -> Context:
-    """The same, with what is not in it said; first_id is that of this question's turn when nothing earlier is."""
+def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:
     parts = []
-    if len(kept) < len(turns):
-        gone = len(turns) - len(kept)
-        parts.append(f"The first {gone} of {len(turns)} earlier questions are no longer before the model.")
-    if len(context.sources) < len(found):
-        gone = len(found) - len(context.sources)
-        parts.append(f"The {gone} lowest-ranked of {len(found)} passages were left out.")
-    first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
-    notice = " ".join([*parts, "The model's window is full."]) if parts else None
-    return replace(context, first_id=first_id, notice=notice)
+    if turns:
+        parts.append(f"The first {turns} of {all_turns} earlier questions are no longer before the model.")
+    if passages:
+        parts.append(f"The {passages} lowest-ranked of {all_passages} passages were left out.")
+    return " ".join([*parts, "The model's window is full."]) if parts else None
 
 
 def _too_long(engine: "Engine", tokens: int, room: int) -> str:

@@ -1,6 +1,7 @@
-"""One question in a conversation: search the collections, build the context, stream the answer, keep all of it.
+"""Asking: search the collections, build the context, stream the answer, keep all of it.   <- START HERE
 
-`Conversations.ask` -> `context.fit` -> `Engine.stream` -> `Turn`, which stores the answer.
+`Conversations.ask` (kept) or `answer` (not) -> `retrieval.search` -> `context.fit` -> `Engine.stream`, in a `Turn`. The
+command line, the page and `comparing` all ask this way.
 """
 
 import threading
@@ -9,28 +10,27 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragblend.app.chat_records import Message
-from ragblend.app.chats import DELETED_TEXT, Chats
-from ragblend.app.citations import SourceRow, cite
-from ragblend.app.context import Context, Words, build, fit, past_turns, words_for
-from ragblend.app.hood import Hood, look
-from ragblend.app.retrieval import Nearest, nearest, without_duplicates
+from ragblend.app.answer import Source
+from ragblend.app.chats import DELETED_TEXT, Chats, Message
+from ragblend.app.context import Words, build, fit, past_turns, words_for
+from ragblend.app.database import now
+from ragblend.app.hood import Hood
+from ragblend.app.retrieval import search
 from ragblend.app.settings import Settings
-from ragblend.app.turn import Turn
-from ragblend.app.workspaces import Workspaces
+from ragblend.app.turn import UNSAVED, Asked, Turn
+from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
-    from ragblend.engine.results import Result
     from ragblend.engine.session import Session
 
 # Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
 # best passage of the 24 sample questions had 0.47 to 0.78, that of 20 questions about other things 0.11 to 0.33.
 LEAST_SCORE = 0.25
+ANY = -1.0  # whatever is nearest
 SESSIONS = 2  # conversations whose context stays in memory
 MODES = ("documents", "chat")
 
@@ -40,7 +40,7 @@ class AskOptions:
     """How one question is answered; None and () mean what the settings say.
 
     documents: from passages alone, and if none is found that is said without asking the model; chat: passages where
-    they are found, else a plain conversation.
+    they are found, else a plain conversation. least_score: the cosine similarity below which nothing is found.
     """
 
     collections: tuple[str, ...] = ()
@@ -50,6 +50,7 @@ class AskOptions:
     top_k: int | None = None
     max_new_tokens: int | None = None
     temperature: float | None = None
+    least_score: float = LEAST_SCORE
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -64,25 +65,43 @@ class AskOptions:
 class Conversations:
     """Asks questions over one home, and keeps what was said. Safe for threads; the device serves one at a time."""
 
-    def __init__(self, workspaces: Workspaces, chats: Chats) -> None:
-        self._workspaces, self._chats = workspaces, chats
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._workspaces = workspaces
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._lock = threading.Lock()
         self._turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+    @property
+    def settings(self) -> Settings:
+        return self._workspaces.settings
+
+    @property
+    def engine(self) -> "Engine":
+        """Any collection's: each passage says which collection's KV it has."""
+        return self._workspaces.first.engine
 
     def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> Turn:
         """Store the question, search, and begin to answer. Raises UsageError, SettingsError, LibraryError,
         PromptTooLongError; the question stays in the conversation all the same, unless it is empty.
         """
         options = options or AskOptions()
-        settings = options.settings(self._workspaces.settings)
-        if not question.strip():
-            raise UsageError("Asking: the question is empty. Write what you want to know.")
+        self._check(question, options)
         messages = self._chats.messages(chat_id)
         asked = self._chats.add(chat_id, "user", question.strip())
-        turn = self._answer(asked, messages, options, settings)
-        self._turns.add(turn)
-        return turn
+        return self._turn(self._prepared(asked, messages, options), self._chats)
+
+    def answer(
+        self, question: str, options: AskOptions | None = None, earlier: Sequence[Message] = ()
+    ) -> Turn:
+        """The same, and nothing is kept. earlier: the messages before it. Raises as `ask` does."""
+        return self._turn(self.prepare(question, options or AskOptions(), earlier), None)
+
+    def prepare(self, question: str, options: AskOptions, earlier: Sequence[Message] = ()) -> Asked:
+        """Search, and build the prompt that fits the window. Raises as `ask` does."""
+        self._check(question, options)
+        messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
+        asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
+        return self._prepared(asked, messages, options)
 
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> Turn:
         """Ask something else in the place of a question: it and all after it are replaced. Raises as `ask` does."""
@@ -91,7 +110,7 @@ class Conversations:
             raise UsageError(
                 "Editing a message: it must be a question, and stay one. Edit a question of yours."
             )
-        (options or AskOptions()).settings(self._workspaces.settings)  # before anything is removed
+        (options or AskOptions()).settings(self.settings)  # before anything is removed
         self._chats.replace_from(message_id)
         return self.ask(message.chat_id, question, options)
 
@@ -115,7 +134,7 @@ class Conversations:
             )
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
-        prefilled = self._engine.prefill(prompt, method="full", cancel=cancel)
+        prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
         report = {**answer.report, **hood.measured(round(prefilled.report.timings.prefill_ms, 1)).to_json()}
         return self._chats.set_report(message_id, report).report
 
@@ -130,102 +149,65 @@ class Conversations:
             self._sessions.pop(chat_id, None)
 
     def warm_up(self) -> None:
-        """Load the embedder and, in the background, the model, before the first question."""
-        self._workspaces.of(self._workspaces.settings.collection).embedder.load()
-        self._engine.prefetch(())
+        """Load the embedder and open the index before the first question, so that no question pays for it."""
+        first = self._workspaces.first
+        first.embedder.embed_question("warm up")
+        if first.library.has_passages(first.settings.collection):
+            first.index.count()
 
     # --- inside
 
     @property
-    def _engine(self) -> "Engine":
-        """Any collection's: each passage says which collection's KV it has."""
-        return self._workspaces.of(self._workspaces.settings.collection).engine
+    def _chats(self) -> Chats:
+        return self._workspaces.chats
 
-    def _answer(
-        self, asked: Message, messages: Sequence[Message], options: AskOptions, settings: Settings
-    ) -> Turn:
-        turns = past_turns(messages)
-        begun = time.perf_counter()
-        before = turns[-1].question if turns else None
-        collections = options.collections or (self._workspaces.settings.collection,)
-        found, notice = self._search(collections, asked.text, before, settings.top_k)
+    def _check(self, question: str, options: AskOptions) -> None:
+        options.settings(self.settings)
+        if not question.strip():
+            raise UsageError("Asking: the question is empty. Write what you want to know.")
+
+    def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Asked:
+        settings = options.settings(self.settings)
+        turns, begun = past_turns(messages), time.perf_counter()
+        ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
+        collections = options.collections or (self.settings.collection,)
+        found, notice = self._search(collections, ways, settings.top_k, options.least_score)
         retrieve_ms = (time.perf_counter() - begun) * 1e3
         known = any(turn.sources for turn in turns)
+        words = words_for(options.mode, settings.system, bool(found) or known)
         if not found:
             notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
             if options.mode == "documents" and not known:
-                return self._nothing(asked, notice)
-        words = words_for(options.mode, settings.system, bool(found) or known)
-        room = self._engine.context_window - settings.max_new_tokens
-        first_id = _first_id(messages)
-        context = fit(self._engine, room, words, turns, first_id, asked.text, found, messages)
-        notices = [text for text in (notice, context.notice) if text]
-        return self._stream(asked, context, words, settings, retrieve_ms, " ".join(notices) or None, messages)
+                return Asked(asked, None, words, notice, retrieve_ms, settings)
+        room = self.engine.context_window - settings.answer_tokens
+        context = fit(self.engine, room, words, messages, asked.text, found)
+        notices = " ".join(text for text in (notice, context.notice) if text) or None
+        return Asked(asked, context, words, notices, retrieve_ms, settings)
 
-    def _stream(
-        self,
-        asked: Message,
-        context: Context,
-        words: Words,
-        settings: Settings,
-        retrieve_ms: float,
-        notice: str | None,
-        messages: Sequence[Message],
-    ) -> Turn:
-        engine = self._engine
-        stream = engine.stream(context.prompt, session=self._session(asked.chat_id), **settings.answering)
-        present = _present(context, messages)
-
-        def describe(result: "Result") -> dict[str, Any]:
-            said = " ".join(text for text in (notice, result.report.warning) if text) or None
-            return look(
-                result.report,
-                result.prompt,
-                {source.node_id: (source.number, _label(source)) for source in present.values()},
-                model=engine.model_name,
-                device=engine.device,
-                dtype=engine.dtype,
-                retrieve_ms=retrieve_ms,
-                profile=engine.known_profile,
-                notice=said,
-            ).to_json()
-
-        def kept(text: str) -> list[SourceRow]:
-            """What was found, and what the answer cites of earlier turns."""
-            mine = {source.number for source in context.sources}
-            cited = {citation.number for citation in cite(text, list(present.values())).citations}
-            others = [source for number, source in present.items() if number in cited - mine]
-            return [*context.sources, *others]
-
-        basis = {"first_id": context.first_id, "system": words.system, "closing": words.closing}
-        return Turn(self._chats, asked, context.sources, notice, stream, describe, kept, basis)
-
-    def _nothing(self, asked: Message, text: str) -> Turn:
-        """An answer that needs no model."""
-        return Turn(self._chats, asked, (), text, None, lambda _: {}, lambda _: (), {"found": False}, text)
+    def _turn(self, asked: Asked, chats: Chats | None) -> Turn:
+        engine, stream = self.engine, None
+        if asked.context is not None:
+            session = None if chats is None else self._session(asked.question.chat_id)
+            stream = engine.stream(asked.context.prompt, session=session, **asked.settings.answering)
+        turn = Turn(asked, engine, stream, chats)
+        self._turns.add(turn)
+        return turn
 
     def _search(
-        self, collections: Sequence[str], question: str, before: str | None, top_k: int
-    ) -> tuple[list[SourceRow], str | None]:
+        self, collections: Sequence[str], ways: Sequence[str], top_k: int, least_score: float
+    ) -> tuple[list[Source], str | None]:
         """The best passages of all collections, and what must be said about those that hold none.
 
-        A follow-up ("and who owns it?") is looked for as it is, and behind the question before it; each way gives every
-        second passage, because a change of topic is as likely as a pronoun.
+        A follow-up ("and who owns it?") is looked for as it is, and behind the question before it, because a change of
+        topic is as likely as a pronoun.
         """
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:
             raise UsageError(f"Asking: there is no collection {_listed(unknown)}. Choose one that there is.")
         full = [name for name in names if self._workspaces.library.has_passages(name)]
-        ways = [question] if before is None else [question, f"{before} {question}"]
-        ranked = [self._ranked(full, way, top_k) for way in ways]
-        mixed = [hit for place in zip_longest(*ranked) for hit in place if hit is not None]
+        found = search([self._workspaces.of(name) for name in full], ways, top_k, least_score)
         empty = [name for name in names if name not in full]
-        notice = f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
-        return [_row(hit) for hit in without_duplicates(mixed)[:top_k]], notice
-
-    def _ranked(self, collections: Sequence[str], question: str, top_k: int) -> list[Nearest]:
-        found = [hit for name in collections for hit in nearest(self._workspaces.of(name), question, top_k)]
-        return sorted((hit for hit in found if hit.score >= LEAST_SCORE), key=lambda hit: -hit.score)
+        return found, f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
 
     def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:
         """The prompt that the answer was made from, built again from what was stored."""
@@ -233,7 +215,7 @@ class Conversations:
         turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
         words = Words(answer.report["system"], answer.report["closing"])
         sources = [s for s in answer.sources if not s.earlier and s.text != DELETED_TEXT]
-        return build(self._engine, words, turns, question, sources)
+        return build(self.engine, words, turns, question, sources)
 
     def _session(self, chat_id: int) -> "Session":
         """The conversation's context in memory; that of the conversation that waited longest goes."""
@@ -245,32 +227,6 @@ class Conversations:
             while len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
             return session
-
-
-def _row(hit: Nearest) -> SourceRow:
-    passage = hit.passage
-    place = (hit.collection, hit.document, passage.location, round(hit.score, 4), passage.text)
-    return SourceRow(0, passage.node_id, passage.document_id, *place)
-
-
-def _present(context: Context, messages: Sequence[Message]) -> dict[int, SourceRow]:
-    """All passages that are before the model, by number."""
-    earlier = {
-        source.number: replace(source, earlier=True)
-        for turn in past_turns(messages)
-        if turn.id >= context.first_id
-        for source in turn.sources
-    }
-    return earlier | {source.number: source for source in context.sources}
-
-
-def _first_id(messages: Sequence[Message]) -> int:
-    """Where the last context began: what was left out once stays out."""
-    return next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
-
-
-def _label(source: SourceRow) -> str:
-    return f"{source.document}, {source.location}" if source.location else source.document
 
 
 def _listed(names: Sequence[str]) -> str:

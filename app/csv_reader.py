@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragblend.app.guards import read_text
+from ragblend.app.guards import MAX_TEXT_BYTES, read_text
 
 SNIFF_CHARACTERS = 16_384
 
@@ -17,6 +17,7 @@ SNIFF_CHARACTERS = 16_384
 def csv_rows(path: Path) -> Iterator[tuple[int, str]]:
     """(row number, text) of every row that says something; the header is row 1."""
     text = read_text(path)
+    csv.field_size_limit(MAX_TEXT_BYTES)  # of the whole process; 131,072 otherwise
     rows = csv.reader(io.StringIO(text, newline=""), dialect=_dialect(text))
     header = [name.strip() for name in next(rows, [])]
     empty = True

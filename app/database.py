@@ -1,18 +1,27 @@
 """A small SQLite file of the app's own: private, in WAL, every change one transaction, deleted bytes overwritten."""
 
-import os
+import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ragblend.app.home import FILE_MODE
-from ragblend.kvstore.closing import Closing
 from ragblend.kvstore.errors import LibraryError, StoreFullError
-from ragblend.kvstore.sqlite import BUSY, connect, error_code, transaction, write_ahead
+from ragblend.kvstore.files import Closing, make_private_file
+from ragblend.kvstore.sqlite import (
+    BUSY,
+    connect,
+    erase,
+    erase_log,
+    error_code,
+    integrity,
+    lenient_text,
+    transaction,
+    write_ahead,
+)
 
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
@@ -21,14 +30,19 @@ READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IO
 class Layout:
     """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync.
 
-    later: what came after the first version and earlier ones do not look at; statements that may be run again.
+    tables: of version 1; upgrades: statements that make each next version of the one before, once, all or none;
+    checked: the file is read through when it is opened, and what SQLite finds wrong with it is raised at every use.
     """
 
     what: str
     tables: str
-    version: int = 1
     durable: bool = True
-    later: tuple[str, ...] = ()
+    upgrades: tuple[tuple[str, ...], ...] = ()
+    checked: bool = False
+
+    @property
+    def version(self) -> int:
+        return 1 + len(self.upgrades)
 
 
 class Database(Closing):
@@ -40,7 +54,7 @@ class Database(Closing):
         with self._named_errors():
             try:
                 # SQLite gives its journal files the mode of the database, so it is right from the first byte.
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+                make_private_file(path)
             except OSError as error:
                 raise LibraryError(
                     f"Opening the {layout.what} {path}: {error.strerror}. Check its rights."
@@ -48,18 +62,21 @@ class Database(Closing):
             self._sql = connect(path)
             try:
                 self._prepare()
+                self._damage = self._check() if layout.checked else ""
             except BaseException:
                 self._sql.close()
                 raise
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """All rows of a query. Raises LibraryError."""
+        self._demand_sound()
         with self._mutex, self._named_errors():
             return self._sql.execute(query, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing. Raises LibraryError, StoreFullError when the disk is full."""
+        self._demand_sound()
         with self._mutex, self._named_errors(), transaction(self._sql):
             yield self._sql
 
@@ -68,10 +85,38 @@ class Database(Closing):
         """How many rows this connection has written: another number says that something has moved."""
         return self._sql.total_changes
 
-    def erase_log(self) -> None:
-        """Empty the write-ahead log, where what was deleted would live on. Nothing happens while others read."""
+    def erase_log(self) -> bool:
+        """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
         with self._mutex, self._named_errors():
-            self._sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            return erase_log(self._sql)
+
+    def erase(self) -> bool:
+        """Leave no byte of what was deleted in the file; False while others use it for long, or on a full disk."""
+        with self._mutex, self._named_errors():
+            return erase(self._sql, self.path.parent)
+
+    @property
+    def damage(self) -> str:
+        """What was wrong with a `checked` file when it was opened; empty when it was sound."""
+        return self._damage
+
+    def _check(self) -> str:
+        """What SQLite finds wrong, or a layout that is not ours. Damaged indexes are made again from the rows."""
+        found = integrity(self._sql, 1)
+        if found:
+            with suppress(sqlite3.Error):
+                self._sql.execute("REINDEX")
+                found = integrity(self._sql, 1)
+        if not found and _definitions(self._sql) != _expected(self._layout):
+            found = ["its tables are not those that were made"]
+        return found[0] if found else ""
+
+    def _demand_sound(self) -> None:
+        if self._damage:
+            raise LibraryError(
+                f"Using the {self._layout.what} {self.path}: it is damaged ({self._damage}). It cannot be built from "
+                "anything else: restore it from a backup, or move it away and ingest the documents again."
+            )
 
     def close(self) -> None:
         with self._mutex:
@@ -81,23 +126,20 @@ class Database(Closing):
         sql, layout = self._sql, self._layout
         sql.row_factory = sqlite3.Row
         found = sql.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, layout.version):
+        if not 0 <= found <= layout.version:
             raise LibraryError(
-                f"Opening the {layout.what} {self.path}: it has format {found}, this version of RAGBlend reads "
+                f"Opening the {layout.what} {self.path}: it has format {found}, this version of RAGBlend reads up to "
                 f"{layout.version}. Use the version that made it, or another --home."
             )
         write_ahead(sql, "FULL" if layout.durable else "NORMAL")
         sql.execute("PRAGMA foreign_keys = ON")
-        sql.create_function("folded", 1, _folded, deterministic=True)
-        if found == 0:
+        _add_functions(sql)
+        if found < layout.version:
             with transaction(sql):
-                # Unless another process has made them meanwhile.
-                if sql.execute("PRAGMA user_version").fetchone()[0] == 0:
-                    for statement in layout.tables.strip().split(";\n"):
-                        sql.execute(statement)
-                    sql.execute(f"PRAGMA user_version = {layout.version}")
-        for statement in layout.later:
-            sql.execute(statement)
+                # Unless another process has done it meanwhile.
+                _upgrade(sql, layout, sql.execute("PRAGMA user_version").fetchone()[0])
+        # Text that damage has made no UTF-8 must not keep the sound rows beside it from being read.
+        sql.text_factory = lenient_text
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -107,9 +149,67 @@ class Database(Closing):
             raise _named(error, self._layout.what, self.path) from error
 
 
+SEAL = "seal"
+
+
+def sealing(table: str, columns: Sequence[str]) -> tuple[str, ...]:
+    """Statements that give every row a checksum over these columns, kept true by SQLite itself at every write.
+
+    SQLite does not notice a bit that flips on the disk. A row that does not fit its checksum cannot be changed, which
+    would make the damage look sound; see `is_sound`.
+    """
+    new, old = (", ".join(f"{row}.{name}" for name in columns) for row in ("new", "old"))
+    seal = f"UPDATE {table} SET {SEAL} = sealed({new}) WHERE rowid = new.rowid"
+    damaged = f"SELECT RAISE(ABORT, 'a row is damaged') WHERE old.{SEAL} IS NOT sealed({old})"
+    return (
+        f"ALTER TABLE {table} ADD COLUMN {SEAL} BLOB",
+        f"UPDATE {table} SET {SEAL} = sealed({', '.join(columns)})",
+        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN {seal}; END",
+        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {', '.join(columns)} ON {table} BEGIN {damaged}; {seal}; END",
+    )
+
+
+def is_sound(row: Mapping[str, object] | sqlite3.Row, columns: Sequence[str]) -> bool:
+    """Whether a row is what was written."""
+    return bool(row[SEAL] == _sealed(*(row[name] for name in columns)))
+
+
 def now() -> str:
     """This moment, in local time, to the second."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _upgrade(sql: sqlite3.Connection, layout: Layout, found: int) -> None:
+    first = () if found else (tuple(layout.tables.strip().split(";\n")),)
+    for statements in (*first, *layout.upgrades[max(0, found - 1) :]):
+        for statement in statements:
+            sql.execute(statement)
+    sql.execute(f"PRAGMA user_version = {layout.version}")
+
+
+def _add_functions(sql: sqlite3.Connection) -> None:
+    sql.create_function("folded", 1, _folded, deterministic=True)
+    sql.create_function("sealed", -1, _sealed, deterministic=True)
+
+
+def _definitions(sql: sqlite3.Connection) -> set[tuple[object, ...]]:
+    query = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite@_%' ESCAPE '@'"
+    return {tuple(row) for row in sql.execute(query)}
+
+
+def _expected(layout: Layout) -> set[tuple[object, ...]]:
+    with closing(connect(":memory:")) as sql:
+        _add_functions(sql)
+        _upgrade(sql, layout, 0)
+        return _definitions(sql)
+
+
+def _sealed(*values: object) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+        digest.update(f"{type(value).__name__} {len(raw)} ".encode() + raw)
+    return digest.digest()
 
 
 def _folded(text: object) -> str:

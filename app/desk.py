@@ -5,12 +5,11 @@ from typing import Any
 
 from ragblend.app.chats import Chats
 from ragblend.app.conversation import Conversations
-from ragblend.app.documents import Document
 from ragblend.app.jobs import JobQueue
 from ragblend.app.settings import Settings
 from ragblend.app.watching import Watcher
-from ragblend.app.workspaces import Workspaces
-from ragblend.kvstore.closing import Closing
+from ragblend.app.workspace import Workspaces
+from ragblend.kvstore.files import Closing
 
 
 class Desk(Closing):
@@ -18,10 +17,9 @@ class Desk(Closing):
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces = workspaces
-        self.chats = Chats.open(workspaces.home.chats)
-        self.jobs = JobQueue.open(workspaces, self._forget)
+        self.jobs = JobQueue(workspaces)
         self.watching = Watcher(self.jobs)
-        self.conversations = Conversations(workspaces, self.chats)
+        self.conversations = Conversations(workspaces)
 
     @classmethod
     def open(cls, home: Path | str | None = None, **overrides: Any) -> "Desk":
@@ -32,8 +30,13 @@ class Desk(Closing):
     def settings(self) -> Settings:
         return self.workspaces.settings
 
+    @property
+    def chats(self) -> Chats:
+        return self.workspaces.chats
+
     def start(self) -> None:
-        """Go on with the ingest queue and look after watched folders."""
+        """Go on with the ingest queue, look after watched folders, mark answers that a kill cut off."""
+        self.chats.end_unfinished()
         self.jobs.start()
         self.watching.start()
 
@@ -42,9 +45,4 @@ class Desk(Closing):
         self.conversations.stop_all()
         self.watching.close()
         self.jobs.close()
-        self.chats.close()
         self.workspaces.close()
-
-    def _forget(self, document: Document) -> None:
-        """A document went: its text goes out of the conversations that were given it."""
-        self.chats.forget_document(document.id)

@@ -11,7 +11,7 @@ from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, Unread
 
 @dataclass(frozen=True)
 class Discovery:
-    """files in a stable order; skipped: in a folder, but of no known kind; failed: the path and its error."""
+    """files in a stable order; skipped: in a folder, but a link or of no known kind; failed: the path and its error."""
 
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
@@ -20,7 +20,11 @@ class Discovery:
 
 
 def discover(paths: Sequence[Path]) -> Discovery:
-    """Walk folders (not into hidden ones, nor through links to folders), take files as they are."""
+    """Walk folders, not into hidden ones, and take files as they are.
+
+    A link in a folder is not followed, for whoever may write there could have any file of this account read; what it
+    means inside the folder is found there. A link that is given as a path itself is the user's own word.
+    """
     files: dict[Path, None] = {}
     folders: list[Path] = []
     skipped: list[Path] = []
@@ -30,7 +34,7 @@ def discover(paths: Sequence[Path]) -> Discovery:
             if path.is_dir():
                 folders.append(path)
                 for file in _walk(path, failed):
-                    if is_known(file):
+                    if is_known(file) and not file.is_symlink():
                         files[file] = None
                     else:
                         skipped.append(file)

@@ -3,13 +3,15 @@
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from ragblend.app.upkeep import check_index
+from ragblend.app.upkeep import check_index, check_library
 from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import RagBlendError
+from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
 LOW_DISK_BYTES = 2 * 1024**3
 PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core", "sentence-transformers")
@@ -69,7 +71,10 @@ def _device(workspace: Workspace) -> tuple[str, str]:
 
 def _model(workspace: Workspace) -> tuple[str, str]:
     engine = workspace.engine
-    return "ok", f"{engine.model_name}, window {engine.context_window:,} tokens"
+    said = f"{engine.model_name}, window {engine.context_window:,} tokens"
+    with suppress(UnsupportedModelError):  # `_gate` says so
+        said += f", {engine.token_bytes / 1000:.0f} KB of KV a token in {engine.dtype}"
+    return "ok", said
 
 
 def _gate(workspace: Workspace) -> tuple[str, str]:
@@ -107,10 +112,15 @@ def _library(workspace: Workspace) -> tuple[str, str]:
             "failed",
             f"the registry is damaged: {damage[0]}; restore {workspace.home.library} from a backup",
         )
-    documents = workspace.library.documents(workspace.settings.collection)
-    states = [str(document.state) for document in documents]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-    return "ok", f"{len(documents)} documents" + (f" ({counts})" if counts else "")
+    if findings := check_library(workspace.library):
+        return "failed", f"{len(findings)} damaged documents, such as {findings[0].message}"
+    library, states = workspace.library, Counter[str]()
+    names = library.collections()
+    for name in names:
+        states.update(library.counts_by_state(name))
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if count)
+    where = f" in {', '.join(names)}" if len(names) > 1 else ""
+    return "ok", f"{states.total()} documents{where}" + (f" ({counts})" if counts else "")
 
 
 def _store(workspace: Workspace) -> tuple[str, str]:
@@ -124,10 +134,13 @@ def _store(workspace: Workspace) -> tuple[str, str]:
 
 
 def _index(workspace: Workspace) -> tuple[str, str]:
-    findings = check_index(workspace)
-    if findings:
-        return "failed", findings[0].message
-    return "ok", f"{workspace.index.count()} vectors, as many as the registry has passages"
+    vectors = 0
+    for name in workspace.library.collections() or [workspace.settings.collection]:
+        one = workspace.workspaces.of(name)
+        if findings := check_index(one):
+            return "failed", f"{name}: {findings[0].message}"
+        vectors += one.index.count()
+    return "ok", f"{vectors} vectors, as many as the registry has passages"
 
 
 CHECKS: dict[str, Check] = {

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+SCANNED = "it is probably scanned"  # how such a file is known by its failure
+
 
 class State(StrEnum):
     """How far a document came: pending work is taken up by the next ingest."""
@@ -25,7 +27,10 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Document:
-    """One row of the registry. `recipe` names how its text was cut: another recipe means cutting again."""
+    """One row of the registry. `recipe` names how its text was cut: another recipe means cutting again.
+
+    reason: why it failed; uploaded: the home has the file, as far as somebody looked.
+    """
 
     id: str
     path: str
@@ -36,10 +41,21 @@ class Document:
     recipe: str
     updated_at: str
     passages: int
+    uploaded: bool = False
 
     @property
     def name(self) -> str:
         return Path(self.path).name
+
+    @property
+    def size(self) -> int:
+        """In bytes; 0 before it was read."""
+        return max(0, self.facts.size)
+
+    @property
+    def scanned(self) -> bool:
+        """Whether it failed because its pages hold no text."""
+        return SCANNED in self.reason
 
 
 @dataclass(frozen=True)
@@ -65,3 +81,9 @@ def node_id(document: str, index: int, text: str) -> str:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8")).hexdigest()
+
+
+def content_digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element
 
-from ragblend.app.guards import decode
+from ragblend.app.guards import decode, open_archive
 from ragblend.app.html_text import Section, html_sections, html_title
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
@@ -19,14 +19,14 @@ TEXT_TYPES = {"application/xhtml+xml", "text/html"}
 
 
 def epub_chapters(path: Path) -> Iterator[Section]:
-    """The text of the book, chapter by chapter. The archive has passed `guards.check_zip`."""
-    with zipfile.ZipFile(path) as archive:
+    """The text of the book, chapter by chapter; one that the spine names twice is read once. Raises DocumentError."""
+    with open_archive(path) as archive:
         names = set(archive.namelist())
         if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:
             raise EncryptedDocumentError(
                 f"Reading {path}: the book has copy protection, so its text cannot be read."
             )
-        for name in _spine(archive, path):
+        for name in dict.fromkeys(_spine(archive, path)):
             if name in names:
                 yield from _chapter(decode(archive.read(name), path))
 

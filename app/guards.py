@@ -1,11 +1,15 @@
 """What a file must pass before a parser sees it: size, rights, what it is, what it unpacks to, its encoding.
 
-Parsers trust their input. These checks read a bounded number of bytes and end in one named DocumentError each.
+Parsers trust their input. These checks end in one named DocumentError each.
 """
 
 import codecs
+import re
 import stat
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ragblend.kvstore.errors import (
@@ -23,7 +27,7 @@ MAX_UNPACKED_BYTES = 512 * MIB
 MAX_UNPACK_RATIO = 250  # honest Office XML shrinks 10 to 60 times
 RATIO_MATTERS_BYTES = 16 * MIB
 MAX_MEMBERS = 20_000
-READ_BYTES = 1 * MIB
+HEAD_BYTES = 4096
 
 MAGIC = {
     b"%PDF-": "pdf",
@@ -43,25 +47,15 @@ MAGIC = {
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
 BOMS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # what texts have not; escape sequences they may
 KIND_OF = {".pdf": "pdf", ".docx": "docx", ".epub": "epub"}  # every other suffix promises text
 
 
-def check_file(path: Path) -> None:
-    """Refuse what no parser should open. Raises the DocumentError that says what is wrong with it."""
-    promised = check_size(path)
-    found = _kind(path)
-    if promised == "docx" and found == "ole":
-        raise EncryptedDocumentError(
-            f"Reading {path}: it is an encrypted document, or an old .doc. Save it as .docx without a password."
-        )
-    if found != promised:
-        raise UnreadableDocumentError(_mislabelled(path, promised, found))
-    if promised in {"docx", "epub"}:
-        check_zip(path)
+def check_file(path: Path) -> str:
+    """The kind of file that its suffix promises. Raises DocumentError for no file, or one too large for its kind.
 
-
-def check_size(path: Path) -> str:
-    """The kind of file that its suffix promises. Raises DocumentError for no file, or one too large for its kind."""
+    Nothing is read but the first byte's right to be.
+    """
     size = _check_regular(path)
     promised = KIND_OF.get(path.suffix.lower(), "text")
     limit = MAX_TEXT_BYTES if promised == "text" else MAX_FILE_BYTES
@@ -72,21 +66,38 @@ def check_size(path: Path) -> str:
     return promised
 
 
-def check_zip(path: Path) -> None:
-    """Refuse an archive that needs a password or unpacks to far more than it is. Raises DocumentError."""
+def check_content(path: Path) -> None:
+    """Refuse what no parser should open: not what its name promises. Raises DocumentError."""
+    promised = check_file(path)
+    found = _kind(path)
+    if promised == "docx" and found == "ole":
+        raise EncryptedDocumentError(
+            f"Reading {path}: it is an encrypted document, or an old .doc. Save it as .docx without a password."
+        )
+    if found == "zip":  # looked into as it is opened, if it is to be one
+        found = promised if promised in {"docx", "epub"} else _zip_kind(path)
+    if found != promised:
+        raise UnreadableDocumentError(_mislabelled(path, promised, found))
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """A docx or epub, whose members may be read: zipfile unpacks no more of one than the directory says.
+
+    Raises DocumentError for one that needs a password, is something else, or unpacks to far more than it is; damage to
+    a member is known as it is read.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
+            promised, found = KIND_OF[path.suffix.lower()], _archive_kind(archive)
+            if found != promised:
+                raise UnreadableDocumentError(_mislabelled(path, promised, found))
             _check_directory(path, archive.infolist())
-            _check_contents(path, archive)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
         raise UnreadableDocumentError(
             f"Reading {path}: its archive is damaged ({error}). Open it in its own program and save it again."
         ) from error
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # what zipfile and zlib raise for what they cannot make sense of
-        raise UnreadableDocumentError(f"Reading {path}: its archive cannot be read ({error}).") from error
 
 
 def read_text(path: Path) -> str:
@@ -95,14 +106,33 @@ def read_text(path: Path) -> str:
 
 
 def decode(data: bytes, path: Path) -> str:
-    """UTF-8 first, then what the byte order mark says, then the best guess of charset-normalizer."""
-    for encoding in ("utf-8-sig", *(("utf-32",) if data.startswith(BOMS[:2]) else ("utf-16",))):
-        if encoding == "utf-8-sig" or data.startswith(BOMS):
+    """What the byte order mark or the NULs of UTF-16 say, else UTF-8, else the best guess of charset-normalizer."""
+    marked = "utf-32" if data.startswith(BOMS[:2]) else "utf-16" if data.startswith(BOMS) else None
+    for encoding in (
+        ("utf-8-sig", marked) if marked else (_utf16_without_mark(data[:HEAD_BYTES]), "utf-8-sig")
+    ):
+        if encoding is not None:
             try:
-                return data.decode(encoding)
+                return data.decode(encoding).replace("\0", "")
             except UnicodeDecodeError:
                 continue
     return _guess(data, path)
+
+
+def _utf16_without_mark(head: bytes) -> str | None:
+    """Every other byte of Western text is NUL, hardly any of the others, and no other control characters come."""
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    others = len(NO_TEXT.findall(head)) - even - odd
+    if max(even, odd) * 8 < len(head) or max(min(even, odd), others) * 20 > max(even, odd):
+        return None
+    return "utf-16-le" if odd > even else "utf-16-be"
+
+
+def _is_binary(head: bytes) -> bool:
+    """A NUL that strayed into a text makes no program of it."""
+    if b"\0" not in head or head.startswith(BOMS) or _utf16_without_mark(head):
+        return False
+    return len(NO_TEXT.findall(head)) > max(1, len(head) // 1000)
 
 
 def _guess(data: bytes, path: Path) -> str:
@@ -138,25 +168,25 @@ def _check_regular(path: Path) -> int:
 
 def _kind(path: Path) -> str:
     with path.open("rb") as file:
-        head = file.read(4096)
+        head = file.read(HEAD_BYTES)
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
-            return _zip_kind(path) if kind == "zip" else kind
+            return kind
     if b"%PDF-" in head[:1024]:  # the format allows rubbish before its mark
         return "pdf"
-    if b"\0" in head and not head.startswith(BOMS):
-        return "binary file"
-    return "text"
+    return "binary file" if _is_binary(head) else "text"
 
 
 def _zip_kind(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = set(archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise UnreadableDocumentError(
-            f"Reading {path}: its archive is damaged ({error}). Open it in its own program and save it again."
-        ) from error
+            return _archive_kind(archive)
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return "zip archive"
+
+
+def _archive_kind(archive: zipfile.ZipFile) -> str:
+    names = archive.NameToInfo
     if "word/document.xml" in names:
         return "docx"
     return "epub" if "META-INF/container.xml" in names else "zip archive"
@@ -197,13 +227,3 @@ def _check_unpacked(path: Path, packed: int, unpacked: int) -> None:
             f"zip bomb does; the limits are {MAX_UNPACKED_BYTES // MIB} MiB and {MAX_UNPACK_RATIO} times. If it is "
             "honest, split it, or save it again without pictures."
         )
-
-
-def _check_contents(path: Path, archive: zipfile.ZipFile) -> None:
-    """Unpack all of it once, piece by piece, because the directory may lie about sizes."""
-    packed, unpacked = path.stat().st_size, 0
-    for member in archive.infolist():
-        with archive.open(member) as file:
-            while piece := file.read(READ_BYTES):
-                unpacked += len(piece)
-                _check_unpacked(path, packed, unpacked)

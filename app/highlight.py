@@ -1,27 +1,28 @@
 """Where a source stands in its document: marked on the page's picture or in the text, or said that it cannot be.
 
-Nothing else is ever marked instead: what is found has the passage's letters, all of them, in their order.
+Of a passage that an answer cites only the sentence that says what the answer says is marked. Nothing else is ever
+marked instead: what is found has the passage's letters, all of them, in their order.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragblend.app.answer import Source
+from ragblend.app.apart import apart
 from ragblend.app.chats import DELETED_TEXT
 from ragblend.app.chunking import SEPARATOR
-from ragblend.app.citations import SourceRow
 from ragblend.app.documents import Document, Passage
 from ragblend.app.extras import check_installed
+from ragblend.app.guards import check_file
 from ragblend.app.library import Library
-from ragblend.app.pdf_pages import Box, PageImage, page_images
+from ragblend.app.pdf_pages import Box, PageImage, located_pages
 from ragblend.app.readers import read_document
 from ragblend.kvstore.errors import DocumentError
 
 __all__ = ["Box", "Highlight", "NotLocated", "PageHighlight", "PageImage", "TextHighlight", "locate_source"]
 AROUND_CHARACTERS = 3000  # of the text before and after the passage
-MOST_PAGES = 50  # that one passage is looked for on
-PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
+Place = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PageHighlight:
 
 @dataclass(frozen=True)
 class TextHighlight:
-    """The passage is text[start:stop]; cut_before and cut_after: the document goes on there."""
+    """The passage, or the sentence of it, is text[start:stop]; cut_before and cut_after: the document goes on there."""
 
     document: str
     path: str
@@ -60,23 +61,26 @@ class NotLocated:
 Highlight = PageHighlight | TextHighlight | NotLocated
 
 
-def locate_source(library: Library, source: SourceRow) -> Highlight:
-    """Find the source in its document as that is now. Raises UsageError if the extra `ui` is needed and missing."""
+def locate_source(library: Library, source: Source, place: Place = None) -> Highlight:
+    """Find the source in its document as that is now. Raises UsageError if the extra `ui` is needed and missing.
+
+    place: of the passage mark only source.text[start:stop]; None: all of it.
+    """
     document = library.documents_with([source.document_id]).get(source.document_id)
     if document is None or source.text == DELETED_TEXT:
         reason = "The document was deleted from the library."
         return NotLocated(source.document, "", reason, source.text)
     try:
-        found = _located(library, document, source)
+        found = _located(library, document, source, place)
     except DocumentError as error:
         return NotLocated(document.name, document.path, str(error), source.text)
     return found or NotLocated(document.name, document.path, _why_not(document), source.text)
 
 
-def _located(library: Library, document: Document, source: SourceRow) -> Highlight | None:
+def _located(library: Library, document: Document, source: Source, place: Place) -> Highlight | None:
     path = Path(document.path)
     if path.suffix.lower() == ".pdf":
-        return _on_pages(document, path, source)
+        return _on_pages(document, path, source, place)
     text = SEPARATOR.join(part.text for part in read_document(path))
     start = _start(text, [p.text for p in _up_to(library, source)], source.text)
     if start is None:
@@ -87,19 +91,20 @@ def _located(library: Library, document: Document, source: SourceRow) -> Highlig
         text.find("\n", first, start) + 1 or first if first else 0
     )  # from the beginning of a line, if there is one
     piece, at = text[first:last], start - first
+    begin, end = place or (0, len(source.text))
     return TextHighlight(
         document.name,
         document.path,
         piece,
-        at,
-        at + len(source.text),
+        at + begin,
+        at + end,
         first > 0,
         last < len(text),
         source.location,
     )
 
 
-def _up_to(library: Library, source: SourceRow) -> Sequence[Passage]:
+def _up_to(library: Library, source: Source) -> Sequence[Passage]:
     """The document's passages in reading order, up to the source; none if the library does not have it any more."""
     passages = library.passages_of(source.document_id)
     places = [n for n, passage in enumerate(passages) if passage.node_id == source.node_id]
@@ -123,36 +128,11 @@ def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     return first if first >= 0 and text.find(wanted, first + 1) < 0 else None
 
 
-def _on_pages(document: Document, path: Path, source: SourceRow) -> PageHighlight | None:
+def _on_pages(document: Document, path: Path, source: Source, place: Place) -> PageHighlight | None:
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
-    from ragblend.app.guards import check_file
-    from ragblend.app.pdf_guard import check_pdf
-
     check_file(path)
-    check_pdf(path)
-    for numbers in _page_numbers(path, source.location):
-        try:
-            pages = page_images(path, source.text, numbers, "p.")
-        except Exception:  # pdfium refuses what pypdf could read: then nothing can be shown
-            return None
-        if pages:
-            return PageHighlight(document.name, document.path, pages)
-    return None
-
-
-def _page_numbers(path: Path, location: str) -> list[list[int]]:
-    """Runs of pages (from 1) that the location may mean: labels can come twice in a document."""
-    from pypdf import PdfReader
-
-    named = PAGE.match(location)
-    labels = list(PdfReader(path).page_labels)
-    if named is None:
-        return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
-    first, last = named.group(1), named.group(2) or named.group(1)
-    starts = [n for n, label in enumerate(labels, start=1) if label == first]
-    stops = [n for n, label in enumerate(labels, start=1) if label == last]
-    ends = {start: min((stop for stop in stops if stop >= start), default=start) for start in starts}
-    return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MOST_PAGES]
+    pages = apart(located_pages, path, source.text, source.location, place)
+    return PageHighlight(document.name, document.path, pages) if pages else None
 
 
 def _why_not(document: Document) -> str:

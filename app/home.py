@@ -2,7 +2,6 @@
 
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.engine.home import default_home
@@ -13,54 +12,28 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 
-@dataclass(frozen=True)
 class Home:
-    """The paths inside one home folder; nothing is created until `create` is called."""
+    """The paths inside one home folder; nothing is created until `create` is called.
 
-    root: Path
+    originals: files that came by upload, of which the home has the only copy of ours; models_named: there once somebody
+    was told which models would fit this machine.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.kv, self.chroma, self.models = root / "kv", root / "chroma", root / "models"
+        self.profiles, self.originals = root / "profiles", root / "originals"
+        self.library, self.nodes = root / "library.sqlite", root / "nodes.sqlite"
+        self.chats, self.jobs = root / "chats.sqlite", root / "jobs.sqlite"
+        self.settings = root / "settings.toml"
+        self.lock, self.encoder_lock = root / "writer.lock", root / "encoder.lock"
+        self.models_named = root / ".models-named"
 
     @classmethod
     def resolve(cls, home: Path | str | None = None) -> "Home":
         """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
         chosen = home or default_home()
         return cls(Path(chosen).expanduser().absolute())
-
-    @property
-    def kv(self) -> Path:
-        return self.root / "kv"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def library(self) -> Path:
-        return self.root / "library.sqlite"
-
-    @property
-    def chroma(self) -> Path:
-        return self.root / "chroma"
-
-    @property
-    def settings(self) -> Path:
-        return self.root / "settings.toml"
-
-    @property
-    def chats(self) -> Path:
-        return self.root / "chats.sqlite"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs.sqlite"
-
-    @property
-    def originals(self) -> Path:
-        """Files that came by upload: the home has the only copy of ours."""
-        return self.root / "originals"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "writer.lock"
 
     def create(self) -> "Home":
         """Make the folder, for this user only. Raises LibraryError if it cannot be made or written."""

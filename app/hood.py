@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from ragblend.engine.trace import TraceEvent
+
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.controller import DeviceProfile
@@ -55,18 +57,6 @@ class HoodSegment:
 
 
 @dataclass(frozen=True)
-class Event:
-    """One thing that was done; `engine/trace.py` says what the parts are."""
-
-    part: str
-    track: str
-    start_ms: float
-    duration_ms: float
-    layer: int | None = None
-    chunk: int | None = None
-
-
-@dataclass(frozen=True)
 class Hood:
     """What the panel shows. full_prefill_ms: what reading all of the prompt takes; None with the reason why not."""
 
@@ -87,7 +77,7 @@ class Hood:
     full_prefill_ms: float | None
     full_prefill_is: Literal["estimate", "measured", ""]
     full_prefill_why: str
-    timeline: tuple[Event, ...]
+    timeline: tuple[TraceEvent, ...]
     memory_bytes: dict[str, int]
     hits: int
     misses: int
@@ -110,10 +100,7 @@ class Hood:
             }
             for segment in self.segments
         ]
-        timeline = [
-            [e.part, e.track, round(e.start_ms, 2), round(e.duration_ms, 2), e.layer, e.chunk]
-            for e in self.timeline
-        ]
+        timeline = [[e.part, e.track, e.start_ms, e.duration_ms, e.layer, e.chunk] for e in self.timeline]
         return {**asdict(self), "segments": segments, "timeline": timeline, "hood": 1}
 
     @classmethod
@@ -131,7 +118,7 @@ class Hood:
             )
             for each in value["segments"]
         )
-        timeline = tuple(Event(*each) for each in value["timeline"])
+        timeline = tuple(TraceEvent(*each) for each in value["timeline"])
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         return cls(**{**known, "segments": segments, "timeline": timeline})
 
@@ -153,7 +140,6 @@ def look(
     times = {name: round(getattr(report.timings, name), 2) for name in TIMES}
     names = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
     estimate = full_prefill_ms(profile, len(prompt.token_ids)) if profile else None
-    events = report.trace.events if report.trace else ()
     return Hood(
         model=model,
         device=device,
@@ -168,8 +154,8 @@ def look(
         full_prefill_is="" if estimate is None else "estimate",
         full_prefill_why=NO_PROFILE if estimate is None else "",
         timeline=tuple(
-            Event(e.part, e.track, round(e.start_ms, 2), round(e.duration_ms, 2), e.layer, e.chunk)
-            for e in events
+            replace(e, start_ms=round(e.start_ms, 2), duration_ms=round(e.duration_ms, 2))
+            for e in (report.trace.events if report.trace else ())
         ),
         memory_bytes=memory_bytes(device),
         hits=report.hits,
@@ -182,7 +168,7 @@ def look(
 
 def full_prefill_ms(profile: "DeviceProfile", tokens: int) -> float:
     """What reading so many tokens takes, from what was measured of the device: an estimate."""
-    return profile.overhead_ms + profile.prefill.ms(0, tokens)
+    return profile.rows_ms(0, tokens)
 
 
 def segments_of(

@@ -1,37 +1,35 @@
-"""Documents in: parse, cut, embed, index, encode; one document at a time, so that a stop loses at most one.
+"""Documents in: parse, cut, embed, index; one document at a time, so that a stop loses at most one.
 
 The order of writes is what makes it safe to stop anywhere:
-registry row "pending" -> passages and embeddings (one transaction) -> Chroma -> KV -> stale ones out -> "done".
-Whatever is not "done" is taken up by the next run, from the passages if those are there already.
+registry row "pending" -> passages and embeddings (one transaction) -> Chroma, node ids -> stale ones out -> "done".
+Whatever is not "done" is taken up by the next run, from the passages if those are there already. What is "done" can be
+asked; its KV follows (`encoding.py`), and until then a question reads it in its context.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragblend.app import readers
 from ragblend.app.chunking import Cut, cut_document
 from ragblend.app.discovery import Discovery, discover
-from ragblend.app.documents import Document, FileFacts, Passage, State
+from ragblend.app.documents import Document, FileFacts, Passage, State, content_digest
+from ragblend.app.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.guards import check_file
 from ragblend.app.library import Embeddings
-from ragblend.app.progress import Meter, Stage, silent
-from ragblend.app.watch import Watch
+from ragblend.app.progress import Meter, OnProgress, silent
+from ragblend.app.removal import remove_document
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, UnreadableDocumentError
-
-if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
-
-HASH_BYTES = 1024**2
 
 
 @dataclass
 class IngestReport:
-    """What one run did. failed: path -> (name of the error, reason); gone: ingested earlier, no longer there."""
+    """What one run did. failed: path -> (name of the error, reason); gone: ingested earlier, no longer there.
+
+    pruned: gone, and therefore removed; kv: what became of the passages' KV, None where that was not asked for.
+    """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
@@ -40,40 +38,64 @@ class IngestReport:
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
     passages: int = 0
     tokens: int = 0
     embedded: int = 0
     encoded: int = 0
     interrupted: bool = False
     notice: str | None = None
+    kv: KvReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         failed = [{"path": path, "type": kind, "reason": why} for path, (kind, why) in self.failed.items()]
-        return {**self.__dict__, "failed": failed}
+        return {**self.__dict__, "failed": failed, "kv": asdict(self.kv) if self.kv else None}
 
 
-def ingest(
-    workspace: Workspace, paths: Sequence[Path], on_progress: Callable[[Stage, int, int], None] = silent
+def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
+    """Ingest files and folders, and encode what has no KV. Raises as `take_in` and `add_kv` do."""
+    report = take_in(workspace, paths, on_progress)
+
+    def show(kv: KvProgress) -> None:
+        on_progress("encode", kv.done, kv.total)
+
+    return report if report.interrupted else add_kv(workspace, report, show)
+
+
+def take_in(
+    workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent, prune: bool = False
 ) -> IngestReport:
-    """Ingest files and folders. Ctrl-C ends the run early and keeps what is done (`report.interrupted`).
+    """Make files and folders askable. Ctrl-C ends the run early and keeps what is done (`report.interrupted`).
 
-    One bad document is listed and stops nothing; a full disk, a missing model and the like are raised.
+    prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
+    full disk, a missing model and the like are raised.
     """
-    run = _Run(workspace, on_progress)
-    with workspace.writing():
+    run = _Run(workspace, Meter(on_progress))
+    with workspace.workspaces.writing():
         try:
-            run.all(discover(paths))
+            run.all(discover(paths), prune)
         except KeyboardInterrupt:
             run.report.interrupted = True
     return run.report
 
 
-def ingest_file(workspace: Workspace, path: Path, watch: Watch) -> IngestReport:
+def add_kv(workspace: Workspace, report: IngestReport, show: Callable[[KvProgress], None]) -> IngestReport:
+    """Encode what has no KV and add that to the report. The writer lock is not held: others may delete and ask."""
+    report.kv = kv = encode_missing(workspace, show)
+    report.encoded, report.tokens = kv.encoded, kv.tokens
+    report.interrupted = kv.stopped == "left"
+    report.notice = kv.message or None
+    return report
+
+
+def ingest_file(
+    workspace: Workspace, path: Path, show: OnProgress = silent, leave: Callable[[], bool] | None = None
+) -> IngestReport:
     """Ingest one file, for a caller that holds the writer lock and decides what comes next.
 
-    Raises DocumentError, Cancelled when the watch says so, and what stops a whole run.
+    Raises DocumentError, Cancelled when leave() says so, and what stops a whole run.
     """
-    run = _Run(workspace, silent, watch)
+    run = _Run(workspace, Meter(show, leave))
     run.one(path)
     return run.report
 
@@ -81,27 +103,28 @@ def ingest_file(workspace: Workspace, path: Path, watch: Watch) -> IngestReport:
 class _Run:
     """One ingest run: the documents in turn, and the report on them."""
 
-    def __init__(
-        self, workspace: Workspace, on_progress: Callable[[Stage, int, int], None], watch: Watch | None = None
-    ) -> None:
-        self._workspace, self._watch = workspace, watch or Watch()
+    def __init__(self, workspace: Workspace, meter: Meter) -> None:
+        self._workspace, self._meter = workspace, meter
         self._library = workspace.library
         self._collection = workspace.settings.collection
-        self._meter = Meter(on_progress)
         self.report = IngestReport()
 
-    def all(self, found: Discovery) -> None:
+    def all(self, found: Discovery, prune: bool) -> None:
         self.report.skipped = [str(path) for path in found.skipped]
         for path, error in found.failed:
             self._note_failure(path, error)
         self._meter.expect("parse", len(found.files))
         for path in found.files:
+            self._meter.name = path.name
             try:
                 self.one(path)
             except DocumentError as error:
                 self._note_failure(path, error)
             self._meter.add("parse", 1)
-        self.report.gone = self._gone(found.folders)
+        for document in self._gone(found.folders):
+            (self.report.pruned if prune else self.report.gone).append(document.path)
+            if prune:
+                remove_document(self._workspace, document)
 
     def one(self, path: Path) -> None:
         name = _storable(path)
@@ -119,7 +142,7 @@ class _Run:
         self._take_in(path, facts, known, cut_before=bool(known and same and known.passages))
 
     def _take_in(self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool) -> None:
-        self._watch.phase("parsing", 0, 0)
+        self._meter.add("parse", 0)
         document = self._library.begin(self._collection, str(path))
         if not cut_before:
             try:
@@ -136,14 +159,18 @@ class _Run:
         settings, engine = self._workspace.settings, self._workspace.engine
         cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
         count = engine.count_tokens
-        follow = self._watch.follow("parsing", 0, partial(self._meter.show, "recognise"))
-        passages = self._watch.leavable(
-            lambda: cut_document(document, readers.read_document(path, follow), count, cut)
+        passages = self._meter.leavable(
+            lambda: cut_document(document, readers.read_document(path, self._show_pages), count, cut)
         )
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         embeddings = self._embed(passages, known)
         self._library.replace_passages(document, facts, self._recipe, passages, embeddings)
+
+    def _show_pages(self, done: int, total: int) -> None:
+        if total:  # readers of other formats call only to be asked to stop
+            self._meter.show("recognise", done, total)
+        self._meter.check()
 
     def _embed(self, passages: Sequence[Passage], known: Document | None) -> list[Embeddings]:
         """Embeddings, (W, E) each; those of passages that did not change come from the registry."""
@@ -153,14 +180,13 @@ class _Run:
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
         with self._meter.stage("embed", len(new)) as progress:
-            texts, progress = [p.text for p in new], self._watch.follow("embedding", len(new), progress)
-            rows = embedder.embed_passages(texts, progress) if new else []
+            rows = embedder.embed_passages([p.text for p in new], progress) if new else []
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
         return [earlier[passage.node_id] for passage in passages]
 
     def _place(self, document: str) -> None:
-        """From the registry into Chroma and the KV store; then out of both with what is stale."""
+        """From the registry into Chroma and the engine's nodes; then out of both with what is stale."""
         from ragblend.integrations.passages import Passage as Known
 
         index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
@@ -170,17 +196,11 @@ class _Run:
         passages = self._library.passages_of(document)
         texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
         known.add([Known(passage.text, passage.node_id) for passage in passages])
-        with self._meter.stage("encode", len(passages)) as progress:
-            progress = self._watch.follow("encoding", len(passages), progress)
-            encoded = engine.encode(texts, node_ids=nodes, progress=progress)
+        engine.enter(texts, nodes)  # what of them is deleted from now on gets no KV, or loses it
         if stale:
             known.remove(stale)
-            engine.forget(stale)  # after encoding: what old and new have in common is kept
-        if not engine.gate.passed:
-            self.report.notice = _without_kv(engine)
+            engine.forget(stale)  # after entering: what old and new have in common is kept
         self.report.passages += len(passages)
-        self.report.tokens += encoded.tokens
-        self.report.encoded += encoded.encoded
 
     def _facts(self, path: Path, name: str) -> FileFacts:
         try:
@@ -193,11 +213,11 @@ class _Run:
         except OSError as error:
             raise UnreadableDocumentError(f"Reading {path}: {error.strerror}. Check the disk.") from error
 
-    def _gone(self, folders: Sequence[Path]) -> list[str]:
-        """Documents of these folders whose file is no longer there. Only `docs rm` removes them."""
-        known = [Path(document.path) for document in self._library.documents(self._collection)]
-        inside = [path for path in known if any(path.is_relative_to(folder) for folder in folders)]
-        return [str(path) for path in inside if not path.exists()]
+    def _gone(self, folders: Sequence[Path]) -> list[Document]:
+        """Documents of these folders whose file is no longer there; what was never read is none."""
+        known = [each for each in self._library.documents(self._collection) if each.passages]
+        inside = [d for d in known if any(Path(d.path).is_relative_to(folder) for folder in folders)]
+        return [document for document in inside if not Path(document.path).exists()]
 
     def _note_failure(self, path: Path, error: DocumentError) -> None:
         name = str(path).encode("utf-8", "replace").decode("utf-8")
@@ -209,13 +229,6 @@ class _Run:
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
-
-
-def _without_kv(engine: "Engine") -> str:
-    return (
-        f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its answers come "
-        "from full prefill."
-    )
 
 
 def _storable(path: Path) -> str:
@@ -237,11 +250,7 @@ def _same_stat(facts: FileFacts, path: Path) -> bool:
 
 def _read_facts(path: Path) -> FileFacts:
     found = path.stat()  # before the content: a change while hashing makes the next run look again
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(HASH_BYTES):
-            digest.update(piece)
-    return FileFacts(found.st_size, found.st_mtime_ns, digest.hexdigest())
+    return FileFacts(found.st_size, found.st_mtime_ns, content_digest(path))
 
 
 def _with_earlier(error: DocumentError, known: Document | None) -> str:

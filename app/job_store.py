@@ -11,21 +11,20 @@ from typing import Any, Literal
 
 from ragblend.app.database import Database, Layout, now
 
-State = Literal["queued", "parsing", "embedding", "encoding", "done", "unchanged", "failed", "cancelled"]
+State = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
 STATES: tuple[State, ...] = (
     "queued",
     "parsing",
     "embedding",
-    "encoding",
     "done",
     "unchanged",
     "failed",
     "cancelled",
 )
-RUNNING: tuple[State, ...] = ("parsing", "embedding", "encoding")
+RUNNING: tuple[State, ...] = ("parsing", "embedding")
 OPEN: tuple[State, ...] = ("queued", *RUNNING)
-# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on.
+# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on; `batch`: unused.
 TABLES = """
 CREATE TABLE jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, batch INTEGER NOT NULL, kind TEXT NOT NULL, collection TEXT NOT NULL,
@@ -37,13 +36,14 @@ CREATE TABLE watched (
     id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, collection TEXT NOT NULL, UNIQUE (path, collection));
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
 """
+QUEUE = Layout("job queue", TABLES, durable=False)
 ADD = """
-INSERT INTO jobs (batch, kind, collection, path, state, size, turn, added_at) VALUES (?, ?, ?, ?, 'queued', ?, ?, ?)
+INSERT INTO jobs (batch, kind, collection, path, state, size, turn, added_at) VALUES (0, ?, ?, ?, 'queued', ?, ?, ?)
 ON CONFLICT (collection, path) DO UPDATE SET
-    batch = excluded.batch, kind = excluded.kind, size = excluded.size, added_at = excluded.added_at,
-    again = state IN ('parsing', 'embedding', 'encoding'),
-    turn = CASE WHEN state IN ('queued', 'parsing', 'embedding', 'encoding') THEN turn ELSE excluded.turn END,
-    state = CASE WHEN state IN ('parsing', 'embedding', 'encoding') THEN state ELSE 'queued' END,
+    kind = excluded.kind, size = excluded.size, added_at = excluded.added_at,
+    again = state IN ('parsing', 'embedding'),
+    turn = CASE WHEN state IN ('queued', 'parsing', 'embedding') THEN turn ELSE excluded.turn END,
+    state = CASE WHEN state IN ('parsing', 'embedding') THEN state ELSE 'queued' END,
     reason = '', finished_at = NULL
 """
 
@@ -56,7 +56,6 @@ class FileJob:
     """
 
     id: int
-    batch: int
     kind: Kind
     collection: str
     path: str
@@ -90,7 +89,7 @@ class JobStore:
     @classmethod
     def open(cls, path: Path) -> "JobStore":
         """Open or make the file; what a killed process was working on is queued again. Raises LibraryError."""
-        store = cls(Database(path, Layout("job queue", TABLES, durable=False)))
+        store = cls(Database(path, QUEUE))
         store.requeue_running()
         return store
 
@@ -99,28 +98,28 @@ class JobStore:
 
     def requeue_running(self) -> None:
         """What nobody works on any more waits for its turn again, before the others."""
+        left = _listed((*RUNNING, "encoding"))  # a state of earlier versions
         with self.database.transaction() as sql:
-            sql.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_listed(RUNNING)}")
+            sql.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
 
-    def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> tuple[int, int]:
-        """Queue files, (path, size) each; one that is queued already keeps its place. Returns (batch, files)."""
+    def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
+        """Queue files, (path, size) each; one that is queued already keeps its place. Returns how many."""
         moment, count = now(), 0
         with self.database.transaction() as sql:
-            batch, turn = sql.execute(
-                "SELECT coalesce(max(batch), 0) + 1, coalesce(max(turn), 0) FROM jobs"
-            ).fetchone()
+            (turn,) = sql.execute("SELECT coalesce(max(turn), 0) FROM jobs").fetchone()
             for count, (path, size) in enumerate(files, start=1):
-                sql.execute(ADD, (batch, kind, collection, path, size, turn + count, moment))
-        return batch, count
+                sql.execute(ADD, (kind, collection, path, size, turn + count, moment))
+        return count
 
     def next(self) -> FileJob | None:
         """Whose turn it is."""
         rows = self.database.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
         return _job(rows[0]) if rows else None
 
-    def get(self, job_id: int) -> FileJob | None:
-        rows = self.database.rows("SELECT * FROM jobs WHERE id = ?", job_id)
-        return _job(rows[0]) if rows else None
+    def has_other(self, job: FileJob) -> bool:
+        """Whether more of that kind waits."""
+        query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
+        return bool(self.database.rows(query, job.kind, job.id))
 
     def start(self, job_id: int, state: State) -> bool:
         """It is in that phase now; False if it was cancelled or removed meanwhile."""
@@ -172,10 +171,11 @@ class JobStore:
         return count
 
     def forget(self, collection: str, paths: Iterable[str]) -> None:
-        """No trace of these files, whatever their state."""
+        """No trace of these files, whatever their state; of a removal it is kept that it was done."""
         with self.database.transaction() as sql:
             values = ((collection, path) for path in paths)
-            sql.executemany("DELETE FROM jobs WHERE collection = ? AND path = ?", values)
+            query = "DELETE FROM jobs WHERE collection = ? AND path = ? AND kind != 'remove'"
+            sql.executemany(query, values)
         self.database.erase_log()
 
     def forget_collection(self, collection: str) -> None:
@@ -228,7 +228,7 @@ class JobStore:
 
 def _job(row: sqlite3.Row) -> FileJob:
     values = dict(row)
-    del values["turn"], values["again"]
+    del values["turn"], values["again"], values["batch"]
     return FileJob(**values)
 
 

@@ -1,34 +1,40 @@
-"""The ingest queue, as people use it: files and folders in, progress, pause, cancel, retry; it outlives the process.
+"""The ingest queue: files and folders in, progress, pause, cancel, retry; it outlives the process.   <- START HERE
 
-`JobQueue.add` -> `JobStore` -> `JobWorker` -> `ingest.ingest_file`.
+`JobQueue.add` -> `JobStore`; one thread works it off, file by file (`ingest.ingest_file`), and encodes KV when no file
+waits (`encoding.encode_missing`). It leaves a file within two seconds when it is cancelled, paused or when somebody
+else wants to write; what is done of the file stays. It leaves a passage between two layers when it is paused or a file
+has come; a question it lets pass.
 """
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragblend.app.discovery import discover
-from ragblend.app.documents import Document
-from ragblend.app.guards import check_size
-from ragblend.app.home_writer import HomeWriter
+from ragblend.app.encoding import KvProgress, encode_missing
+from ragblend.app.guards import check_file
+from ragblend.app.ingest import ingest_file
 from ragblend.app.job_store import OPEN, RUNNING, FileJob, JobPage, JobStore, State
-from ragblend.app.job_worker import JobWorker
-from ragblend.app.removal import Removed, remove_document
+from ragblend.app.progress import Pace, Stage
+from ragblend.app.removal import Removed, erase_removed, remove_document
 from ragblend.app.uploads import keep_upload
-from ragblend.app.workspaces import Workspaces
-from ragblend.kvstore.errors import DocumentError, LibraryError
+from ragblend.app.workspace import Workspaces
+from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
 
+log = logging.getLogger("ragblend")
+STATES_OF: dict[Stage, State] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
 REMOVED_A_TURN = 200
-Forgotten = Callable[[Document], None]  # told of each document that went
+RETRY_S = 2.0
+LOOK_AGAIN_S = 30.0  # whether another process still encodes
 
 
 @dataclass(frozen=True)
 class Added:
     """What came of adding: files queued, files of no known kind, and (path, reason) of what cannot be read."""
 
-    batch: int
     files: int
     skipped: tuple[str, ...]
     failed: tuple[tuple[str, str], ...]
@@ -38,7 +44,9 @@ class Added:
 class Overview:
     """How far the queue is. waiting: why the worker cannot work just now; current: the file that it works on;
 
-    changes: another number whenever anything was written to the queue, also if all counts are what they were.
+    changes: another number whenever anything was written to the queue, also if all counts are what they were; kv: how
+    far the KV of what can be asked already is, None when nothing is encoded; kv_message: why some is left without;
+    is_idle: all files are read, and all KV is there.
     """
 
     counts: dict[State, int]
@@ -51,44 +59,58 @@ class Overview:
     current: FileJob | None
     running: bool
     changes: int
+    kv: KvProgress | None = None
+    kv_message: str = ""
+    is_idle: bool = False
 
 
 class JobQueue:
-    """Files on their way into one home. Safe for threads; one per process does the work."""
+    """Files on their way into one home. Safe for threads; one per process does the work, once it is started."""
 
-    def __init__(self, workspaces: Workspaces, store: JobStore, forgotten: Forgotten | None = None) -> None:
-        self._workspaces, self._store, self._forgotten = workspaces, store, forgotten
-        self._writer = HomeWriter(workspaces)
-        self._worker = JobWorker(workspaces, store, self._writer, self._gone)
-
-    @classmethod
-    def open(cls, workspaces: Workspaces, forgotten: Forgotten | None = None) -> "JobQueue":
-        """The home's queue. forgotten(document) is called for each document that is removed. Raises LibraryError."""
-        return cls(workspaces, JobStore.open(workspaces.home.jobs), forgotten)
-
-    @property
-    def store(self) -> JobStore:
-        return self._store
+    def __init__(self, workspaces: Workspaces) -> None:
+        """The home's queue. Raises LibraryError."""
+        self.workspaces, self.store = workspaces, JobStore.open(workspaces.home.jobs)
+        self._wakened, self._ending = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._left: int | None = None  # the job that was cancelled under our hands
+        self._pace, self._paused = Pace(), self.store.fact("paused") == "yes"
+        self._waiting: str | None = None  # why it cannot work just now
+        self._current: FileJob | None = None  # the file in hand, as far as it is
+        self._kv: KvProgress | None = None
+        self._kv_message, self._is_idle = "", False
 
     def start(self) -> None:
         """Begin to work, in a thread; what an earlier process left is gone on with."""
-        self._worker.start()
+        if not self._is_alive:
+            from ragblend.engine.scheduler import end_at_exit
+
+            self._ending.clear()
+            self._thread = threading.Thread(target=self._run, name="ragblend-ingest", daemon=True)
+            self._thread.start()
+            end_at_exit(self)
+
+    def end(self) -> None:
+        """Leave the file that is worked on, and wait until nothing is written any more."""
+        self._ending.set()
+        self._wakened.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
-        """Leave the file that is worked on, end the thread, keep the queue."""
-        self._worker.end()
-        self._store.close()
+        """End the thread, keep the queue."""
+        self.end()
+        self.store.close()
 
     # --- what goes in and out
 
     def add(self, paths: Sequence[Path], collection: str) -> Added:
         """Queue files and folders. Raises SettingsError for what cannot be a collection."""
-        self._workspaces.of(collection)
+        self.workspaces.of(collection)
         found = discover(list(paths))
         failed = [(_shown(path), str(error)) for path, error in found.failed]
         files: list[tuple[str, int]] = []
         for path in found.files:
-            if path.is_relative_to(self._workspaces.home.root) and not self._is_original(path):
+            if self._is_ours(path):
                 continue  # a folder that has the home in it
             try:
                 files.append((str(path).encode("utf-8").decode("utf-8"), _size(path)))
@@ -96,19 +118,19 @@ class JobQueue:
                 failed.append(
                     (_shown(path), f"Reading {_shown(path)}: its name is not UTF-8. Rename the file.")
                 )
-        batch, count = self._store.add("ingest", collection, files)
-        self._worker.wake()
-        return Added(batch, count, tuple(_shown(path) for path in found.skipped), tuple(failed))
+        count = self.store.add("ingest", collection, files)
+        self._wake()
+        return Added(count, tuple(_shown(path) for path in found.skipped), tuple(failed))
 
     def upload(self, paths: Sequence[Path], collection: str) -> Added:
         """Copy files into the home and queue the copies. Raises StoreFullError."""
-        self._workspaces.of(collection)
+        self.workspaces.of(collection)
         found = discover(list(paths))
         copies, failed = [], [(path.name, str(error)) for path, error in found.failed]
         for path in found.files:
             try:
-                check_size(path)
-                copies.append(keep_upload(self._workspaces.home, collection, path))
+                check_file(path)
+                copies.append(keep_upload(self.workspaces.home, collection, path))
             except DocumentError as error:
                 failed.append((path.name, str(error)))
         added = self.add(copies, collection)
@@ -118,90 +140,65 @@ class JobQueue:
 
     def gone(self, paths: Sequence[Path], collection: str) -> int:
         """Queue the removal of documents whose files went. Returns how many were known."""
-        library = self._workspaces.library
+        library = self.workspaces.library
         known = [str(path) for path in paths if library.document(collection, str(path))]
         if known:
-            self._store.add("remove", collection, [(path, 0) for path in known])
-            self._worker.wake()
+            self.store.add("remove", collection, [(path, 0) for path in known])
+            self._wake()
         return len(known)
-
-    def missing_in(self, folder: Path, collection: str) -> list[Path]:
-        """Documents of a folder whose files are not there."""
-        known = self._workspaces.library.paths_below(collection, str(folder))
-        return [path for path in map(Path, known) if not path.exists()]
-
-    def check_collection(self, name: str) -> None:
-        """Raises SettingsError for what cannot be a collection."""
-        self._workspaces.of(name)
 
     def remove(self, document_ids: Sequence[str], collection: str) -> list[Removed]:
         """Take documents out now, before the queue goes on; ids that nobody knows are left out. Raises LibraryError."""
-        workspace, removed = self._workspaces.of(collection), list[Removed]()
+        workspace, removed = self.workspaces.of(collection), list[Removed]()
         for start in range(0, len(document_ids), REMOVED_A_TURN):
-            with self.writing():
+            with self.workspaces.writing():
                 known = workspace.library.documents_with(document_ids[start : start + REMOVED_A_TURN])
                 mine = [document for document in known.values() if document.collection == collection]
-                self._store.forget(collection, [document.path for document in mine])
-                removed += [self._removed(document) for document in mine]
+                removed += [remove_document(workspace, document) for document in mine]
+        self._wake()  # there may be room for other KV now
         return removed
 
     def remove_collection(self, collection: str) -> list[Removed]:
         """Take all documents of a collection out, and the collection itself. Raises LibraryError."""
-        self._store.forget_collection(collection)
-        documents = self._workspaces.library.documents(collection)
+        self.store.forget_collection(collection)
+        documents = self.workspaces.library.documents(collection)
         removed = self.remove([document.id for document in documents], collection)
-        self._workspaces.forget(collection)
+        self.workspaces.forget(collection)
         return removed
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Be the one writer of the home; the worker leaves its file and waits. Raises StoreLockedError."""
-        with self._writer.turn():
-            yield
 
     # --- how far it is
 
     def overview(self) -> Overview:
-        counts = self._store.counts()
-        left = sum(counts[state] for state in OPEN)
-        total = sum(counts.values())
-        worker = self._worker
+        counts = self.store.counts()
+        left, total = sum(counts[state] for state in OPEN), sum(counts.values())
         return Overview(
             counts,
             total,
             total - left,
-            worker.pace.files_per_minute,
-            worker.pace.seconds_left(left),
-            worker.paused,
-            worker.waiting if left else None,
-            worker.current,
-            worker.is_alive and left > 0 and not worker.paused,
-            self._store.database.changes,
+            self._pace.files_per_minute,
+            self._pace.seconds_left(left),
+            self._paused,
+            self._waiting if left or self._kv else None,
+            self._current,
+            self._is_alive and left > 0 and not self._paused,
+            self.store.database.changes,
+            self._kv,
+            self._kv_message,
+            left == 0 and self._is_idle,
         )
 
     def page(self, state: str | None = None, search: str = "", offset: int = 0, limit: int = 50) -> JobPage:
         """Running ones first, then the queue, then what is over with the latest first."""
-        page, current = self._store.page(state, search, offset, limit), self._worker.current
+        page, current = self.store.page(state, search, offset, limit), self._current
         if current is None:
             return page
         jobs = (current if j.id == current.id and j.state in RUNNING else j for j in page.jobs)
         return replace(page, jobs=tuple(jobs))
 
-    def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
-        """Those of these files that are worked on or wait for their turn."""
-        return self._store.open_among(collection, paths)
-
-    def job(self, job_id: int) -> FileJob:
-        """Raises LibraryError if it is gone."""
-        current, job = self._worker.current, self._store.get(job_id)
-        if job is None:
-            raise LibraryError(f"Looking for the job {job_id}: it is not in the queue any more.")
-        return current if current and current.id == job_id and job.state in RUNNING else job
-
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do; False if that took too long."""
+        """Wait until nothing is left to do, KV included; False if that took too long."""
         until = time.monotonic() + timeout_s
-        while any(self._store.counts()[state] for state in OPEN):
+        while not self.overview().is_idle:
             if time.monotonic() >= until:
                 return False
             time.sleep(0.02)
@@ -211,49 +208,157 @@ class JobQueue:
 
     def pause(self) -> None:
         """Leave the file that is worked on and begin no other, also after a restart."""
-        self._store.set_fact("paused", "yes")
-        self._worker.paused = True
+        self.store.set_fact("paused", "yes")
+        self._paused = True
 
     def resume(self) -> None:
         """Go on."""
-        self._store.set_fact("paused", "")
-        self._worker.paused = False
-        self._worker.wake()
+        self.store.set_fact("paused", "")
+        self._paused = False
+        self._wake()
 
     def cancel(self, job_ids: Sequence[int] | None = None) -> int:
         """Cancel these, or all that are not over; the file that is worked on is left. Returns how many."""
-        count = self._store.cancel(job_ids)
-        self._worker.leave(job_ids)
+        count, current = self.store.cancel(job_ids), self._current
+        if current is not None and (job_ids is None or current.id in job_ids):
+            self._left = current.id
         return count
 
     def retry(self, job_ids: Sequence[int] | None = None) -> int:
         """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
-        count = self._store.retry(job_ids)
-        self._worker.wake()
+        count = self.store.retry(job_ids)
+        self._wake()
         return count
 
-    def clear_finished(self) -> int:
-        """Forget what went well or was cancelled. Returns how many."""
-        return self._store.clear_finished()
+    # --- the thread
 
-    # --- inside
+    @property
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
-    def _removed(self, document: Document) -> Removed:
-        removed = remove_document(self._workspaces.of(document.collection), document)
-        if self._forgotten is not None:
-            self._forgotten(document)
-        return removed
+    def _wake(self) -> None:
+        """There is something to do."""
+        self._is_idle = False
+        self._wakened.set()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._wakened.clear()
+            if self._paused:
+                self._wakened.wait()
+                continue
+            try:
+                if self.store.next() is not None:
+                    self._turn()
+                    self._waiting = None
+                else:
+                    self._encode()
+                continue
+            except RagBlendError as error:  # another process writes, the disk is full, the model is missing
+                self._waiting = str(error)
+            except Exception as error:
+                log.exception("the ingest queue stumbled, and tries again")
+                self._waiting = f"{type(error).__name__}: {error}"
+            self._ending.wait(RETRY_S)
+
+    def _encode(self) -> None:
+        """Encode what has no KV, in all collections, until a file comes; then wait for what there is to do next."""
+        settings = self.workspaces.settings
+
+        def leave() -> bool:
+            called = self._paused or self._ending.is_set() or self._wakened.is_set()
+            return called or self.workspaces.settings is not settings
+
+        def show(progress: KvProgress) -> None:
+            self._kv, self._waiting = progress, None
+
+        reports = []
+        for name in self.workspaces.names():
+            if leave():
+                return
+            reports.append(encode_missing(self.workspaces.of(name), show, leave))
+        self._kv, self._waiting = None, None
+        if leave():
+            return
+        self._kv_message = " ".join(dict.fromkeys(each.message for each in reports if each.message))
+        self._is_idle = True
+        elsewhere = any(each.stopped == "elsewhere" for each in reports)
+        while not self._wakened.wait(LOOK_AGAIN_S):
+            if elsewhere or self.workspaces.settings is not settings:  # another budget, say
+                break
+        self._is_idle = False
+
+    def _turn(self) -> None:
+        """Work until the queue is empty or somebody else wants to write."""
+        with self.workspaces.writing():
+            self._waiting = None
+            self.store.requeue_running()  # what a full disk kept us from putting back
+            while not self._disturbed and (job := self.store.next()) is not None:
+                begun = time.monotonic()
+                if self._one(job):
+                    self._pace.add(time.monotonic() - begun)
+
+    @property
+    def _disturbed(self) -> bool:
+        return self._paused or self._ending.is_set() or self.workspaces.is_wanted
+
+    def _one(self, job: FileJob) -> bool:
+        """Whether it came to an end, good or bad."""
+        self._left, self._current = None, job
+        try:
+            state, reason = self._done(job)
+            self.store.finish(job.id, state, reason)
+            return True
+        except Cancelled:
+            self.store.put_back(job.id)
+            return False
+        except BaseException:
+            self.store.put_back(job.id)
+            raise
+        finally:
+            self._current = None
+
+    def _done(self, job: FileJob) -> tuple[State, str]:
+        if job.kind == "remove":
+            return self._gone(job), ""
+
+        def show(stage: Stage, done: int, total: int, name: str = "") -> None:
+            current, state = self._current, STATES_OF[stage]
+            if current is None or current.id != job.id:  # a parser that was left, and does not know it yet
+                return
+            if current.state != state and not self.store.start(job.id, state):
+                self._left = job.id
+            self._current = replace(current, state=state, done=done, total=total)
+
+        def leave() -> bool:
+            return self._disturbed or self._left == job.id
+
+        try:
+            report = ingest_file(self.workspaces.of(job.collection), Path(job.path), show, leave)
+        except DocumentError as error:
+            return "failed", str(error)
+        except (RagBlendError, OSError, MemoryError):
+            raise
+        except Exception as error:  # a bug of ours or a parser's must not stop the other files
+            log.exception("ingesting %s failed", job.path)
+            return "failed", f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
+        return ("unchanged" if report.unchanged else "done"), report.notice or ""
 
     def _gone(self, job: FileJob) -> State:
-        """In the worker: the file of a document went. One that came back meanwhile stays."""
-        document = self._workspaces.library.document(job.collection, job.path)
+        """The file of a document went. One that came back meanwhile stays."""
+        document = self.workspaces.library.document(job.collection, job.path)
         if document is None or Path(job.path).exists():
             return "unchanged"
-        self._removed(document)
+        workspace = self.workspaces.of(document.collection)
+        remove_document(workspace, document)
+        if not self.store.has_other(job):  # the worker may go on for hours
+            erase_removed(self.workspaces)
         return "done"
 
-    def _is_original(self, path: Path) -> bool:
-        return path.is_relative_to(self._workspaces.home.originals)
+    def _is_ours(self, path: Path) -> bool:
+        """Whether it is a file of the home itself, whatever link it is named through; the copies of uploads are not."""
+        home, real = self.workspaces.home, path.resolve()
+        return real.is_relative_to(home.root.resolve()) and not real.is_relative_to(home.originals.resolve())
 
 
 def _size(path: Path) -> int:

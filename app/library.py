@@ -3,22 +3,68 @@
 Everything else (Chroma's index, all KV) can be made again from this one SQLite file.
 """
 
+import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import Database, now
+from ragblend.app.database import Database, Layout, is_sound, now, sealing
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
-from ragblend.app.library_schema import REGISTRY
-from ragblend.kvstore.errors import LibraryError
+from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
 Embeddings = NDArray[np.float32]
 BATCH_ROWS = 500
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
+DAMAGED = "What was kept of it is damaged on the disk. Run `ragblend store repair`, or ingest it again."
+ORDERS = {"name": "path", "newest": "updated_at DESC, path"}
+log = logging.getLogger("ragblend")
+# `stale` lists node ids whose vectors and KV are still to be removed: written in the transaction that replaces
+# the chunks, and emptied once Chroma and the KV store have let go, so that a crash in between leaks nothing.
+TABLES = """
+CREATE TABLE documents (
+    id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '',
+    size INTEGER NOT NULL DEFAULT -1, mtime_ns INTEGER NOT NULL DEFAULT -1, sha256 TEXT NOT NULL DEFAULT '',
+    recipe TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL, UNIQUE (collection, path));
+CREATE TABLE chunks (
+    node_id TEXT PRIMARY KEY, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
+    position INTEGER NOT NULL, text TEXT NOT NULL, location TEXT NOT NULL,
+    windows INTEGER NOT NULL, embedding BLOB NOT NULL,
+    UNIQUE (document_id, position));
+CREATE TABLE stale (
+    node_id TEXT NOT NULL, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
+    PRIMARY KEY (node_id, document_id));
+"""
+DOCUMENT = (
+    "id", "path", "collection", "state", "reason", "size", "mtime_ns", "sha256", "recipe", "updated_at",
+)  # fmt: skip
+PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
+# Version 2: checksums; and collections from which something was taken, whose bytes are still to be erased elsewhere
+# (`whole`: also those of nobody knows what, which earlier versions of this program left there).
+ERASED = (
+    "CREATE TABLE IF NOT EXISTS collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS documents_by_state ON documents (collection, state, path, id)",
+    "CREATE TABLE unerased (collection TEXT PRIMARY KEY, whole INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO unerased SELECT DISTINCT collection, 1 FROM documents",
+)
+SEALED = (*sealing("documents", DOCUMENT), *sealing("chunks", PASSAGE))
+REGISTRY = Layout("registry", TABLES, upgrades=((*ERASED, *SEALED),), checked=True)
+
+
+@dataclass(frozen=True)
+class DocumentPage:
+    """Some documents; total: how many the search found; counts: of the whole collection, by state."""
+
+    documents: tuple[Document, ...]
+    total: int
+    counts: dict[str, int]
 
 
 class Library:
@@ -31,7 +77,10 @@ class Library:
     @classmethod
     def open(cls, path: Path) -> "Library":
         """Open or make the registry at `path`. Raises LibraryError."""
-        return cls(Database(path, REGISTRY))
+        library = cls(Database(path, REGISTRY))
+        if not library.damage():
+            library._mark_damaged(library._bereft())
+        return library
 
     def close(self) -> None:
         self._database.close()
@@ -52,12 +101,37 @@ class Library:
         found = {row["state"]: row["n"] for row in self._database.rows(query, collection)}
         return {state.value: found.get(state.value, 0) for state in State}
 
-    def ids_where(
-        self, where: str, values: Sequence[object], order: str, limit: int = -1, offset: int = 0
-    ) -> list[str]:
-        """The ids of documents that fulfil the condition (SQL, over the table's columns), in that order; -1: of all."""
-        query = f"SELECT id FROM documents WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-        return [row["id"] for row in self._database.rows(query, *values, limit, offset)]
+    def page(
+        self,
+        collection: str,
+        search: str = "",
+        state: str | None = None,
+        offset: int = 0,
+        limit: int = 50,
+        order: Literal["name", "newest"] = "name",
+    ) -> DocumentPage:
+        """Some documents whose path has all words of the search, folded; those of one state, or of all."""
+        where, values = "collection = ?", list[Any]([collection])
+        if state is not None:
+            where += " AND state = ?"
+            values.append(state)
+        for word in search.casefold().split():
+            where += " AND instr(folded(path), ?)"
+            values.append(word)
+        counts = self.counts_by_state(collection)
+        total = sum(counts.values()) if state is None else counts.get(state, 0)
+        query = f"SELECT id FROM documents WHERE {where} ORDER BY {ORDERS[order]}"
+        if search.strip():  # looked through once, for the rows and for how many there are
+            ids = [row["id"] for row in self._database.rows(query, *values)]
+            shown, total = ids[offset : offset + limit], len(ids)
+        else:
+            rows = self._database.rows(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
+            shown = [row["id"] for row in rows]
+        found = self.documents_with(shown)  # only what is shown has its row read, and its passages counted
+        originals = f"{self.path.parent / 'originals'}/"  # of them the home has the file
+        listed = [found[key] for key in shown if key in found]
+        rows_shown = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
+        return DocumentPage(tuple(rows_shown), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""
@@ -95,6 +169,8 @@ class Library:
     def begin(self, collection: str, path: str) -> str:
         """Write down that work on a document starts; what was known of it stays. Returns its id."""
         key = document_id(collection, path)
+        if not self.is_sealed(key):  # a damaged row cannot be changed
+            self.remove(key)
         with self._database.transaction() as connection:
             connection.execute(
                 "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
@@ -126,8 +202,9 @@ class Library:
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
-        """Delete a document's row, passages and embeddings, and their bytes in the file."""
+        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`."""
         with self._database.transaction() as connection:
+            _note_unerased(connection, document)
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
         self._database.erase_log()
 
@@ -161,11 +238,11 @@ class Library:
         """Put these in place of the document's earlier passages, which become stale. embeddings: (W, E) each."""
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
-        earlier = {passage.node_id for passage in self.passages_of(document)}
+        earlier = set(self.node_ids(document))
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
             connection.executemany(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     (p.node_id, document, p.index, p.text, p.location, len(rows), _to_blob(rows))
                     for p, rows in zip(passages, embeddings, strict=True)
@@ -175,22 +252,38 @@ class Library:
                 "INSERT OR IGNORE INTO stale VALUES (?, ?)", ((node, document) for node in earlier - kept)
             )
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
+            if earlier - kept:
+                _note_unerased(connection, document)
             _update_facts(connection, document, facts)
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
 
     def passages_of(self, document: str) -> list[Passage]:
-        """A document's passages in reading order."""
-        rows = self._database.rows(f"{PASSAGES} WHERE document_id = ? ORDER BY position", document)
-        return [_passage(row) for row in rows]
+        """A document's passages in reading order. Raises DamagedDocumentError."""
+        return [_passage(row) for row in self._passage_rows(document)]
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
-        """The passages that are known of these; ids that nobody knows are left out."""
+        """The passages that are known of these; ids that nobody knows, and what is damaged, are left out."""
         found: dict[str, Passage] = {}
         for batch in _batches(node_ids):
             marks = ",".join("?" * len(batch))
-            rows = self._database.rows(f"{PASSAGES} WHERE node_id IN ({marks})", *batch)
-            found |= {row["node_id"]: _passage(row) for row in rows}
+            rows = self._database.rows(f"SELECT * FROM chunks WHERE node_id IN ({marks})", *batch)
+            found |= {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
+            self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
         return found
+
+    def known(self, node_ids: Sequence[str]) -> set[str]:
+        """Those of these that are passages of some document."""
+        found: set[str] = set()
+        for batch in _batches(node_ids):
+            marks = ",".join("?" * len(batch))
+            rows = self._database.rows(f"SELECT node_id FROM chunks WHERE node_id IN ({marks})", *batch)
+            found |= {row["node_id"] for row in rows}
+        return found
+
+    def node_ids(self, document: str) -> list[str]:
+        """Of a document's passages, whether they are sound or not."""
+        query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
+        return [row["node_id"] for row in self._database.rows(query, document)]
 
     def stale(self, document: str) -> list[str]:
         """Node ids of earlier versions, whose vectors and KV are still to be removed."""
@@ -200,36 +293,102 @@ class Library:
         ]
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
-        """A document's node ids and embeddings, (W, E) each, in reading order."""
-        query = "SELECT node_id, windows, embedding FROM chunks WHERE document_id = ? ORDER BY position"
-        rows = self._database.rows(query, document)
+        """A document's node ids and embeddings, (W, E) each, in reading order. Raises DamagedDocumentError."""
+        rows = self._passage_rows(document)
         return [row["node_id"] for row in rows], [
             _from_blob(row["embedding"], row["windows"]) for row in rows
         ]
 
     def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
-        """Every node id and embedding of a collection, a document at a time."""
+        """Every node id and embedding of a collection, a document at a time; what is damaged is left out."""
         for document in self.documents(collection):
             if document.passages:
-                yield self.embeddings_of(document.id)
+                with suppress(DamagedDocumentError):
+                    yield self.embeddings_of(document.id)
 
     def has_passages(self, collection: str) -> bool:
         """Whether there is anything to search."""
         query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
         return bool(self._database.rows(query, collection))
 
+    def nodes(self, collection: str) -> dict[str, str]:
+        """Every node id of a collection with its document's path, in the order of ingest."""
+        query = (
+            "SELECT node_id, path FROM documents JOIN chunks ON document_id = id WHERE collection = ? "
+            "ORDER BY documents.rowid, position"
+        )
+        return {row["node_id"]: row["path"] for row in self._database.rows(query, collection)}
+
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
         return int(self._database.rows(query, collection)[0]["n"])
 
+    # --- damage and erasing ----------------------------------------------------------------------
+
     def damage(self) -> list[str]:
-        """What SQLite's own check finds wrong with the file; empty when it is sound."""
-        return [
-            text for row in self._database.rows("PRAGMA integrity_check") if (text := str(row[0])) != "ok"
-        ]
+        """What is wrong with the file as a whole: nothing of it can be believed; empty when it is sound."""
+        return [self._database.damage] if self._database.damage else []
+
+    def damaged_documents(self) -> list[Document]:
+        """Those whose row or passages are not what was written, from reading everything."""
+        documents = [_document(row) for row in self._database.rows(f"SELECT {COLUMNS} ORDER BY path")]
+        return [each for each in documents if each.reason == DAMAGED or not self._is_whole(each)]
+
+    def is_sealed(self, document: str) -> bool:
+        """Whether the document's own row is what was written."""
+        return all(
+            is_sound(row, DOCUMENT)
+            for row in self._database.rows("SELECT * FROM documents WHERE id = ?", document)
+        )
+
+    def unerased(self) -> dict[str, bool]:
+        """Collections from which something was taken that may still stand in other files; True: anything may."""
+        rows = self._database.rows("SELECT collection, whole FROM unerased")
+        return {row["collection"]: bool(row["whole"]) for row in rows}
+
+    def erased(self, collection: str) -> None:
+        """Nothing that was taken from it stands anywhere else."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM unerased WHERE collection = ?", (collection,))
+
+    def erase(self) -> bool:
+        """Leave no byte of what was removed in the file; False while others use it for long, or on a full disk."""
+        return self._database.erase()
+
+    def _passage_rows(self, document: str) -> list[sqlite3.Row]:
+        rows = self._database.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
+        if not all(is_sound(row, PASSAGE) for row in rows):
+            self._mark_damaged([document])
+            raise DamagedDocumentError(f"Reading the passages of the document {document}: {DAMAGED}")
+        return rows
+
+    def _mark_damaged(self, documents: Iterable[str]) -> None:
+        """So that `docs list` shows them, and the next ingest cuts and embeds them again."""
+        for document in documents:
+            log.warning("the passages of the document %s: %s", document, DAMAGED)
+            with suppress(LibraryError), self._database.transaction() as connection:
+                connection.execute(
+                    "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?",
+                    (DAMAGED, document),
+                )
+
+    def _bereft(self) -> set[str]:
+        """Documents that a passage was taken from by a flipped bit in its `document_id`: with theirs it is sound."""
+        query = "SELECT * FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)"
+        strays = [dict(row) for row in self._database.rows(query)]
+        ids = [row["id"] for row in self._database.rows("SELECT id FROM documents")] if strays else []
+        return {id for row in strays for id in ids if is_sound({**row, "document_id": id}, PASSAGE)}
+
+    def _is_whole(self, document: Document) -> bool:
+        try:
+            return bool(self._passage_rows(document.id)) or document.state is not State.DONE
+        except DamagedDocumentError:
+            return False
 
 
-PASSAGES = "SELECT node_id, document_id, position, text, location FROM chunks"
+def _note_unerased(connection: sqlite3.Connection, document: str) -> None:
+    query = "INSERT OR IGNORE INTO unerased SELECT collection, 0 FROM documents WHERE id = ?"
+    connection.execute(query, (document,))
 
 
 def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFacts) -> None:
@@ -240,14 +399,15 @@ def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFact
 
 
 def _document(row: sqlite3.Row) -> Document:
+    sound = is_sound(row, DOCUMENT)
     return Document(
         id=row["id"],
         path=row["path"],
         collection=row["collection"],
-        state=State(row["state"]),
-        reason=row["reason"],
+        state=State(row["state"]) if sound else State.FAILED,
+        reason=row["reason"] if sound else DAMAGED,
         facts=FileFacts(row["size"], row["mtime_ns"], row["sha256"]),
-        recipe=row["recipe"],
+        recipe=row["recipe"] if sound else "",
         updated_at=row["updated_at"],
         passages=row["passages"],
     )

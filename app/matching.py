@@ -5,6 +5,7 @@ both are folded to their letters, and what is found is exact in those.
 """
 
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,23 +37,33 @@ def fold(characters: Sequence[str]) -> Folded:
     return Folded("".join(letters), tuple(places))
 
 
-def find(text: str, page: Folded) -> list[tuple[int, int]] | None:
-    """Where the text stands, as (start, stop) places: whole, or else every line of it; None if that cannot be told."""
-    wanted = fold(text).letters
-    if not wanted:
+def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
+    """Where the text stands, as (start, stop) places: whole, or else every line of it; None if that cannot be told.
+
+    part: of what is found only text[start:stop], which may stand elsewhere on the page as well.
+    """
+    wanted = fold(text)
+    if not wanted.letters:
         return None
-    start = page.letters.find(wanted)
-    if start >= 0:
-        return [_span(page, start, len(wanted))]
-    return _by_lines(text, page)
+    start = page.letters.find(wanted.letters)
+    found = [(start, 0, len(wanted.letters))] if start >= 0 else _by_lines(text, page)
+    first, last = (
+        (0, len(wanted.letters)) if part is None else (bisect_left(wanted.places, at) for at in part)
+    )
+    cut = [(at, max(first, begin), min(last, end), begin) for at, begin, end in found or ()]
+    return [_span(page, at + a - begin, b - a) for at, a, b, begin in cut if a < b] or None
 
 
-def _by_lines(text: str, page: Folded) -> list[tuple[int, int]] | None:
-    """Readers may take columns and foot lines in another order: each line must be there, behind the last or once."""
-    found: list[tuple[int, int]] = []
-    behind = 0
+def _by_lines(text: str, page: Folded) -> list[tuple[int, int, int]] | None:
+    """Readers may take columns and foot lines in another order: each line must be there, behind the last or once.
+
+    (place on the page, start, stop) of each, all in letters; start and stop are those of the line in the text.
+    """
+    found: list[tuple[int, int, int]] = []
+    behind = end = 0
     for line in text.split("\n"):
         wanted = fold(line).letters
+        begin, end = end, end + len(wanted)
         if len(wanted) < SHORT_LETTERS:
             continue
         start = page.letters.find(wanted, behind)
@@ -60,9 +71,9 @@ def _by_lines(text: str, page: Folded) -> list[tuple[int, int]] | None:
             start = page.letters.find(wanted)
             if start < 0 or page.letters.find(wanted, start + 1) >= 0:
                 return None
-        found.append(_span(page, start, len(wanted)))
+        found.append((start, begin, end))
         behind = start + len(wanted)
-    return found or None
+    return found
 
 
 def _span(page: Folded, start: int, length: int) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 import ctypes
 import io
-import threading
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+from ragblend.app.apart import OnPage
 from ragblend.app.matching import find, fold
+from ragblend.app.pdf_reader import open_pdf
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
 MAX_PICTURE = 4000  # pixels, of the longer side
-_pdfium = threading.Lock()  # it is not made for threads
+MOST_PAGES = 50  # that one passage is looked for on
+Span = tuple[int, int]
+PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
 
 
 @dataclass(frozen=True)
@@ -41,59 +45,73 @@ class PageImage:
     boxes: tuple[Box, ...]
 
 
-def page_images(path: Path, text: str, numbers: Sequence[int], label: str) -> tuple[PageImage, ...] | None:
-    """The pages on which the text stands, of those with these numbers (from 1, neighbours); None if it stands on none.
+def located_pages(
+    path: Path, text: str, location: str, part: Span | None, _: OnPage
+) -> tuple[PageImage, ...] | None:
+    """The pages on which the text stands, of those that the location may mean; None if it stands on none.
+
+    part: mark only text[start:stop] of it, on the pages that have that. For a process of its own. Raises DocumentError,
+    and whatever pdfium does for a file that it cannot read.
+    """
+    import pypdfium2
+
+    with open_pdf(path) as reader:
+        runs = _page_numbers(list(reader.page_labels), location)
+    with pypdfium2.PdfDocument(path) as document:
+        for numbers in runs:
+            if found := _page_images(document, text, part, [n for n in numbers if n <= len(document)]):
+                return found
+    return None
+
+
+def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
+    """Runs of pages (from 1) that the location may mean: labels can come twice in a document."""
+    named = PAGE.match(location)
+    if named is None:
+        return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
+    first, last = named.group(1), named.group(2) or named.group(1)
+    starts = [n for n, label in enumerate(labels, start=1) if label == first]
+    stops = [n for n, label in enumerate(labels, start=1) if label == last]
+    ends = {start: min((stop for stop in stops if stop >= start), default=start) for start in starts}
+    return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MOST_PAGES]
+
+
+def _page_images(
+    document: Any, text: str, part: Span | None, numbers: Sequence[int]
+) -> tuple[PageImage, ...] | None:
+    pages = [document[number - 1] for number in numbers]
+    places = _find_on(pages, text, part)
+    if places is None:
+        return None
+    return tuple(
+        _image(page, number, f"p. {document.get_page_label(number - 1) or number}", spans)
+        for number, page, spans in zip(numbers, pages, places, strict=True)
+        if spans
+    )
+
+
+def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8]]":
+    """(height, width, 3): pages, from 1, at so many pixels a point; fewer where that would be a huge picture.
 
     Raises whatever pdfium does for a file that it cannot read.
     """
     import pypdfium2
 
-    with _pdfium:
-        document = pypdfium2.PdfDocument(path)
-        try:
-            pages = [document[number - 1] for number in numbers if 1 <= number <= len(document)]
-            places = _find_on(pages, text)
-            if places is None:
-                return None
-            return tuple(
-                _image(
-                    page,
-                    numbers[n],
-                    f"{label} {document.get_page_label(numbers[n] - 1) or numbers[n]}",
-                    spans,
-                )
-                for n, (page, spans) in enumerate(zip(pages, places, strict=True))
-                if spans
-            )
-        finally:
-            document.close()
-
-
-def page_picture(path: Path, number: int, scale: float) -> "NDArray[np.uint8]":
-    """(height, width, 3): page `number`, from 1, at so many pixels a point; fewer where that would be a huge picture.
-
-    Raises whatever pdfium does for a file that it cannot read.
-    """
-    import pypdfium2
-
-    with _pdfium:
-        document = pypdfium2.PdfDocument(path)
-        try:
+    with pypdfium2.PdfDocument(path) as document:
+        for number in numbers:
             page = document[number - 1]
-            scale = min(scale, MAX_PICTURE / max(page.get_size()))
-            picture: NDArray[np.uint8] = page.render(scale=scale).to_numpy()[..., :3].copy()
-            return picture
-        finally:
-            document.close()
+            pixels = min(scale, MAX_PICTURE / max(page.get_size()))
+            yield page.render(scale=pixels).to_numpy()[..., :3].copy()
+            page.close()
 
 
-def _find_on(pages: Sequence[Any], text: str) -> list[list[tuple[int, int]]] | None:
+def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tuple[int, int]]] | None:
     """For each page the (start, stop) character indexes of the text; a passage may run over a page's end."""
     characters, edges = list[str](), [0]
     for page in pages:
         characters += _characters(page)
         edges.append(len(characters))
-    found = find(text, fold(characters))
+    found = find(text, fold(characters), part)
     if found is None:
         return None
     places: list[list[tuple[int, int]]] = [[] for _ in pages]

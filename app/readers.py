@@ -1,30 +1,33 @@
 """One document -> parts of text with where they stand ("p. 3", a heading, a row).
 
-LlamaIndex reads pdf, docx and Markdown. Where its reader loses text (html: glued table cells, UTF-8 only; csv: stops
-at a ragged row) or would bring copyleft packages into an Apache-2.0 project (epub: EbookLib is AGPL, html2text GPL),
-there is a small one of ours. Parsers see only what passed `guards`.
+All of it happens in a process of its own (`apart`), within the limits on memory and time there and on text here. The
+parsers are pypdf, Beautiful Soup, expat and csv, each behind a few lines of ours: LlamaIndex's readers load a PDF three
+times and hide why it failed, glue table cells, stop at a ragged row, and would bring copyleft packages for EPUB.
 """
 
-import logging
 import re
-import unicodedata
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.app import ocr
-from ragblend.app.guards import check_file, read_text
-from ragblend.kvstore.errors import Cancelled, DocumentError, EmptyDocumentError, UnreadableDocumentError
+from ragblend.app.apart import OnPage, apart, ignored
+from ragblend.app.documents import SCANNED
+from ragblend.app.guards import check_content, check_file, read_text
+from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
+MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 tokens
+MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(
     map(ord, "\u00ad\u200b\ufeff")
 )  # soft hyphen, zero-width space, stray byte order mark
-SCANNED = "it is probably scanned"  # how such a file is known by its failure
+NOT_TEXT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
+)  # control characters, and those that mean something in one font only
 VERSION = 1  # part of a document's recipe: raise it when the text that comes out changes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A stretch of a document's text and where it stands; location may be empty."""
 
@@ -32,32 +35,44 @@ class Part:
     location: str
 
 
-def _ignored(done: int, total: int) -> None:
-    """For who does not follow the pages."""
-
-
-def read_document(path: Path, on_page: ocr.OnPage = _ignored) -> list[Part]:
+def read_document(path: Path, on_page: OnPage = ignored) -> list[Part]:
     """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do.
 
-    on_page(done, total): of pages whose text has to be recognised, seconds each; what it raises ends the reading.
+    on_page(done, total): of a PDF's pages, and then of those whose text has to be recognised, seconds each; it is
+    called some times a second, and what it raises ends the reading.
     """
     check_file(path)
-    try:
-        with warnings.catch_warnings(), _quiet("pypdf"):
-            warnings.simplefilter("ignore")  # parsers warn of oddities in files; what matters is raised
-            suffix = path.suffix.lower()
-            found = _read_pdf(path, on_page) if suffix == ".pdf" else READERS[suffix](path)
-    except (DocumentError, Cancelled):
-        raise
-    except Exception as error:  # parsers of hostile formats raise anything: one bad file must stop nothing
-        raise UnreadableDocumentError(
-            f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
-            "Open it in its own program and save it again."
-        ) from error
-    parts = [Part(text, part.location) for part in found if (text := clean(part.text))]
+    parts = apart(parse, path, on_page=on_page)
+    without = [number for number, part in enumerate(parts, start=1) if not part.text]
+    if without and ocr.is_installed():
+        found = apart(ocr.recognised, path, without, on_page=on_page, memory_bytes=ocr.MEMORY_BYTES)
+        for number, text in found:
+            parts[number - 1] = Part(clean(text), parts[number - 1].location)
+    parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
     return parts
+
+
+def parse(path: Path, on_page: OnPage = ignored) -> list[Part]:
+    """In the other process: the parts that have text, and the pages that have none. Raises whatever parsers raise."""
+    check_content(path)
+    suffix = path.suffix.lower()
+    found = _read_pdf(path, on_page) if suffix == ".pdf" else READERS[suffix](path)
+    cleaned = (Part(clean(part.text), part.location) for part in found)
+    return list(_within_limits(path, (part for part in cleaned if part.text or suffix == ".pdf")))
+
+
+def _within_limits(path: Path, parts: Iterable[Part]) -> Iterator[Part]:
+    characters = 0
+    for count, part in enumerate(parts, start=1):
+        characters += len(part.text)
+        if characters > MAX_CHARACTERS or count > MAX_PARTS:
+            raise OversizedDocumentError(
+                f"Reading {path}: it has more than {MAX_CHARACTERS:,} characters of text or {MAX_PARTS:,} pages, "
+                "sections or rows, the limits for one document. Split it into parts."
+            )
+        yield part
 
 
 def clean(text: str) -> str:
@@ -65,68 +80,67 @@ def clean(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n")
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs", "Co"))
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    text = NOT_TEXT.sub("", text)
+    text = re.sub(
+        r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE
+    )  # linear, however long a run of spaces is
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _read_txt(path: Path) -> list[Part]:
+def _read_txt(path: Path) -> Iterable[Part]:
     return [Part(read_text(path), "")]
 
 
-def _read_markdown(path: Path) -> list[Part]:
-    from llama_index.core import Document
-    from llama_index.core.node_parser import MarkdownNodeParser
+def _read_markdown(path: Path) -> Iterator[Part]:
+    """A section for every heading that is not in a code block."""
+    section, in_code = list[str](), False
+    for line in clean(read_text(path)).split("\n"):
+        fence = line.lstrip().startswith("```")
+        in_code ^= fence
+        if not fence and not in_code and (heading := re.match(r"(#+)\s(.*)", line)):
+            yield _markdown_section(section)
+            section, line = [], f"{heading.group(1)} {heading.group(2)}"
+        section.append(line)
+    yield _markdown_section(section)
 
-    nodes = MarkdownNodeParser().get_nodes_from_node(Document(text=clean(read_text(path))))
-    return [Part(node.text, _markdown_heading(node.text)) for node in nodes]
+
+def _markdown_section(lines: list[str]) -> Part:
+    text = "\n".join(lines).strip()
+    heading = re.match(r"#+\s+(.+)", text)
+    return Part(text, heading.group(1).strip(" #*_`") if heading else "")
 
 
-def _markdown_heading(text: str) -> str:
-    found = re.match(r"#+\s+(.+)", text)
-    return found.group(1).strip(" #*_`") if found else ""
-
-
-def _read_html(path: Path) -> list[Part]:
+def _read_html(path: Path) -> Iterator[Part]:
     from ragblend.app.html_text import html_sections
 
-    return [Part(section.text, section.heading) for section in html_sections(read_text(path))]
+    return (Part(section.text, section.heading) for section in html_sections(read_text(path)))
 
 
-def _read_pdf(path: Path, on_page: ocr.OnPage = _ignored) -> list[Part]:
-    from llama_index.readers.file import PDFReader
+def _read_pdf(path: Path, on_page: OnPage = ignored) -> Iterator[Part]:
+    from ragblend.app.pdf_reader import pdf_pages
 
-    from ragblend.app.pdf_guard import check_pdf
-
-    check_pdf(path)
-    pages = PDFReader().load_data(path)
-    parts = [Part(page.text, f"p. {page.metadata['page_label']}") for page in pages]
-    without = [number for number, part in enumerate(parts, start=1) if not clean(part.text)]
-    if without and ocr.is_installed():
-        for number, text in ocr.recognised(path, without, on_page):
-            parts[number - 1] = Part(text, parts[number - 1].location)
-    return parts
+    return (Part(text, f"p. {label}") for label, text in pdf_pages(path, on_page))
 
 
-def _read_docx(path: Path) -> list[Part]:
-    from llama_index.readers.file import DocxReader
+def _read_docx(path: Path) -> Iterable[Part]:
+    from ragblend.app.docx_reader import docx_text
 
-    return [Part(document.text, "") for document in DocxReader().load_data(path)]
+    return [Part(docx_text(path), "")]
 
 
-def _read_epub(path: Path) -> list[Part]:
+def _read_epub(path: Path) -> Iterator[Part]:
     from ragblend.app.epub_reader import epub_chapters
 
-    return [Part(section.text, section.heading) for section in epub_chapters(path)]
+    return (Part(section.text, section.heading) for section in epub_chapters(path))
 
 
-def _read_csv(path: Path) -> list[Part]:
+def _read_csv(path: Path) -> Iterator[Part]:
     from ragblend.app.csv_reader import csv_rows
 
-    return [Part(row, f"row {number}") for number, row in csv_rows(path)]
+    return (Part(row, f"row {number}") for number, row in csv_rows(path))
 
 
-READERS: dict[str, Callable[[Path], list[Part]]] = {
+READERS: dict[str, Callable[[Path], Iterable[Part]]] = {
     ".txt": _read_txt,
     ".md": _read_markdown,
     ".markdown": _read_markdown,
@@ -146,17 +160,3 @@ def _no_text(path: Path) -> str:
             "`pip install 'ragblend[ocr]'`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."
         )
     return f"Reading {path}: there is no text in it. Nothing of it was ingested."
-
-
-class _quiet:
-    """Silence a parser's logger for a while: it reports every oddity of a file to the terminal."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._before = self._logger.level
-        self._logger.setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._before)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ragblend.app.settings import Settings
 
 if TYPE_CHECKING:
-    from ragblend.kvstore.profile import PrefillProfile
+    from ragblend.kvstore.policy import PrefillProfile
 
 # Another model means other KV and, as chunks are counted in its tokens, other passages.
 CUTS_AGAIN = ("model", "chunk_tokens", "chunk_overlap")

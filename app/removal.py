@@ -1,10 +1,23 @@
-"""Taking one document out: vectors, hashes, KV, then the registry's row, so that a stop in between can be taken up."""
+"""Taking documents out, for all ways in: vectors, hashes, KV, the queue's note of it, then the registry's row.
 
+A stop in between leaves the row, and the next try goes on. What the registry no longer has is then erased from the
+conversations and from Chroma's files by `erase_removed`, which every writer of the home runs before it lets go.
+"""
+
+import logging
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragblend.app.chats import Chats
+from ragblend.app.database import Database
 from ragblend.app.documents import Document
-from ragblend.app.workspace import Workspace
+from ragblend.app.job_store import QUEUE, JobStore
+from ragblend.app.workspace import Workspace, Workspaces
+from ragblend.kvstore.errors import LibraryError
+from ragblend.kvstore.nodes import NodeIndex
+
+log = logging.getLogger("ragblend")
 
 
 @dataclass(frozen=True)
@@ -17,17 +30,53 @@ class Removed:
 
 
 def remove_document(workspace: Workspace, document: Document) -> Removed:
-    """Remove all that was made of a document. The caller holds the writer lock."""
-    library = workspace.library
-    nodes = [passage.node_id for passage in library.passages_of(document.id)]
+    """Remove all that was made of a document. The caller is in `workspaces.writing()`, whose end erases the rest."""
+    library, home = workspace.library, workspace.home
+    nodes = library.node_ids(document.id)
     everything = [*nodes, *library.stale(document.id)]
     freed = 0
     if everything:
         workspace.index.delete(everything)
         workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
+    if home.jobs.exists():
+        with closing(JobStore(Database(home.jobs, QUEUE))) as jobs:
+            jobs.forget(document.collection, [document.path])
+    freed += _remove_original(workspace, document)
     library.remove(document.id)
-    return Removed(document.path, len(nodes), freed + _remove_original(workspace, document))
+    return Removed(document.path, len(nodes), freed)
+
+
+def erase_removed(workspaces: Workspaces) -> None:
+    """Leave nothing, in any collection, of passages that the registry no longer has. The caller holds the writer lock.
+
+    In a conversation their place, name and number stay, and what the answers made of them, which is the user's.
+    """
+    from ragblend.integrations.chroma import VectorIndex
+
+    library, home = workspaces.library, workspaces.home
+    unerased = library.unerased()
+    if not unerased:
+        return
+    with NodeIndex.open(home.nodes) as nodes:
+        erased = nodes.erase()
+    if home.chats.exists():
+        with Chats.open(home.chats) as chats:
+            erased = chats.forget_removed(library.known) and erased
+    erased = library.erase() and erased
+    for collection, whole in unerased.items():
+        index = VectorIndex(home.chroma, collection)
+        with closing(index):
+            if whole:  # from before it was noted what went
+                index.rebuild(library.embeddings(collection))
+            else:
+                index.erase()
+        if erased:
+            library.erased(collection)
+    if not erased:
+        log.warning(
+            "deleted text stays in files of %s until others let go of them and there is room", home.root
+        )
 
 
 def _remove_original(workspace: Workspace, document: Document) -> int:
@@ -38,6 +87,10 @@ def _remove_original(workspace: Workspace, document: Document) -> int:
     try:
         size = path.stat().st_size
         path.unlink()
-    except OSError:
+    except FileNotFoundError:
         return 0
+    except OSError as error:
+        raise LibraryError(
+            f"Deleting {path}: {error.strerror}. Its document stays in the list: check the rights, and delete it again."
+        ) from error
     return size

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,25 @@ PREFIX = "RAGBLEND_"
 NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a model answers where nobody says otherwise. longest: in tokens; note: what the model is."""
+
+    longest: int = 256
+    one_sentence: bool = False
+    note: str = ""
+
+
+# By a part of the model's name, folded.
+MANNERS = {
+    "smollm2-135m-instruct": Manner(
+        48,
+        True,
+        "The model that comes with RAGBlend is small (135M parameters): it finds, it does not reason. Its answers end "
+        "with their first sentence, because most of what it says after that is invented.",
+    )
+}
+BUNDLED = "smollm2-135m-instruct"  # what the name `default` stands for
 KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
 
 
@@ -39,8 +58,9 @@ class Settings:
     one is the cheapest that adds no delay (`controller` in the answer's JSON).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     repetition_penalty: of the answer's own tokens; at temperature 0 small models go round in circles without one.
+    max_new_tokens None: what suits the model (`MANNERS`, else 256).
     keep_tokens: so many tokens of the passages are kept by each head once the first token is out, for long answers in
-    little memory (`ask` and `chat`; None: all).
+    little memory (None: all).
     """
 
     model: str = "default"
@@ -60,54 +80,42 @@ class Settings:
     device_usd_per_gb_month: float = USD_PER_GB_MONTH["device"]
     memory_usd_per_gb_month: float = USD_PER_GB_MONTH["memory"]
     disk_usd_per_gb_month: float = USD_PER_GB_MONTH["disk"]
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     keep_tokens: int | None = None
     temperature: float = 0.0
     repetition_penalty: float = 1.1
     system: str | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            bool(self.model), "model", self.model, "a model: default, a hub id, a folder or a .gguf file"
-        )
-        _require(bool(COLLECTION.fullmatch(self.collection)), "collection", self.collection, COLLECTION_RULE)
-        fits = self.ratio == "auto" if isinstance(self.ratio, str) else 0 <= self.ratio <= 1
-        _require(fits, "ratio", self.ratio, "a share between 0 and 1, such as 0.15, or auto")
-        _require(1 <= self.top_k <= 1000, "top_k", self.top_k, "a number of passages from 1 to 1000")
-        _require(16 <= self.chunk_tokens <= 8192, "chunk_tokens", self.chunk_tokens, "16 to 8192 tokens")
-        _require(
-            0 <= self.chunk_overlap < self.chunk_tokens,
-            "chunk_overlap",
-            self.chunk_overlap,
-            f"fewer tokens than chunk_tokens ({self.chunk_tokens})",
-        )
-        for key, least in (("store", 1), ("memory", 0), ("device", 0)):
-            name = f"{key}_budget_bytes"
-            budget = getattr(self, name)
-            _require(budget is None or budget >= least, name, budget, f"{least} bytes or more")
-        for name, price in self.usd_per_gb_month.items():
-            _require(price >= 0, f"{name}_usd_per_gb_month", price, "a price of 0 USD or more")
-        _require(
-            self.store_policy in POLICIES, "store_policy", self.store_policy, f"one of {', '.join(POLICIES)}"
-        )
-        _require(self.kv_codec in KV_CODECS, "kv_codec", self.kv_codec, f"one of {', '.join(KV_CODECS)}")
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(
-            self.keep_tokens is None or self.keep_tokens >= 1, "keep_tokens", self.keep_tokens, "at least 1"
-        )
-        _require(0 <= self.temperature <= 10, "temperature", self.temperature, "a number from 0 to 10")
-        _require(
-            0 < self.repetition_penalty <= 10,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "above 0 and at most 10 (1 is off)",
-        )
+        for name, (holds, expected) in RULES.items():
+            if not holds(getattr(self, name)):
+                raise SettingsError(_outside(name, getattr(self, name), expected))
+        if not 0 <= self.chunk_overlap < self.chunk_tokens:
+            expected = f"fewer tokens than chunk_tokens ({self.chunk_tokens})"
+            raise SettingsError(_outside("chunk_overlap", self.chunk_overlap, expected))
 
     @property
     def answering(self) -> dict[str, Any]:
         """What the engine is told of how to read a prompt and to answer it, whoever asks."""
-        names = ("method", "ratio", "max_new_tokens", "temperature", "repetition_penalty")
-        return {name: getattr(self, name) for name in names}
+        names = ("method", "ratio", "temperature", "repetition_penalty")
+        told: dict[str, Any] = {name: getattr(self, name) for name in names} | {
+            "max_new_tokens": self.answer_tokens
+        }
+        if self.keep_tokens is not None:
+            told["keep_tokens"] = self.keep_tokens
+        short = self.manner.one_sentence and self.answer_tokens <= self.manner.longest
+        return told | ({"one_sentence": True} if short else {})
+
+    @property
+    def manner(self) -> Manner:
+        """How this model answers."""
+        name = BUNDLED if self.model == "default" else self.model.casefold()
+        return next((manner for part, manner in MANNERS.items() if part in name), Manner())
+
+    @property
+    def answer_tokens(self) -> int:
+        """The longest answer: what was set, else what suits the model."""
+        return self.manner.longest if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def usd_per_gb_month(self) -> dict[str, float]:
@@ -134,14 +142,45 @@ class Settings:
         return replace(self, **_checked(given, "what was asked for"))
 
 
+DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]+)?")
+DTYPES = ("float32", "bfloat16", "float16")
 COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
-COLLECTION_RULE = "a name of at most 62 letters, digits, dots, hyphens and underscores"
 TYPES: dict[str, type] = {
     field.name: next(kind for kind in (int, float, str) if kind.__name__ in str(field.type))
     for field in fields(Settings)
 }
 
-
+Rule = tuple[Callable[[Any], Any], str]  # whether a value holds, and what is expected in words
+_COUNT: Rule = (lambda count: count is None or count >= 1, "at least 1")
+_PRICE: Rule = (lambda price: price >= 0, "a price of 0 USD or more")
+RULES: dict[str, Rule] = {
+    "model": (bool, "a model: default, a hub id, a folder or a .gguf file"),
+    "device": (
+        lambda name: name is None or DEVICE.fullmatch(name),
+        "cpu, cuda or mps (cuda:1 is the second one)",
+    ),
+    "dtype": (lambda name: name in (None, *DTYPES), f"one of {', '.join(DTYPES)}"),
+    "collection": (
+        lambda name: isinstance(name, str) and COLLECTION.fullmatch(name),
+        "a name of at most 62 letters, digits, dots, hyphens and underscores",
+    ),
+    "ratio": (
+        lambda ratio: ratio == "auto" if isinstance(ratio, str) else 0 <= ratio <= 1,
+        "a share between 0 and 1, such as 0.15, or auto",
+    ),
+    "top_k": (lambda count: 1 <= count <= 1000, "a number of passages from 1 to 1000"),
+    "chunk_tokens": (lambda count: 16 <= count <= 8192, "16 to 8192 tokens"),
+    "store_budget_bytes": (lambda count: count is None or count >= 1, "1 bytes or more"),
+    "memory_budget_bytes": (lambda count: count is None or count >= 0, "0 bytes or more"),
+    "device_budget_bytes": (lambda count: count is None or count >= 0, "0 bytes or more"),
+    **{f"{tier}_usd_per_gb_month": _PRICE for tier in USD_PER_GB_MONTH},
+    "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
+    "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
+    "max_new_tokens": _COUNT,
+    "keep_tokens": _COUNT,
+    "temperature": (lambda value: 0 <= value <= 10, "a number from 0 to 10"),
+    "repetition_penalty": (lambda value: 0 < value <= 10, "above 0 and at most 10 (1 is off)"),
+}
 WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
 
 
@@ -214,6 +253,5 @@ def _wrong_type(key: str, value: object, source: str) -> str:
     return f"Reading the settings in {source}: {key} is {value!r}, but must be {kinds[TYPES[key]]}."
 
 
-def _require(holds: bool, key: str, value: object, expected: str) -> None:
-    if not holds:
-        raise SettingsError(f"The setting {key} is {value!r}, but must be {expected}.")
+def _outside(key: str, value: object, expected: str) -> str:
+    return f"The setting {key} is {value!r}, but must be {expected}."

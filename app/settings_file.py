@@ -1,15 +1,14 @@
 """Writing `settings.toml`: some values changed, comments and all else in it left as they are."""
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import SettingsError
+from ragblend.kvstore.files import replace_durably
 
 
 def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
@@ -18,7 +17,7 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
     before.changed(changes)
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        _replace(path, with_changes(text, changes))
+        replace_durably(path, with_changes(text, changes))
     except OSError as error:
         raise SettingsError(f"Writing the settings to {path}: {error.strerror}. Check the disk.") from error
 
@@ -40,16 +39,3 @@ def with_changes(text: str, changes: Mapping[str, Any]) -> str:
 def _toml(value: str | int | float) -> str:
     """A TOML value; JSON's strings and numbers are TOML's as well."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=".settings-", dir=path.parent)  # 0600 from the start
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

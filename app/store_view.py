@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ragblend.kvstore.stats import StoreStats
+    from ragblend.kvstore.uses import StoreStats
 
 MOST_SAMPLES = 500
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import RagBlendError, UsageError
@@ -10,9 +10,10 @@ from ragblend.kvstore.errors import RagBlendError, UsageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ragblend.engine.trace import Trace
+    from ragblend.engine.trace import Trace, TraceEvent
 
 SUFFIXES = (".json", ".png")
+MICROSECONDS_PER_MS = 1000
 PART_COLOURS = {
     "lookup": "#c7c7c7",
     "prepare": "#7f7f7f",
@@ -47,11 +48,36 @@ def write_timeline(trace: "Trace", title: str, path: Path) -> None:
     check_timeline(path)
     try:
         if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(trace.to_chrome()), encoding="utf-8")
+            path.write_text(json.dumps(chrome_trace(trace)), encoding="utf-8")
         else:
             draw_timeline(trace, title, path)
     except OSError as error:
         raise TimelineError(f"writing the trace to {path}: {error.strerror}; name another file") from error
+
+
+def chrome_trace(trace: "Trace") -> dict[str, Any]:
+    """For chrome://tracing and ui.perfetto.dev (the Trace Event Format: complete events, in microseconds)."""
+    numbers = {track: number for number, track in enumerate(trace.tracks)}
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
+        for track, number in numbers.items()
+    ]
+    events = [_chrome_event(event, numbers) for event in trace.events]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def _chrome_event(event: "TraceEvent", numbers: dict[str, int]) -> dict[str, Any]:
+    where = {"layer": event.layer, "chunk": event.chunk}
+    return {
+        "name": event.part if event.layer is None else f"{event.part} {event.layer}",
+        "cat": event.part,
+        "ph": "X",
+        "ts": round(event.start_ms * MICROSECONDS_PER_MS, 1),
+        "dur": round(event.duration_ms * MICROSECONDS_PER_MS, 1),
+        "pid": 1,
+        "tid": numbers[event.track],
+        "args": {name: value for name, value in where.items() if value is not None},
+    }
 
 
 def draw_timeline(trace: "Trace", title: str, path: Path) -> None:

@@ -4,13 +4,13 @@ A model's choices are a list, the newest last, so that the last one can be taken
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ragblend.kvstore.errors import SettingsError
+from ragblend.kvstore.files import replace_durably
 
 FILE_NAME = "tuned.json"
 KEPT = 10  # choices a model
@@ -76,18 +76,9 @@ def _write(path: Path, everything: dict[str, list[Choice]]) -> None:
     value = {
         "models": {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(
-            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(value, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        replace_durably(path, json.dumps(value, indent=1, ensure_ascii=False))
     except OSError as error:
         raise SettingsError(
             f"Saving what was tuned in {path}: {error}. Check the folder's rights and space."
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from ragblend.app.library import Library
+from ragblend.app.documents import Document, content_digest, document_id
+from ragblend.app.encoding import KvProgress, encode_missing, nobody
+from ragblend.app.ingest import ingest_file
+from ragblend.app.library import DAMAGED, Library
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
@@ -21,18 +25,40 @@ class Finding:
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair made or took out."""
+    """What a repair made or took out. lost: paths of damaged documents whose files are no longer what they were.
+
+    encoded: by the repair itself; with_kv of all passages have KV at its end (None: another process encodes them).
+    """
 
     vectors: int
+    passages: int
     encoded: int
+    with_kv: int | None
     damaged_kv: int
+    restored: int
+    lost: tuple[str, ...]
 
 
 def check(workspace: Workspace) -> list[Finding]:
-    """Everything that is wrong, from reading all of the registry, the index and the KV store."""
-    findings = [Finding("library", text) for text in workspace.library.damage()]
+    """Everything that is wrong, from reading all of the registry, the index and the KV store.
+
+    Where the registry's file itself is damaged nothing else is looked at.
+    """
+    if damage := workspace.library.damage():
+        return [Finding("library", damage[0])]
+    findings = _damaged_documents(workspace.library)
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
     return findings + check_index(workspace)
+
+
+def check_library(library: Library) -> list[Finding]:
+    """The file as a whole, then every document and passage against its checksum."""
+    damage = library.damage()
+    return [Finding("library", damage[0])] if damage else _damaged_documents(library)
+
+
+def _damaged_documents(library: Library) -> list[Finding]:
+    return [Finding("library", f"{each.path}: {DAMAGED}") for each in library.damaged_documents()]
 
 
 def check_index(workspace: Workspace) -> list[Finding]:
@@ -53,7 +79,7 @@ def check_index(workspace: Workspace) -> list[Finding]:
     return findings
 
 
-def repair(workspace: Workspace, note: Note, progress: Callable[[int, int], None] | None = None) -> Repaired:
+def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = nobody) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock."""
     library, collection = workspace.library, workspace.settings.collection
     if damage := library.damage():
@@ -61,16 +87,43 @@ def repair(workspace: Workspace, note: Note, progress: Callable[[int, int], None
             f"Repairing {workspace.home.root}: the registry {library.path} itself is damaged ({damage[0]}). It cannot "
             "be built from anything else: restore it from a backup, or move it away and ingest the documents again."
         )
+    restored, lost = _restore(workspace)
+    for path in lost:
+        note(f"{path}: {DAMAGED} Its file is not what was ingested; until then its passages are left out.")
     note("Building the vector index from the registry ...")
     vectors = workspace.index.rebuild(library.embeddings(collection))
     note("Looking through the stored KV ...")
     damaged = len(workspace.store.repair())
-    passages = [p for document in library.documents(collection) for p in library.passages_of(document.id)]
+    passages = [
+        p for d in library.documents(collection) if d.reason != DAMAGED for p in library.passages_of(d.id)
+    ]
     workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
     note("Encoding what is missing ...")
-    nodes, texts = [p.node_id for p in passages], [p.text for p in passages]
-    encoded = workspace.engine.encode(texts, node_ids=nodes, progress=progress).encoded if passages else 0
-    return Repaired(vectors, encoded, damaged)
+    if passages:
+        workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
+    kv = encode_missing(workspace, progress)
+    return Repaired(vectors, kv.passages, kv.encoded, kv.with_kv, damaged, restored, lost)
+
+
+def _restore(workspace: Workspace) -> tuple[int, tuple[str, ...]]:
+    """Read damaged documents again whose files are what they were: how many, and the paths of the others."""
+    mine = workspace.settings.collection
+    damaged = [each for each in workspace.library.damaged_documents() if each.collection == mine]
+    lost = [each.path for each in damaged if not _restored(workspace, each)]
+    return len(damaged) - len(lost), tuple(lost)
+
+
+def _restored(workspace: Workspace, document: Document) -> bool:
+    path = Path(document.path)
+    if document.id != document_id(document.collection, document.path) or not path.is_file():
+        return False
+    if workspace.library.is_sealed(document.id):
+        if content_digest(path) != document.facts.sha256:
+            return False
+    else:  # its row cannot be changed, and says nothing of the file that could be believed
+        workspace.library.remove(document.id)
+    ingest_file(workspace, path)
+    return True
 
 
 def _registered(library: Library, collection: str) -> set[str]:

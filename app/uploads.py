@@ -1,17 +1,16 @@
 """Files that came through the page: the home keeps a copy of its own, under a name that is one."""
 
-import hashlib
 import os
 import re
 import shutil
 import unicodedata
 from pathlib import Path
 
+from ragblend.app.documents import content_digest
 from ragblend.app.home import FILE_MODE, FOLDER_MODE, Home
 from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
 
 NAME_BYTES = 200
-READ_BYTES = 1024**2
 
 
 def keep_upload(home: Home, collection: str, path: Path) -> Path:
@@ -67,12 +66,4 @@ def _copied(path: Path, target: Path) -> Path:
 
 
 def _same(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and _digest(one) == _digest(other)
-
-
-def _digest(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-    return digest.digest()
+    return one.stat().st_size == other.stat().st_size and content_digest(one) == content_digest(other)

@@ -45,7 +45,7 @@ class Watcher:
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
-        self._jobs.check_collection(collection)
+        self._jobs.workspaces.of(collection)  # is it a name?
         clash = [w for w in self.folders() if w.collection == collection and _nested(Path(w.path), folder)]
         if clash:
             raise UsageError(f"Watching {folder}: {clash[0].path} is watched for {collection!r} already.")
@@ -155,7 +155,7 @@ class _Folder:
     def _look_through(self) -> None:
         """What changed while nobody watched. An empty folder is more likely a disk that is away than a wish."""
         self._jobs.add([self._path], self._collection)
-        missing = self._jobs.missing_in(self._path, self._collection)
+        missing = self._missing_in(self._path)
         if missing and not any(self._path.iterdir()):
             self.reason = (
                 f"{self._path} is empty, so its {len(missing)} documents stay; delete them in the list."
@@ -164,20 +164,32 @@ class _Folder:
         self._jobs.gone(missing, self._collection)
         self.reason = ""
 
+    def _missing_in(self, folder: Path) -> list[Path]:
+        """Documents of a folder whose files are not there."""
+        known = self._jobs.workspaces.library.paths_below(self._collection, str(folder))
+        return [path for path in map(Path, known) if not path.exists()]
+
     def _took(self, paths: Iterable[Path]) -> None:
         """A folder that was moved in or out is one event: all of it is looked at."""
         changed = {path for path in paths if not _hidden(path, self._path)}
-        there = [path for path in changed if path.is_dir() or (is_known(path) and path.exists())]
+        mine = [path for path in changed if not _through_link(path, self._path)]
+        there = [path for path in mine if path.is_dir() or (is_known(path) and path.exists())]
         gone = [path for path in changed if not path.exists()]
         if there:
             self._jobs.add(there, self._collection)
         for path in gone:
-            self._jobs.gone([path, *self._jobs.missing_in(path, self._collection)], self._collection)
+            self._jobs.gone([path, *self._missing_in(path)], self._collection)
 
 
 def _hidden(path: Path, root: Path) -> bool:
     inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
     return any(part.startswith(".") for part in inside)
+
+
+def _through_link(path: Path, root: Path) -> bool:
+    """Links in a folder are not followed, by `discover` neither."""
+    steps = (path, *path.parents)
+    return any(step.is_symlink() for step in steps if step != root and step.is_relative_to(root))
 
 
 def _nested(one: Path, other: Path) -> bool:

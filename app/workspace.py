@@ -1,16 +1,21 @@
-"""One home, opened: its settings, library, vector index, embedder and engine, each made when first needed."""
+"""One home, opened: what its collections share, and what each has of its own, all made when first needed."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ragblend.app.chats import Chats
 from ragblend.app.home import Home, make_private
 from ragblend.app.library import Library
-from ragblend.app.lock import Hold, writer_lock
 from ragblend.app.settings import Settings
+from ragblend.engine.scheduler import DeviceQueue
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import Closing
+from ragblend.kvstore.lock import writer_lock
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
@@ -19,35 +24,195 @@ if TYPE_CHECKING:
     from ragblend.integrations.passages import PassageRegistry
     from ragblend.kvstore.store import KVStore
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Workspace:
-    """What ingest, questions and the command line work on. Close it, or use it as a context manager."""
 
-    home: Home
-    settings: Settings
+class Workspaces(Closing):
+    """The collections of one home, a `Workspace` each. Safe for threads.
+
+    settings: as they are now; their collection is the one to begin with.
+    """
+
+    def __init__(self, home: Home, settings: Settings) -> None:
+        self.home, self.settings = home, settings
+        self._lock = threading.RLock()
+        self._open: dict[str, Workspace] = {}
+        self._files: dict[tuple[str, str], Any] = {}  # what is open, by what it is and whose
+        self._writers, self._waiting = DeviceQueue(), 0
+        self._mark: str | None = None
 
     @classmethod
-    def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspace":
+    def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspaces":
         """Find the home, make it if need be, read its settings. Raises LibraryError, SettingsError."""
         found = Home.resolve(home).create()
         return cls(found, Settings.load(found.settings, overrides=overrides))
 
-    @cached_property
+    @property
+    def first(self) -> "Workspace":
+        """The collection to begin with."""
+        return self.of(self.settings.collection)
+
+    @property
     def library(self) -> Library:
-        return Library.open(self.home.library)
+        """The registry, which all collections share."""
+        return self.file("library", lambda: Library.open(self.home.library))
 
-    @cached_property
-    def index(self) -> "VectorIndex":
-        from ragblend.integrations.chroma import VectorIndex
-
-        return VectorIndex(self.home.chroma, self.settings.collection)
+    @property
+    def chats(self) -> Chats:
+        """All conversations; what is in the registry no more is not kept with an answer."""
+        return self.file(
+            "chats", lambda: Chats.open(self.home.chats, lambda nodes: self.library.known(nodes))
+        )
 
     @cached_property
     def embedder(self) -> "Embedder":
         from ragblend.integrations.embeddings import MiniLMEmbedder
 
         return MiniLMEmbedder()
+
+    def of(self, collection: str) -> "Workspace":
+        """The workspace of that collection. Raises SettingsError for what cannot be a name."""
+        settings = replace(self.settings, collection=collection)
+        with self._lock:
+            if collection not in self._open:
+                self._open[collection] = Workspace(self, settings)
+            return self._open[collection]
+
+    def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
+        """What is opened once for a collection, or for all, and closed with the home."""
+        with self._lock:
+            if (what, collection) not in self._files:
+                self._files[what, collection] = opened()
+            found: T = self._files[what, collection]
+            return found
+
+    def names(self) -> list[str]:
+        """All collections: the one to begin with, then the others by name. Looking at one does not make it."""
+        first = self.settings.collection
+        return [first, *sorted({*self.library.collections()} - {first})]
+
+    def create(self, name: str) -> None:
+        """Make an empty collection. Raises UsageError if it is there, SettingsError for what cannot be a name."""
+        if name in self.names():
+            raise UsageError(
+                f"Making the collection {name!r}: there is one of that name. Choose another name."
+            )
+        self.of(name)
+        self.library.keep_collection(name)
+
+    def forget(self, name: str) -> None:
+        """An emptied collection is no more; the one to begin with stays."""
+        with self._lock:
+            self.library.forget_collection(name)
+            if name != self.settings.collection:
+                self._open.pop(name, None)
+                self._close(lambda what, collection: collection == name)
+
+    def change(self, **changes: Any) -> Settings:
+        """Use other settings from now on, in this process. Raises SettingsError; the collection cannot be changed.
+
+        Who holds a workspace goes on with the settings that it was made with.
+        """
+        with self._lock:
+            self.settings = self.settings.changed({k: v for k, v in changes.items() if k != "collection"})
+            self._open.clear()
+            self._close(lambda what, _: what == "store")  # it has a budget
+            return self.settings
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits to write behind the one that does: who writes long lets it pass."""
+        return self._waiting > 1
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one writer of this home, among threads and processes; what was deleted is erased at the end.
+
+        Not reentrant. Raises StoreLockedError, naming the process that has it, and LibraryError.
+        """
+        from ragblend.app.removal import erase_removed
+
+        with self._lock:
+            self._waiting += 1
+        try:
+            with self._writers.turn(), writer_lock(self.home.lock) as hold:
+                if (
+                    hold.before != self._mark
+                ):  # another process wrote: what Chroma has in memory may be out of date
+                    self._refresh_indexes()
+                self._mark = hold.mark
+                try:
+                    yield
+                finally:
+                    try:
+                        erase_removed(self)
+                    finally:
+                        if self.home.chroma.exists():
+                            make_private(self.home.chroma)  # Chroma makes its files readable for all
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def close(self) -> None:
+        """Let go of the files. Engines stay: they are shared in a process."""
+        self._close(lambda *_: True)
+
+    def _refresh_indexes(self) -> None:
+        """Let go of their files; whoever is searching one opens it again."""
+        with self._lock:
+            for (what, _), file in self._files.items():
+                if what == "index":
+                    file.close()
+
+    def _close(self, wanted: Callable[[str, str], bool]) -> None:
+        """Who needs one of them again opens it anew."""
+        with self._lock:
+            for key in [key for key in self._files if wanted(*key)]:
+                self._files.pop(key).close()
+
+
+class Workspace(Closing):
+    """One collection of a home: what ingest, questions and the command line work on. Closing it closes the home."""
+
+    def __init__(self, workspaces: Workspaces, settings: Settings) -> None:
+        self.workspaces, self.settings = workspaces, settings
+        self.home = workspaces.home
+
+    @classmethod
+    def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspace":
+        """The first collection of a home. Raises LibraryError, SettingsError."""
+        return Workspaces.open(home, **overrides).first
+
+    def check_engine(self) -> None:
+        """Find what the engine would refuse before anything heavy is loaded; a hub's model is brought here.
+
+        Raises SettingsError, UsageError, ModelError. The last checks import torch, which no other needs.
+        """
+        from ragblend.app.models import check_model
+        from ragblend.engine.files import find_model
+
+        check_model(self.settings.model, self.home.models)
+        find_model(self.settings.model)
+        from ragblend.engine.device import pick_device
+        from ragblend.engine.selection import policy_named
+
+        pick_device(self.settings.device)
+        policy_named(self.settings.method)
+
+    @property
+    def library(self) -> Library:
+        return self.workspaces.library
+
+    @property
+    def index(self) -> "VectorIndex":
+        from ragblend.integrations.chroma import VectorIndex
+
+        name = self.settings.collection
+        return self.workspaces.file("index", lambda: VectorIndex(self.home.chroma, name), name)
+
+    @property
+    def embedder(self) -> "Embedder":
+        return self.workspaces.embedder
 
     @cached_property
     def engine(self) -> "Engine":
@@ -68,39 +233,21 @@ class Workspace:
             usd_per_gb_month=settings.usd_per_gb_month,
         )
 
-    @cached_property
+    @property
     def store(self) -> "KVStore":
         """The KV store alone, for upkeep that needs no model."""
         from ragblend.kvstore.store import KVStore
 
-        settings = self.settings
-        return KVStore.open(self.home.kv, settings.store_budget_bytes, policy=settings.store_policy)
+        budget, policy = self.settings.store_budget_bytes, self.settings.store_policy
+        return self.workspaces.file("store", lambda: KVStore.open(self.home.kv, budget, policy=policy))
 
-    @cached_property
+    @property
     def known_passages(self) -> "PassageRegistry":
         """What is found again in prompts that a framework builds over this home."""
         from ragblend.integrations.passages import PassageRegistry
 
-        return PassageRegistry.open(self.home.root, self.settings.collection)
-
-    @contextmanager
-    def writing(self) -> Iterator[Hold]:
-        """Be the one writer of this home. Raises StoreLockedError, naming who is."""
-        with writer_lock(self.home.lock) as hold:
-            try:
-                yield hold
-            finally:
-                if self.home.chroma.exists():
-                    make_private(self.home.chroma)  # Chroma makes its files readable for all
+        name = self.settings.collection
+        return self.workspaces.file("passages", lambda: PassageRegistry.open(self.home.root, name), name)
 
     def close(self) -> None:
-        """Let go of the files. The engine stays: it is shared in a process."""
-        for name in ("library", "index", "store", "known_passages"):
-            if name in self.__dict__:
-                self.__dict__[name].close()
-
-    def __enter__(self) -> "Workspace":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.workspaces.close()

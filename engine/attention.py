@@ -1,11 +1,16 @@
-"""The attention that models call: blocks of scattered rows on the CPU, and a look at what some rows look at.
+"""The attention that models call: tiles of scattered rows on the CPU, and what some rows attend to, collected.
 
 Torch's CPU kernel computes every masked score, so rows spread over a sequence cost twice what causality asks for, and
-ten times where a window slides. Rows are ascending: a block of them sees one run of keys. Where rows are few, the
-heads that share a key head are folded into rows, so that they do not each read the same keys again. Watched rows are
-attended to by plain products, so that their weights are at hand for a policy: computed once, kept for that layer alone.
+ten times where a window slides. Rows are ascending: a tile of them sees one run of keys. Where rows are few, the
+heads that share a key head are folded into rows, so that they do not each read the same keys again. Rows whose
+attention is collected attend by plain products, so that a policy has their weights: computed once, kept for that layer
+alone.
 Registered with transformers under names of its own (its documented extension point); with none of these it is
 transformers' sdpa, or the model's own eager attention, unchanged.
+
+Masks are built from true positions: a row at position p sees the keys at positions <= p, and in a sliding layer only
+those > p - window. A mask aligned to the bottom right corner, as usual for contiguous rows, would let scattered rows
+see the future.
 """
 
 import sys
@@ -17,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
-BLOCK_ROWS = 128
+TILE_ROWS = 128
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 
 
 @dataclass(frozen=True)
-class RowBlock:
+class Tile:
     """Rows start..stop of those being computed see keys first_key..stop_key, under mask (1, 1, stop - start, keys)."""
 
     start: int
@@ -43,37 +48,67 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """The last `rows` of those being computed, whose attention `see` is to be shown.
+class Collector:
+    """The last `rows` of those being computed, whose attention is collected.
 
-    They see keys from first_key on, under the additive mask (rows, K). see(queries (N, rows, D), keys (H, K, D),
-    scaling, weights (N, rows, K)) returns None; what it raises leaves the layer.
+    They see keys from first_key on, under the additive mask (rows, K). collect(self, queries (N, rows, D), keys
+    (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises leaves the layer.
     """
 
     rows: int
     first_key: int
     mask: Tensor
-    see: Callable[[Tensor, Tensor, float, Tensor], None] | None = None
+    collect: "Collect | None" = None
 
 
-def row_blocks(
-    rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None
-) -> list[RowBlock]:
-    """Cut ascending positions (R,) into blocks; masks are additive, in dtype. absent (T,) bool: keys to leave out."""
-    blocks = []
-    for start in range(0, rows.numel(), BLOCK_ROWS):
-        block = rows[start : start + BLOCK_ROWS]
-        first = 0 if window is None else max(0, int(block[0]) - window + 1)
-        stop = int(block[-1]) + 1
+Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
+
+
+def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
+    """Cut ascending positions (R,) into tiles; masks are additive, in dtype. absent (T,) bool: keys to leave out."""
+    tiles = []
+    for start in range(0, rows.numel(), TILE_ROWS):
+        tile = rows[start : start + TILE_ROWS]
+        first = 0 if window is None else max(0, int(tile[0]) - window + 1)
+        stop = int(tile[-1]) + 1
         keys = torch.arange(first, stop)
-        hidden = keys[None, :] > block[:, None]
+        hidden = keys[None, :] > tile[:, None]
         if window is not None:
-            hidden |= keys[None, :] <= block[:, None] - window
+            hidden |= keys[None, :] <= tile[:, None] - window
         if absent is not None:
             hidden |= absent[first:stop]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        blocks.append(RowBlock(start, start + block.numel(), first, stop, mask[None, None]))
-    return blocks
+        tiles.append(Tile(start, start + tile.numel(), first, stop, mask[None, None]))
+    return tiles
+
+
+def is_plain_causal(rows: Tensor, total_tokens: int, window: int | None) -> bool:
+    """Whether the rows are the whole sequence and nothing slides out, so that attention may take its causal path."""
+    return rows.numel() == total_tokens and (window is None or window >= total_tokens)
+
+
+def position_mask(
+    rows: Tensor, total_tokens: int, window: int | None, absent: Tensor | None = None
+) -> Tensor:
+    """The mask for computing `rows` against the whole sequence.
+
+    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
+    keys that are not there. Returns bool (1, 1, R, total_tokens), True where the row may attend.
+    """
+    keys = torch.arange(total_tokens, device=rows.device)
+    mask = keys[None, :] <= rows[:, None]  # (R, T)
+    if window is not None:
+        mask &= keys[None, :] > rows[:, None] - window
+    if absent is not None:
+        mask &= ~absent
+    return mask[None, None]
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same mask as numbers to add to the scores: 0 where the row may attend, the lowest number elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )
 
 
 def register() -> str:
@@ -95,28 +130,28 @@ def rows_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    row_blocks: list[RowBlock] | None = None,
-    watch: Watch | None = None,
+    tiles: list[Tile] | None = None,
+    collector: Collector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D); N is H times the group.
 
-    With a watch, attention_mask and row_blocks are of the rows before the watched ones.
+    With a collector, attention_mask and tiles are of the rows before its own.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if watch is not None:
-        return _watched_attention(
-            module, query, key, value, attention_mask, scaling, row_blocks, watch, kwargs
+    if collector is not None:
+        return _collected_attention(
+            module, query, key, value, attention_mask, scaling, tiles, collector, kwargs
         )
-    if row_blocks is None and attention_mask is None and query.shape[2] == 1 and query.device.type == "cpu":
-        row_blocks = [RowBlock(0, 1, 0, key.shape[2], None)]  # one row sees all that it is given
-    if row_blocks is None:
+    if tiles is None and attention_mask is None and query.shape[2] == 1 and query.device.type == "cpu":
+        tiles = [Tile(0, 1, 0, key.shape[2], None)]  # one row sees all that it is given
+    if tiles is None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return attended
-    return _blocked(query, key, value, scaling, row_blocks), None
+    return _tiled(query, key, value, scaling, tiles), None
 
 
 def eager_attention(
@@ -126,7 +161,7 @@ def eager_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    watch: Watch | None = None,
+    collector: Collector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The eager attention of the model's own module (soft caps, sinks), whose weights are at hand anyway."""
@@ -134,63 +169,62 @@ def eager_attention(
     attended: tuple[Tensor, Tensor] = own(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
-    if watch is not None and watch.see is not None:
+    if collector is not None and collector.collect is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weights = attended[1][0, :, -watch.rows :, watch.first_key :]
-        watch.see(query[0, :, -watch.rows :], key[0, :, watch.first_key :], scale, weights)
+        weights = attended[1][0, :, -collector.rows :, collector.first_key :]
+        keys = key[0, :, collector.first_key :]
+        collector.collect(collector, query[0, :, -collector.rows :], keys, scale, weights)
     return attended
 
 
-def _blocked(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, row_blocks: list[RowBlock]
-) -> Tensor:
+def _tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]) -> Tensor:
     heads, rows, size = query.shape[1:]
     group = heads // key.shape[1]
     folds = rows <= FOLDED_ROWS
     groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
-    for block in row_blocks:
-        queries = groups[:, :, block.start : block.stop]
+    for tile in tiles:
+        queries = groups[:, :, tile.start : tile.stop]
         if folds:
             queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
-        shape = (*queries.shape[:2], block.stop_key - block.first_key, -1)
-        keys = slice(block.first_key, block.stop_key)
+        shape = (*queries.shape[:2], tile.stop_key - tile.first_key, -1)
+        keys = slice(tile.first_key, tile.stop_key)
         part = nn.functional.scaled_dot_product_attention(
             queries,
             key[0, :, None, keys].expand(shape),
             value[0, :, None, keys].expand(shape),
-            attn_mask=block.folded(group) if folds else block.mask,
+            attn_mask=tile.folded(group) if folds else tile.mask,
             scale=scaling,
         )
-        part = part.reshape(heads, block.stop - block.start, -1)
-        out[0, block.start : block.stop] = part.transpose(0, 1)
+        part = part.reshape(heads, tile.stop - tile.start, -1)
+        out[0, tile.start : tile.stop] = part.transpose(0, 1)
     return out
 
 
-def _watched_attention(
+def _collected_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None,
-    row_blocks: list[RowBlock] | None,
-    watch: Watch,
+    tiles: list[Tile] | None,
+    collector: Collector,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    start = query.shape[2] - watch.rows
+    start = query.shape[2] - collector.rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    watched = query[0, :, start:]
-    keys, values = key[0, :, watch.first_key :], value[0, :, watch.first_key :]
-    weights = _weights(watched, keys, scale, watch.mask)
-    if watch.see is not None:
-        watch.see(watched, keys, scale, weights)
-    attended = (weights.view(keys.shape[0], -1, keys.shape[1]) @ values).view(*watched.shape[:2], -1)
+    queries = query[0, :, start:]
+    keys, values = key[0, :, collector.first_key :], value[0, :, collector.first_key :]
+    weights = _weights(queries, keys, scale, collector.mask)
+    if collector.collect is not None:
+        collector.collect(collector, queries, keys, scale, weights)
+    attended = (weights.view(keys.shape[0], -1, keys.shape[1]) @ values).view(*queries.shape[:2], -1)
     out = attended.transpose(0, 1)[None]  # (1, W, N, D)
     if start == 0:
         return out.contiguous(), None
     before, _ = rows_attention(
-        module, query[:, :, :start], key, value, attention_mask, scaling, row_blocks, None, **kwargs
+        module, query[:, :, :start], key, value, attention_mask, scaling, tiles, None, **kwargs
     )
     return torch.cat([before, out], dim=1), None
 

@@ -1,15 +1,20 @@
 """FusedCache: the KV of one whole prompt, partly stored, partly new, as the cache that transformers' layers update."""
 
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ragblend.engine.selection.evidence import Evidence
 from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import Cancelled
+
+if TYPE_CHECKING:
+    from ragblend.engine.correction import Correction
+    from ragblend.engine.loader import LayerLoader
 
 GROW_TOKENS = 256
 
@@ -66,28 +71,44 @@ class FusedLayer(DynamicLayer):
         """Keys, and the position of the first: what is left stands, for a mask, right before what comes."""
         return int(self.keys.shape[2]) + query_length, self.evicted
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers: a negative number of tokens to drop from the end."""
-        self.set_length(self.keys.shape[2] - abs(tokens_to_remove))
+
+class LayerLeft(Exception):
+    """What was wanted of a layer is known: leave it. Never seen by a caller."""
 
 
-class Peeked(Exception):
-    """A layer's new KV is known, and its attention is not wanted: leave the layer. Never seen by a caller."""
+class NewKV(LayerLeft):
+    """A layer's new keys and values, (H, R, D) each: what a peek is for."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
 
 
-class Mode(Enum):
-    """What `update` does with the KV that a layer hands it."""
+@dataclass(frozen=True)
+class Append:
+    """New tokens go to the end. leave: asked at each layer whether the pass is to be left: then Cancelled is raised."""
 
-    APPEND = auto()  # decoding: new tokens at the end
-    SCATTER = auto()  # prefill: new rows over the stored ones
-    PEEK = auto()  # selection: keep the rows as evidence, compute no attention
+    leave: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """New rows are written over the stored ones.
+
+    rows (R,): where they stand; None: they are all rows. loader: of the stored KV, awaited before that; correction:
+    applied to it before that; peek: nothing is written, and the layer is left with `NewKV`.
+    """
+
+    rows: Tensor | None = None
+    loader: "LayerLoader | None" = None
+    correction: "Correction | None" = None
+    peek: bool = False
 
 
 class FusedCache(DynamicCache):
     """Fused buffers for all layers; what `DynamicCache` is to `generate`, without a copy at hand-over.
 
-    While a `loader` is set, a layer's stored KV is awaited in `update`, before the new rows are scattered over it.
-    While a `correction` is set, it is applied to what was stored just before that.
+    step: what `update` does with the KV that a layer hands it.
     """
 
     def __init__(self, geometry: Geometry, tokens: int, room_tokens: int, device: torch.device) -> None:
@@ -96,12 +117,7 @@ class FusedCache(DynamicCache):
         self.prompt_tokens = tokens
         self.fused = [FusedLayer(geometry, tokens + room_tokens, device) for _ in range(geometry.layers)]
         self.layers = list(self.fused)  # by the name that transformers knows
-        self.mode = Mode.APPEND
-        self.rows: Tensor | None = None
-        self.loader: Any = None
-        self.collect = False
-        self.evidence: Evidence | None = None
-        self.correction: Any = None
+        self.step: Append | Scatter = Append()
 
     def span(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views (H, stop - start, D) of that layer's key and value buffers."""
@@ -112,25 +128,30 @@ class FusedCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D)."""
-        if self.mode is Mode.APPEND:
-            return self.fused[layer_idx].update(key_states, value_states)
-        if self.loader is not None:
-            self.loader.wait(layer_idx)
-        if self.collect:
-            self.evidence = self._evidence(layer_idx, key_states[0], value_states[0])
-        if self.mode is Mode.PEEK:
-            raise Peeked
-        if self.correction is not None:
-            self.correction.apply(layer_idx, key_states[0], value_states[0])
-        held = self.fused[layer_idx]
+        step, held = self.step, self.fused[layer_idx]
+        if isinstance(step, Append):
+            if step.leave is not None and step.leave():
+                raise Cancelled("the pass was left between two layers")
+            return held.update(key_states, value_states)
+        if step.loader is not None:
+            step.loader.wait(layer_idx)
+        if step.peek:
+            raise NewKV(key_states[0], value_states[0])
+        if step.correction is not None:
+            step.correction.apply(layer_idx, key_states[0], value_states[0])
         held.set_length(self.prompt_tokens)
-        if self.rows is None:  # every row: nothing of the old survives
+        if step.rows is None:  # every row: nothing of the old survives
             held.keys.copy_(key_states)
             held.values.copy_(value_states)
         else:
-            held.keys[0].index_copy_(1, self.rows, key_states[0])
-            held.values[0].index_copy_(1, self.rows, value_states[0])
+            held.keys[0].index_copy_(1, step.rows, key_states[0])
+            held.values[0].index_copy_(1, step.rows, value_states[0])
         return held.keys, held.values
+
+    def rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies (H, R, D) of that layer's keys and values at rows (R,)."""
+        keys, values = self.span(layer, 0, self.prompt_tokens)
+        return keys.index_select(1, rows), values.index_select(1, rows)
 
     def blank(self, layer: int, rows: Tensor) -> None:
         """Zeros for rows (R,) that hold nothing yet: under a mask garbage still counts, for 0 times NaN is NaN."""
@@ -156,17 +177,6 @@ class FusedCache(DynamicCache):
         """Bytes of the prompt's KV in all layers, without what was evicted."""
         tokens = sum(self.prompt_tokens - held.evicted for held in self.fused)
         return tokens * self.geometry.token_bytes // self.geometry.layers
-
-    def _evidence(self, layer: int, new_keys: Tensor, new_values: Tensor) -> Evidence:
-        keys, values = self.span(layer, 0, self.prompt_tokens)
-        rows = torch.arange(self.prompt_tokens, device=keys.device) if self.rows is None else self.rows
-        if self.rows is not None:
-            old = keys.index_select(1, rows), values.index_select(1, rows)
-        elif self.mode is Mode.PEEK:
-            old = keys, values
-        else:  # about to be written over
-            old = keys.clone(), values.clone()
-        return Evidence(layer, rows, new_keys, new_values, *old)
 
 
 def _gathered(held: Tensor, rows: Tensor, room: int) -> Tensor:

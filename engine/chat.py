@@ -1,6 +1,8 @@
 """From messages to one prompt: the model's own chat template around segments, which stay segments."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -13,12 +15,17 @@ _TURN_GAP = "\n\n"
 def chat(tokenizer: Any, messages: Sequence[Message]) -> Prompt:
     """The messages in the tokenizer's chat template, up to where the assistant is to speak.
 
+    The template's control tokens are the only ones: what messages say is text, whoever wrote it.
     A template that refuses them (Gemma's and Mistral's know no system role, and want roles to alternate) gets them
     folded: system words at the head of the next user message, neighbours of one role as one. A tokenizer without a
     template is a base model's: question and answer, in words. Raises PromptError where nothing helps.
     """
     if not messages:
         raise PromptError("there is no message to answer; give at least one")
+    for message in messages:
+        if not re.fullmatch(r"[\w-]+", message.role):  # a template prints it as it is
+            raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
+    messages = [Message(m.role, tuple(_as_text(part) for part in m.segments)) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(joined(_in_words(messages)))
     try:
@@ -41,7 +48,7 @@ def folded(messages: Sequence[Message]) -> list[Message]:
     for role, group in groupby(sided, key=lambda side: side[0]):
         segments: list[Segment] = []
         for _, part in group:
-            segments += [*([Literal(_TURN_GAP)] if segments else []), *part]
+            segments += [*([Literal(_TURN_GAP, verbatim=True)] if segments else []), *part]
         result.append(Message(role, tuple(segments)))
     return result
 
@@ -59,6 +66,10 @@ def joined(segments: Sequence[Segment]) -> list[Segment]:
         elif segment.text:
             result.append(segment)
     return result
+
+
+def _as_text(segment: Segment) -> Segment:
+    return replace(segment, verbatim=True) if isinstance(segment, Literal) else segment
 
 
 def _same_kind(last: Segment | None, literal: Literal) -> bool:

@@ -1,6 +1,5 @@
 """What goes into the engine and what it reports: frozen values, checked when they are made."""
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
 from ragblend.engine.trace import Trace
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, did_you_mean
 from ragblend.kvstore.policy import policy_named
 
 # How a prompt is read unless something else is asked for; docs/methods.md has what was measured of it.
@@ -24,7 +23,7 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
     best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
-    device (None: a share of what is free, see `kvstore.opening` and `device.default_budgets`); store_policy: what every
+    device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
     (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
     loader_threads: reads in flight.
@@ -76,8 +75,8 @@ class DecodeOptions:
     """How the tokens after the prompt are chosen; temperature 0 is greedy.
 
     repetition_penalty: what has been said already counts less by that factor (CTRL, arXiv 1909.05858), the prompt left
-    out; 1 is off. keep_tokens: of the passages each key head keeps so many once the first token is out (`eviction.py`);
-    None: all.
+    out; 1 is off. one_sentence: end behind the first sentence, or line. keep_tokens: of the passages each key head
+    keeps so many once the first token is out (`eviction.py`); None: all.
     """
 
     max_new_tokens: int = 256
@@ -86,6 +85,7 @@ class DecodeOptions:
     top_k: int = 0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    one_sentence: bool = False
     seed: int | None = None
     keep_tokens: int | None = None
 
@@ -113,12 +113,10 @@ class DecodeOptions:
     @classmethod
     def of(cls, options: dict[str, Any]) -> "DecodeOptions":
         """Options by name. Raises UsageError for a name that does not exist, with the nearest one that does."""
-        known = cls.__dataclass_fields__
         for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise UsageError(f"the option {name!r} is unknown; {hint}")
+            if name not in (names := cls.__dataclass_fields__):
+                said = f"the option {name!r} is unknown; there are {', '.join(names)}"
+                raise UsageError(said + did_you_mean(name, names))
         return cls(**options)
 
 

@@ -5,6 +5,8 @@ import os
 import shutil
 import struct
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ CONVERSION_ERRORS = (
     struct.error,
     EOFError,
 )
+_TOKENIZER = "tokenizer_config.json"
 log = logging.getLogger("ragblend")
 
 
@@ -31,59 +34,98 @@ def converted(gguf: Path, home: Path, dtype: str) -> Path:
 
     Raises CorruptModelError for a damaged or unknown GGUF, StoreFullError when the disk is full.
     """
+    folder = _folder(gguf, home, dtype)
+    if not is_converted(gguf, home, dtype):
+        log.info("converting %s once, to %s", gguf.name, folder)
+        tokenizer = converted_tokenizer(gguf, home, dtype)
+        _make(folder, "config.json", lambda draft: _convert(gguf, tokenizer, draft, dtype))
+    return folder
+
+
+def is_converted(gguf: Path, home: Path, dtype: str) -> bool:
+    """Whether that was done before."""
+    return (_folder(gguf, home, dtype) / "config.json").is_file()
+
+
+def converted_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
+    """A folder with the tokenizer alone, or the whole model if it is there: its files are the same in both.
+
+    Raises as `converted` does.
+    """
+    if is_converted(gguf, home, dtype):
+        return _folder(gguf, home, dtype)
+    folder = _folder(gguf, home, "tokenizer")
+    if not (folder / _TOKENIZER).is_file():
+        _make(folder, _TOKENIZER, lambda draft: _convert_tokenizer(gguf, draft))
+    return folder
+
+
+def _folder(gguf: Path, home: Path, kind: str) -> Path:
     models = home / "models"
     models.mkdir(parents=True, exist_ok=True, mode=0o700)
-    name = f"{gguf.stem}-{file_digest(gguf, models / 'digests.json')[:12]}-{dtype}"
-    folder = models / name
-    if (folder / "config.json").is_file():
-        return folder
-    log.info("converting %s once, to %s", gguf.name, folder)
-    draft = Path(tempfile.mkdtemp(prefix=".converting-", dir=models))
+    return models / f"{gguf.stem}-{file_digest(gguf, models / 'digests.json')[:12]}-{kind}"
+
+
+def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
+    """Fill a folder, all or nothing. sign: the file by which one is known that is whole."""
+    draft = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
-        _convert(gguf, draft, dtype)
+        fill(draft)
         os.replace(draft, folder)
     except OSError as error:
-        if (folder / "config.json").is_file():  # another process was quicker
-            return folder
+        if (folder / sign).is_file():  # another process was quicker
+            return
         if error.errno is not None and not isinstance(error, FileNotFoundError):
             raise StoreFullError(
-                f"could not write the converted model to {models}: {error}; free some space"
+                f"could not write the converted model to {folder.parent}: {error}; free some space"
             ) from error
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return folder
 
 
-def _convert(gguf: Path, folder: Path, dtype: str) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
+@contextmanager
+def _named_errors(gguf: Path) -> Iterator[None]:
+    try:
+        yield
+    except CONVERSION_ERRORS as error:
+        raise CorruptModelError(
+            f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be "
+            "cut short: fetch it again"
+        ) from error
+
+
+def _convert_tokenizer(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
 
     _check_header(gguf)
-    try:
+    with _named_errors(gguf):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.save_pretrained(folder)
+
+
+def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    with _named_errors(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
             dtype=DTYPES[dtype],
             quantization_config=GgufConfig(dequantize=True),
         )
-    except CONVERSION_ERRORS as error:
-        raise CorruptModelError(
-            f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be "
-            "cut short: fetch it again"
-        ) from error
-    _save(model, tokenizer, folder)
+    _save(model, folder)
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
 
 
-def _save(model: torch.nn.Module, tokenizer: object, folder: Path) -> None:
+def _save(model: torch.nn.Module, folder: Path) -> None:
     # What it was unpacked from is of no use to whoever loads the safetensors.
     model.config.quantization_config = None  # type: ignore[union-attr]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
 
 
 def _check_header(gguf: Path) -> None:

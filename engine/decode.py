@@ -1,41 +1,94 @@
-"""Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache."""
+"""Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache, as text, timed."""
 
 import copy
 import inspect
+import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.config import DecodeOptions
-from ragblend.engine.results import Prefilled
+from ragblend.engine.config import DecodeOptions, Report
+from ragblend.engine.eviction import evict
+from ragblend.engine.results import Prefilled, Result
+from ragblend.engine.runtime import Runtime
+from ragblend.engine.text import TextStream, text_of
+from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 OnToken = Callable[[int], None]
+OnText = Callable[[str], None]
 
 
-def decode(
+def answered(
+    runtime: Runtime,
+    prefilled: Prefilled,
+    options: DecodeOptions,
+    on_text: OnText | None = None,
+    cancel: threading.Event | None = None,
+    begun: float | None = None,
+) -> Result:
+    """Decode from a prefilled prompt. begun: of which ttft_ms is counted. Raises Cancelled if that was asked for."""
+    model, tokenizer = runtime.loaded.model, runtime.tokenizing.tokenizer
+    prompt, cache = prefilled.prompt, prefilled.cache
+    room = max(1, runtime.context_window - len(prompt.token_ids))
+    options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
+    clock = _Clock(time.perf_counter() if begun is None else begun)
+    stream = TextStream(tokenizer, options.stop, options.one_sentence)
+    reads_text = on_text is not None or options.stop or options.one_sentence
+
+    def on_token(token_id: int) -> None:
+        first = clock.first is None
+        clock.tick()
+        if reads_text and (piece := stream.feed(token_id)) and on_text is not None:
+            on_text(piece)
+        if first and options.keep_tokens is not None and options.max_new_tokens > 1:
+            if cache is None:  # the model was run by its own means
+                raise UnsupportedModelError(
+                    "keep_tokens needs fused KV, which this model cannot have; leave it out"
+                )
+            evict(runtime.decoder, prompt, cache, options.keep_tokens)
+
+    def halted() -> bool:
+        return stream.stopped or (cancel is not None and cancel.is_set())
+
+    if cache is not None:
+        cache.truncate()
+    ids = _generated(model, tokenizer, prefilled, options, on_token, halted)
+    if cancel is not None and cancel.is_set():
+        raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
+    if on_text is not None and (piece := stream.finish()):
+        on_text(piece)
+    report = clock.report(prefilled.report, len(ids))
+    if cache is not None:
+        report = replace(report, evicted_tokens=cache.evicted_tokens)
+    # `generate` ends an answer early for no other reasons than its end token and our own criterion.
+    stopped = stream.stopped or len(ids) < options.max_new_tokens or ids[-1] in _end_ids(model)
+    text = text_of(tokenizer, ids, options.stop, options.one_sentence)
+    return Result(text, tuple(ids), report, prompt, stopped)
+
+
+def _generated(
     model: Any,
     tokenizer: Any,
-    prompt_ids: Sequence[int],
-    logits: Tensor,
-    cache: FusedCache | None,
+    prefilled: Prefilled,
     options: DecodeOptions,
     on_token: OnToken,
     halted: Callable[[], bool],
 ) -> list[int]:
     """Ids of the generated tokens, the end token included if it came.
 
-    logits (vocab,): those of the prompt's last row, as the prefill gave them; cache: None has the model read the prompt
-    itself, by its own means; on_token is called with each id as it comes, and then halted, which may end it there. The
-    cache grows by the generated tokens; `cache.truncate()` takes it back to the prompt.
+    Without a cache the model reads the prompt itself, by its own means; on_token is called with each id as it comes,
+    and then halted, which may end it there. The cache grows by the generated tokens.
     """
     from transformers import StoppingCriteriaList
 
-    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    ids, cache = torch.tensor([prefilled.prompt.token_ids], device=model.device), prefilled.cache
     with torch.inference_mode():
-        out = (model if cache is None else _resumed(model, logits, cache)).generate(
+        out = (model if cache is None else _resumed(model, prefilled.logits, cache)).generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             **({} if cache is None else {"past_key_values": cache}),
@@ -183,3 +236,37 @@ class _Streamer:
 
     def end(self) -> None:
         pass
+
+
+def _end_ids(model: Any) -> set[int]:
+    found = model.generation_config.eos_token_id
+    return set(found) if isinstance(found, list) else {found}
+
+
+class _Clock:
+    """When the tokens came."""
+
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
+        self.decoding = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.decoding
+
+    def tick(self) -> None:
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+
+    def report(self, prefill: Report, generated: int) -> Report:
+        first = self.first or self.last
+        decoding_s = self.last - first
+        timings: dict[str, Any] = {
+            "first_token_ms": (first - self.decoding) * 1e3,
+            "ttft_ms": (first - self.begun) * 1e3,
+            "total_ms": (time.perf_counter() - self.begun) * 1e3,
+            "tokens_per_s": (generated - 1) / decoding_s if generated > 1 and decoding_s > 0 else 0.0,
+        }
+        return replace(
+            prefill,
+            tokens=replace(prefill.tokens, generated=generated),
+            timings=replace(prefill.timings, **timings),
+        )

@@ -5,16 +5,22 @@ layers take `position_embeddings` works, quantised or not, and no model file is 
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import EAGER, NAME, Watch, row_blocks
-from ragblend.engine.masks import additive, is_plain_causal, position_mask
+from ragblend.engine.attention import (
+    EAGER,
+    NAME,
+    Collect,
+    Collector,
+    additive,
+    is_plain_causal,
+    position_mask,
+    tiles,
+)
 from ragblend.engine.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
@@ -22,24 +28,20 @@ from ragblend.kvstore.errors import UnsupportedModelError
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Their frequencies change with the sequence's length; below this length they are constant.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+View = dict[str, Any]  # the arguments by which an attention learns what its rows may attend to
 
 
-View = dict[str, Any]
-# (layer, watch, queries, keys, scaling, weights): see `attention.Watch`
-See = Callable[[int, Watch, Tensor, Tensor, float, Tensor], None]
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows being computed: (R,) positions, and per layer type their rotary tables and what they may attend to.
 
-
-@dataclass
-class RowState:
-    """The rows being computed: (R,) positions, and per layer type their rotary tables and what they may look at.
-
-    watched: the same for layers in which the last of the rows are watched; empty where none are.
+    collecting: the same for layers in which the attention of the last rows is collected; empty where none is.
     """
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
     views: dict[str, View]
-    watched: dict[str, View]
+    collecting: dict[str, View]
 
 
 class Decoder:
@@ -57,8 +59,12 @@ class Decoder:
         self.layouts = [HALF] * len(self.layers)  # the gate finds out
         self.attention: str = self.config._attn_implementation
         passes = _passes_kwargs(self.layers[0])
-        self.blocked = self.attention == NAME and passes and self.device.type == "cpu"
-        self.watches = self.attention in (NAME, EAGER) and passes
+        self.tiles = self.attention == NAME and passes and self.device.type == "cpu"
+        self.shows_attention = self.attention in (NAME, EAGER) and passes
+
+    def hide_attention(self) -> None:
+        """Its layers do not hand on to their attention what they are given: none is collected or cut in tiles."""
+        self.shows_attention = self.tiles = False
 
     @property
     def device(self) -> torch.device:
@@ -80,44 +86,47 @@ class Decoder:
         multiplier = getattr(self.config, "embedding_multiplier", None)
         return embedded if multiplier is None else embedded * multiplier
 
-    def rows(
+    def row_block(
         self,
         rows: Tensor,
         total_tokens: int,
         hidden: Tensor,
-        watched: int = 0,
+        collected: int = 0,
         absent: Tensor | None = None,
-    ) -> RowState:
+    ) -> RowBlock:
         """Rotary tables and masks of these rows in a sequence of total_tokens.
 
-        watched: how many of the last rows can be watched; absent (T,) bool: keys that no row may look at.
+        collected: how many of the last rows can have their attention collected; absent (T,) bool: keys that no row
+        may attend to.
         """
         rotary: dict[str, tuple[Tensor, Tensor]] = {}
         views: dict[str, View] = {}
-        watching: dict[str, View] = {}
+        collecting: dict[str, View] = {}
         for kind in sorted(set(self.layer_types)):
             window = self.window if kind == SLIDING else None
             rotary[kind] = self._rotary(hidden, rows[None], kind)
             views[kind] = self._view(rows, total_tokens, window, hidden.dtype, absent)
-            if watched:
-                watching[kind] = self._watching(rows, total_tokens, window, hidden.dtype, absent, watched)
-        return RowState(rows, rotary, views, watching)
+            if collected:
+                collecting[kind] = self._collecting(
+                    rows, total_tokens, window, hidden.dtype, absent, collected
+                )
+        return RowBlock(rows, rotary, views, collecting)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, state: RowState, cache: Any, see: See | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
     ) -> Tensor:
-        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. see: shown what the watched rows look at."""
+        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: given what rows attend to."""
         kind = self.layer_types[layer]
-        view = state.views[kind]
-        if see is not None:
-            view = state.watched[kind]
-            view = view | {"watch": replace(view["watch"], see=partial(see, layer, view["watch"]))}
+        view = block.views[kind]
+        if collect is not None and block.collecting:
+            view = block.collecting[kind]
+            view = view | {"collector": replace(view["collector"], collect=collect)}
         out: Tensor | tuple[Tensor, ...] = self.layers[layer](
             hidden,
-            position_ids=state.rows[None],
+            position_ids=block.rows[None],
             past_key_values=cache,
             use_cache=True,
-            position_embeddings=state.rotary[kind],
+            position_embeddings=block.rotary[kind],
             **view,
         )
         return out if isinstance(out, Tensor) else out[0]
@@ -137,32 +146,31 @@ class Decoder:
     def _view(
         self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype, absent: Tensor | None
     ) -> View:
-        """The arguments by which an attention learns what its rows may look at."""
         if self.attention not in (NAME, "sdpa"):
             # Eager (soft caps, sinks): adds the mask it is given, and no other.
             return {"attention_mask": additive(position_mask(rows, total_tokens, window, absent), dtype)}
         if is_plain_causal(rows, total_tokens, window):
             return {"attention_mask": None}
-        if self.blocked:
-            return {"attention_mask": None, "row_blocks": row_blocks(rows, window, dtype, absent)}
+        if self.tiles:
+            return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
         return {"attention_mask": position_mask(rows, total_tokens, window, absent)}
 
-    def _watching(
+    def _collecting(
         self,
         rows: Tensor,
         total_tokens: int,
         window: int | None,
         dtype: torch.dtype,
         absent: Tensor | None,
-        watched: int,
+        collected: int,
     ) -> View:
-        """The same where the last `watched` rows are watched, which then are in no mask but the watch's own."""
-        first, last = rows[:-watched], rows[-watched:]
+        """The same where attention is collected of the last rows, which are in no mask but the collector's."""
+        first, last = rows[:-collected], rows[-collected:]
         start = 0 if window is None else max(0, int(last[0]) - window + 1)
         mask = additive(position_mask(last, total_tokens, window, absent)[0, 0, :, start:], dtype)
         of = rows if self.attention == EAGER else first
         view = self._view(of, total_tokens, window, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"watch": Watch(watched, start, mask)}
+        return view | {"collector": Collector(collected, start, mask)}
 
     def _rotary(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         rotary = self.base.rotary_emb

@@ -1,11 +1,12 @@
 """The device seam: which device, which dtype, and how bytes get there beside the compute.
 
-`Lane` is all that differs between a CPU and an accelerator. On the CPU the loader reads straight into the fused
+`TransferStream` is what differs between a CPU and an accelerator. On the CPU the loader reads straight into the fused
 buffers and keys are moved by the computing thread. On CUDA the loader reads into pinned memory, a stream of its own
 copies and moves, and an event tells the compute stream when a layer is there, so the host never waits for the copy.
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
@@ -62,6 +64,37 @@ def available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that weights may take on that device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+
+
+@functools.cache
+def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
+    """FLOP/s of a prompt's products and bytes/s of a single token's, measured in a fraction of a second.
+
+    Attention, norms and the calls between them take as long again (SmolLM2 and Qwen2.5-1.5B, 2 cores), hence halved.
+    """
+    size, rows = 2048, 256
+    weights = [torch.ones(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(8)]
+    many, one = (torch.ones(count, size, device=device, dtype=DTYPES[dtype]) for count in (rows, 1))
+    reading = _fastest_s(device, lambda: [many @ each for each in weights[:2]])
+    writing = _fastest_s(device, lambda: [one @ each for each in weights])
+    nbytes = sum(each.nbytes for each in weights)
+    return 2 * rows * size * size * 2 / reading / 2, nbytes / writing / 2
+
+
+def _fastest_s(device: torch.device, work: Callable[[], object], repeats: int = 4) -> float:
+    transfers, times = transfer_stream(device), []
+    for _ in range(repeats):
+        transfers.synchronize()
+        begun = time.perf_counter()
+        work()
+        transfers.synchronize()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
 def default_budgets(device: torch.device) -> tuple[int, int]:
     """Bytes of KV to keep in host memory and on the device, where nobody said.
 
@@ -95,7 +128,7 @@ def memory_tiers(
     return tiers + ([MemoryTier("memory", memory, pinned=pinned, policy=row)] if memory else [])
 
 
-class Lane:
+class TransferStream:
     """The CPU: host memory is device memory, so nothing is staged."""
 
     staged = (
@@ -138,7 +171,7 @@ class Lane:
         return float(stamp)
 
 
-class CudaLane(Lane):
+class CudaTransfers(TransferStream):
     """CUDA: pinned staging, a copy stream, one event a delivery."""
 
     staged = True
@@ -181,7 +214,7 @@ class CudaLane(Lane):
         return self._zero_s + float(self._zero.elapsed_time(stamp)) / 1e3
 
 
-class MpsLane(Lane):
+class MpsTransfers(TransferStream):
     """Apple's GPU: one stream, so copies are queued before the layer that needs them."""
 
     staged = True
@@ -193,6 +226,6 @@ class MpsLane(Lane):
         torch.mps.synchronize()
 
 
-def make_lane(device: torch.device) -> Lane:
-    """The lane of that device."""
-    return {"cuda": CudaLane, "mps": MpsLane}.get(device.type, Lane)(device)
+def transfer_stream(device: torch.device) -> TransferStream:
+    """That of the device."""
+    return {"cuda": CudaTransfers, "mps": MpsTransfers}.get(device.type, TransferStream)(device)

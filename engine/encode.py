@@ -4,11 +4,11 @@ Behind nothing a chunk's first token becomes its own attention sink, and its KV 
 prefix that it will follow, the first chunk of a prompt is exact (design: encoding prefix).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ragblend.engine.cache import FusedCache
+from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.kvstore.chunks import ChunkKV
 
@@ -17,28 +17,29 @@ class ChunkEncoder:
     """Encodes chunks behind one prefix, which is read once."""
 
     def __init__(self, decoder: Decoder, prefix_ids: Sequence[int], room_tokens: int = 1024) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self.start = len(prefix_ids)
         self._cache = FusedCache(decoder.geometry, self.start, room_tokens, decoder.device)
         if prefix_ids:
             self._append(prefix_ids)
 
-    def encode(self, token_ids: Sequence[int]) -> ChunkKV:
-        """The chunk's KV on the CPU, in tensors of its own."""
+    def encode(self, token_ids: Sequence[int], leave: Callable[[], bool] | None = None) -> ChunkKV:
+        """The chunk's KV on the CPU, in tensors of its own. Raises Cancelled if leave() says so before a layer."""
         assert token_ids, "a chunk has at least one token"
         self._cache.truncate()
+        self._cache.step = Append(leave)
         self._append(token_ids)
         stop = self.start + len(token_ids)
-        layers = [self._cache.span(layer, self.start, stop) for layer in range(self._decoder.geometry.layers)]
+        layers = [self._cache.span(layer, self.start, stop) for layer in range(self.decoder.geometry.layers)]
         return ChunkKV(
             token_ids=tuple(token_ids),
             start=self.start,
-            geometry=self._decoder.geometry,
+            geometry=self.decoder.geometry,
             keys=[keys.to("cpu", copy=True).contiguous() for keys, _ in layers],
             values=[values.to("cpu", copy=True).contiguous() for _, values in layers],
         )
 
     @torch.inference_mode()
     def _append(self, token_ids: Sequence[int]) -> None:
-        ids = torch.tensor([list(token_ids)], device=self._decoder.device)
-        self._decoder.base(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        ids = torch.tensor([list(token_ids)], device=self.decoder.device)
+        self.decoder.base(input_ids=ids, past_key_values=self._cache, use_cache=True)

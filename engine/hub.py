@@ -33,6 +33,28 @@ def local_copy(name: str) -> Path | None:
     return folder if _is_whole(folder) else None
 
 
+def cached_models() -> list[tuple[str, int]]:
+    """Names and bytes of the models that write text and were downloaded whole; asks nobody."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = sorted(scan_cache_dir().repos, key=lambda repository: repository.repo_id)
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    models = [(one.repo_id, one.size_on_disk) for one in repositories if one.repo_type == "model"]
+    return [(name, size) for name, size in models if (folder := local_copy(name)) and writes_text(folder)]
+
+
+def writes_text(folder: Path) -> bool:
+    """Whether its config says so: that of an embedder, which may be in the same cache, does not."""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return any("ForCausalLM" in str(name) for name in named)
+
+
 def download(name: str, progress: Progress | None = None, stop: threading.Event | None = None) -> Path:
     """Bring a model here, or what has changed of it; what an earlier attempt left is taken up. Its folder.
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
-from ragblend.engine.device import Lane
+from ragblend.engine.device import TransferStream
 from ragblend.engine.plan import Span
 from ragblend.engine.rope import move_keys_
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import CorruptBlobError
-from ragblend.kvstore.held import Source
+from ragblend.kvstore.memory import Source
 
 
 class LostChunk(Exception):
@@ -40,17 +40,17 @@ class LayerLoader:
         spans: Sequence[Span],
         cache: FusedCache,
         decoder: Decoder,
-        lane: Lane,
+        transfers: TransferStream,
         pool: ThreadPoolExecutor,
         recorder: Recorder,
         moves_keys: bool = True,
     ) -> None:
         self._spans = list(spans)
-        self._cache, self._decoder, self._lane = cache, decoder, lane
+        self._cache, self._decoder, self._transfers = cache, decoder, transfers
         self._recorder, self._moves_keys = recorder, moves_keys
         self._reads: dict[int, list[Future[Any]]] = {}
         self._done: set[int] = set()
-        lane.begin()
+        transfers.begin()
         for layer in range(cache.geometry.layers):
             self._reads[layer] = [
                 pool.submit(self._read, number, span, layer) for number, span in enumerate(self._spans)
@@ -64,8 +64,8 @@ class LayerLoader:
         with self._recorder.part("stall", layer):
             landed = [read.result() for read in self._reads[layer]]
         for ticket in landed:
-            self._lane.arrive(ticket)
-        if not self._lane.staged:
+            self._transfers.arrive(ticket)
+        if not self._transfers.staged:
             with self._recorder.part("move", layer):
                 for span in self._spans:
                     self._move(span, layer)
@@ -78,14 +78,14 @@ class LayerLoader:
         for read in reads:
             if not read.cancelled():
                 read.exception()
-        self._lane.finish()
+        self._transfers.finish()
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
         """In a loader's thread: one chunk's layer; the ticket of its delivery."""
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
             fill = self._fetched(span, layer, keys, values)
-        if not self._lane.staged:
+        if not self._transfers.staged:
             return None
 
         def copies() -> None:
@@ -93,24 +93,24 @@ class LayerLoader:
                 fill()
                 self._move(span, layer)
 
-        return self._lane.deliver(copies)
+        return self._transfers.deliver(copies)
 
     def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
-        """Have the layer in memory; what then fills keys and values with it, where the lane says."""
+        """Have the layer in memory; what then fills keys and values with it, where the transfer stream says."""
         reader = span.reader
         assert reader is not None
         try:
-            if not self._lane.staged:
+            if not self._transfers.staged:
                 reader.read_layer(layer, keys, values)
                 return _nothing
             if reader.in_memory:
                 return partial(reader.read_layer, layer, keys, values)
             if reader.codec is RAW:
-                host_keys, host_values = self._lane.staging(keys), self._lane.staging(values)
+                host_keys, host_values = self._transfers.staging(keys), self._transfers.staging(values)
                 reader.read_layer(layer, host_keys, host_values)
                 return partial(_copy, keys, values, host_keys, host_values)
             nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
-            packed = self._lane.staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            packed = self._transfers.staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             reader.read_packed(layer, packed)
             return partial(_unpack, reader, packed, keys, values)
         except CorruptBlobError as damage:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ragblend.engine.attention import EAGER, NAME, register
-from ragblend.engine.convert import converted
+from ragblend.engine.convert import converted, converted_tokenizer, is_converted
 from ragblend.engine.decoder import Decoder, kv_geometry, rope_parameters
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
 from ragblend.engine.packing import pack
@@ -37,16 +37,15 @@ class Checkpoint:
         except (OSError, ValueError, KeyError) as error:
             raise CorruptModelError(f"the config in {self.folder} cannot be read: {error}") from error
 
-    def tokenizer(self) -> Any:
-        """Raises TokenizerMissingError."""
-        from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(str(self.folder))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TokenizerMissingError(
-                f"the tokenizer in {self.folder} cannot be loaded: {error}"
-            ) from error
+def load_tokenizer(folder: Path) -> Any:
+    """Raises TokenizerMissingError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TokenizerMissingError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 def locate(name: str, home: Path, dtype: str) -> Checkpoint:
@@ -54,6 +53,18 @@ def locate(name: str, home: Path, dtype: str) -> Checkpoint:
     found = find_model(name)
     folder = converted(found, home, dtype) if found.is_file() else found
     return Checkpoint(name, folder, home / "models" / "digests.json")
+
+
+def locate_tokenizer(name: str, home: Path, dtype: str) -> Path:
+    """The folder of a model's tokenizer; of a GGUF nothing else is converted, which takes a second or two."""
+    found = find_model(name)
+    return converted_tokenizer(found, home, dtype) if found.is_file() else found
+
+
+def needs_conversion(name: str, home: Path, dtype: str) -> bool:
+    """Whether a model's first use will take a minute."""
+    found = find_model(name)
+    return found.is_file() and not is_converted(found, home, dtype)
 
 
 @dataclass

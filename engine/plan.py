@@ -6,7 +6,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ragblend.kvstore.held import Source
+from ragblend.kvstore.memory import Source
 
 
 class Kind(IntEnum):
@@ -76,6 +76,11 @@ class Plan:
     def candidates(self) -> Tensor:
         """(T,) bool: rows that a policy may choose to compute."""
         return self.kinds == Kind.REUSABLE
+
+    def settled_by(self, rows: Tensor) -> int:
+        """How many of these rows stand once computed: all that the prompt begins with and nothing changes, or none."""
+        found = int((rows < self.settled_tokens).sum())
+        return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
     @property
     def suffix_start(self) -> int:

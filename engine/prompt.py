@@ -1,7 +1,7 @@
 """Prompts as segments: what is literal, what is a chunk, and where each begins."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ragblend.kvstore.errors import PromptError
@@ -11,7 +11,8 @@ from ragblend.kvstore.errors import PromptError
 class Literal:
     """Text that is always computed fresh: instructions, separators, history, the question.
 
-    verbatim: control tokens written in it are text, as they are in passages; for whatever people wrote.
+    verbatim: control tokens written in it are text, as they are in passages; for whatever people wrote. In messages
+    (`Engine.chat`) every literal is.
     """
 
     text: str = ""
@@ -23,13 +24,15 @@ class Literal:
 class Chunk:
     """A passage whose KV may be stored; named by its text, by its node id, or by its token ids.
 
-    collection: whose KV it is, where that is not the engine's own.
+    collection: whose KV it is, where that is not the engine's own. entered: its node was entered (`Engine.enter`) and
+    goes when the passage does: if it is not there any more, no KV of it is kept.
     """
 
     text: str | None = None
     node_id: str | None = None
     token_ids: tuple[int, ...] | None = None
     collection: str | None = None
+    entered: bool = False
 
     def __post_init__(self) -> None:
         if self.text is None and self.node_id is None and self.token_ids is None:
@@ -105,4 +108,4 @@ def with_ids(segment: Segment, token_ids: Sequence[int]) -> Segment:
     ids = tuple(int(i) for i in token_ids)
     if isinstance(segment, Literal):
         return Literal(segment.text, ids, segment.verbatim)
-    return Chunk(segment.text, segment.node_id, ids, segment.collection)
+    return replace(segment, token_ids=ids)

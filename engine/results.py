@@ -11,8 +11,8 @@ from torch import Tensor
 from ragblend.engine.config import Report
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.scheduler import end_at_exit
-from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.keys import ChunkKey
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,18 @@ class EncodeReport:
     skipped: int
     tokens: int
     keys: tuple[ChunkKey | None, ...]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Nodes without KV, the most asked for first; their tokens, the bytes that their KV takes on the disk, and those
+    that the store's budget has left for it.
+    """
+
+    node_ids: tuple[str, ...]
+    tokens: int
+    nbytes: int
+    room_bytes: int
 
 
 @dataclass

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALF, INTERLEAVED, STILL = "half", "interleaved", "still"
-LAYOUTS = (HALF, INTERLEAVED, STILL)
+HALF, INTERLEAVED, UNROTATED = "half", "interleaved", "unrotated"
+LAYOUTS = (HALF, INTERLEAVED, UNROTATED)
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Rope:
     """How one layer rotates.
 
     inv_freq (R/2,) float32, rad per token, on the device; R <= D leading sizes are rotated (partial rotary).
-    layout: which sizes are a pair: HALF (0, R/2), (1, R/2 + 1), ...; INTERLEAVED (0, 1), (2, 3), ...; STILL for a layer
-    that does not rotate at all (SmolLM3 has some).
+    layout: which sizes are a pair: HALF (0, R/2), (1, R/2 + 1), ...; INTERLEAVED (0, 1), (2, 3), ...; UNROTATED for a
+    layer that does not rotate at all (SmolLM3 has some).
     """
 
     inv_freq: Tensor
@@ -43,7 +43,7 @@ def move_keys(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> Tensor:
 
 def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
     """`move_keys` in place."""
-    if rope.layout == STILL:
+    if rope.layout == UNROTATED:
         return
     if isinstance(delta_tokens, int):
         if delta_tokens == 0:
@@ -53,12 +53,12 @@ def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
         # cos(0) = 1 and sin(0) = 0 exactly, so unmoved rows come back as they were (-0.0 aside, which compares equal).
         assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
         angle = delta_tokens[:, None].to(rope.inv_freq) * rope.inv_freq  # (T, R/2)
-    turn_(keys, angle.cos(), angle.sin(), rope)
+    rotate_(keys, angle.cos(), angle.sin(), rope)
 
 
-def turn_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
+def rotate_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
     """Rotate keys (..., T, D) in place by angles of which cos and sin, (T, R/2) or (R/2,) float32, are known."""
-    if rope.layout == STILL:
+    if rope.layout == UNROTATED:
         return
     first, second = _halves(keys, rope)
     a, b = first.float(), second.float()
@@ -68,13 +68,13 @@ def turn_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
     second.copy_(new_second)
 
 
-def turned(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
-    """What `turn_` makes of keys (..., T, D), in a tensor of its own and rounded to keys' dtype at each step.
+def rotated(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+    """What `rotate_` makes of keys (..., T, D), in a tensor of its own and rounded to keys' dtype at each step.
 
-    cos, sin (T, R/2) of keys' dtype. For differences and what is learnt from; keys that are attended to need `turn_`.
+    cos, sin (T, R/2) of keys' dtype. For differences and what is fitted; keys that are attended to need `rotate_`.
     """
     result = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
-    if rope.layout == STILL:
+    if rope.layout == UNROTATED:
         return result.copy_(keys)
     result[..., rope.size :] = keys[..., rope.size :]
     (first, second), (new_first, new_second) = _halves(keys, rope), _halves(result, rope)
@@ -84,8 +84,8 @@ def turned(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
 
 
 def _halves(keys: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    rotated = keys[..., : rope.size]
+    leading = keys[..., : rope.size]
     if rope.layout == INTERLEAVED:
-        return rotated[..., 0::2], rotated[..., 1::2]
+        return leading[..., 0::2], leading[..., 1::2]
     half = rope.size // 2
-    return rotated[..., :half], rotated[..., half:]
+    return leading[..., :half], leading[..., half:]

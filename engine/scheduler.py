@@ -39,17 +39,22 @@ def _end_all() -> None:
 
 
 class DeviceQueue:
-    """A fair lock: first come, first served; a waiting request can be cancelled. Not reentrant."""
+    """A fair lock: first come, first served; a waiting request can be cancelled. Not reentrant.
+
+    Work in the background begins when nobody else waits, and asks `wanted` whether somebody has come since.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
     @contextmanager
-    def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
+    def turn(self, cancel: threading.Event | None = None, background: bool = False) -> Iterator[None]:
         """Hold the device. Raises Cancelled if `cancel` is set before the turn comes."""
         ticket = object()
         with self._changed:
+            while background and self._waiting:
+                self._changed.wait()
             self._waiting.append(ticket)
             try:
                 while self._waiting[0] is not ticket:
@@ -64,6 +69,11 @@ class DeviceQueue:
         finally:
             with self._changed:
                 self._leave(ticket)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits behind the one whose turn it is."""
+        return len(self._waiting) > 1
 
     def _leave(self, ticket: object) -> None:
         self._waiting.remove(ticket)

@@ -11,7 +11,7 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Span
 from ragblend.engine.prompt import Chunk, Prompt
-from ragblend.kvstore.held import HeldChunk
+from ragblend.kvstore.memory import HeldChunk
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,6 @@ class Session:
         """How many tokens are held."""
         kept = self._kept
         return len(kept.token_ids) if kept else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        kept = self._kept
-        return kept.cache.geometry.token_bytes * len(kept.token_ids) if kept else 0
 
     def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
         """Hold the KV of these tokens, as far as the cache goes; nobody else may change that cache from now on.

@@ -1,16 +1,23 @@
 """From token ids to text while they come: whole characters only, and nothing from a stop string on."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+# Not the dot of an abbreviation, an initial or a decimal; quotes and citations behind it are the sentence's.
+SENTENCE_END = re.compile(
+    r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
+    r"(?<![.!?…])[.!?…]++[\"'”’)*_]*+(?=\s|$|\[\d)(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
+)
 _UNFINISHED = "�"  # what a tokenizer prints for part of a character
 
 
 class TextStream:
     """Feeds ids, hands out text. Text that may be the beginning of a stop string is held back until that is clear."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), one_sentence: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
+        self._one_sentence = one_sentence
         self._ids: list[int] = []
         self._given = 0
         self.stopped = False
@@ -32,6 +39,8 @@ class TextStream:
 
     def _end_of(self, text: str, final: bool) -> int:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if self._one_sentence and (end := _first_sentence(text)) is not None:
+            found.append(end)
         if found:
             self.stopped = True
             return min(found)
@@ -46,8 +55,20 @@ class TextStream:
         return end
 
 
-def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """The text of all ids, cut before the first stop string."""
-    stream = TextStream(tokenizer, stop)
+def _first_sentence(text: str) -> int | None:
+    """Where the first sentence or line that says something ends; None until something follows it."""
+    word = re.search(r"[^\W\d]", text)
+    if word is None:
+        return None
+    ends = (match.end() for match in SENTENCE_END.finditer(text, word.start()))
+    found = [end for end in (next(ends, -1), text.find("\n", word.start())) if 0 <= end < len(text)]
+    return min(found, default=None)
+
+
+def text_of(
+    tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = (), one_sentence: bool = False
+) -> str:
+    """The text of all ids, cut before the first stop string, or behind the first sentence."""
+    stream = TextStream(tokenizer, stop, one_sentence)
     stream._ids = list(token_ids)
     return stream.finish()

@@ -1,6 +1,7 @@
 """From text to token ids: control tokens are read in literals, never in passages or verbatim literals."""
 
 import copy
+from itertools import groupby
 from typing import Any
 
 from ragblend.engine.chat import chat
@@ -18,8 +19,10 @@ class Tokenizing:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         # A document that contains "<|im_end|>" must not end the user's turn: its text is split, not parsed.
         self._plain = copy.deepcopy(tokenizer)
+        self._plain.split_special_tokens = True
         if getattr(self._plain, "backend_tokenizer", None) is not None:
             self._plain.backend_tokenizer.encode_special_tokens = True
 
@@ -31,11 +34,19 @@ class Tokenizing:
         """Ids of a passage; whatever it says is text."""
         return _encode(self._plain, text)
 
+    def controls(self, text: str) -> list[int]:
+        """Ids of the control tokens that the text holds when it is read as a literal, in order."""
+        return [i for i in self.literal_ids(text) if i in self._control_ids]
+
     def prompt(self, prompt: Prompt, node_ids: dict[str, tuple[int, ...]]) -> Prompt:
         """The prompt with ids in every segment. node_ids: token ids of the chunks that are named by node id alone."""
         segments: list[Segment] = []
-        for segment in prompt.segments:
-            segments.append(with_ids(segment, self._segment_ids(segment, node_ids)))
+        for _, group in groupby(prompt.segments, key=_is_text):
+            run = list(group)
+            if len({isinstance(each, Literal) and each.verbatim for each in run if _is_text(each)}) > 1:
+                segments.append(self._side_by_side(run))
+            else:
+                segments += [with_ids(each, self._segment_ids(each, node_ids)) for each in run]
         bos = self._begin_ids(segments)
         return Prompt([Literal("", bos), *segments] if bos else segments)
 
@@ -65,6 +76,19 @@ class Tokenizing:
         assert segment.node_id is not None
         return node_ids[segment.node_id]
 
+    def _side_by_side(self, run: list[Segment]) -> Literal:
+        """A template's literals and verbatim ones, read as the one text that they are: a token may span two of them.
+
+        Unless that would make control tokens which no template wrote: then each is read by itself.
+        """
+        literals = [each for each in run if isinstance(each, Literal)]
+        text = "".join(each.text for each in literals)
+        ids = self.literal_ids(text)
+        written = [i for each in literals if not each.verbatim for i in self.controls(each.text)]
+        if [i for i in ids if i in self._control_ids] != written:
+            ids = [i for each in literals for i in self._segment_ids(each, {})]
+        return Literal(text, tuple(ids))
+
     def chat_prompt(
         self, system: str | None, passages: list[Chunk], question: str, history: list[tuple[str, str]]
     ) -> Prompt:
@@ -93,6 +117,10 @@ def _asked(passages: list[Chunk], question: str) -> list[Segment]:
             segments.append(Literal(SEPARATOR))
         segments.append(passage)
     return [*segments, Literal(CLOSING + question)]
+
+
+def _is_text(segment: Segment) -> bool:
+    return isinstance(segment, Literal) and segment.token_ids is None
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -6,16 +6,14 @@ are those of its streams, so a trace shows whether copies really ran beside the 
 
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from ragblend.engine.device import Lane
+    from ragblend.engine.device import TransferStream
 
 HOST = "host"  # the track of the computing thread
-MICROSECONDS_PER_MS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,28 +54,16 @@ class Trace:
         """All events of that part, added up over tracks."""
         return sum(event.duration_ms for event in self.events if event.part == part)
 
-    def to_chrome(self) -> dict[str, Any]:
-        """For chrome://tracing and ui.perfetto.dev (the Trace Event Format: complete events, in microseconds)."""
-        numbers = {track: number for number, track in enumerate(self.tracks)}
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
-            for track, number in numbers.items()
-        ]
-        return {
-            "displayTimeUnit": "ms",
-            "traceEvents": names + [_chrome_event(event, numbers) for event in self.events],
-        }
-
 
 class Recorder:
     """Collects the events of one prefill; safe for threads. Made by the computing thread."""
 
-    def __init__(self, lane: "Lane", begun: float | None = None) -> None:
-        self._lane = lane
+    def __init__(self, transfers: "TransferStream", begun: float | None = None) -> None:
+        self._transfers = transfers
         self._begun = time.perf_counter() if begun is None else begun
         self._owner = threading.get_ident()
         self._found: list[tuple[Any, ...]] = []  # appending is atomic
-        lane.begin_clock()
+        transfers.begin_clock()
 
     def part(self, name: str, layer: int | None = None, chunk: int | None = None) -> "_Part":
         """A context manager around work of the host."""
@@ -87,11 +73,11 @@ class Recorder:
         self, name: str, track: str, layer: int | None = None, chunk: int | None = None
     ) -> "_Part":
         """Around work that is given to the device, on the stream that is current; on the CPU the same as `part`."""
-        streamed = self._lane.staged
+        streamed = self._transfers.staged
         return _Part(self, name, track if streamed else self._host_track(), streamed, layer, chunk)
 
     def finish(self) -> Trace:
-        """The trace, once the device has done all it was given (`Lane.synchronize`)."""
+        """The trace, once the device has done all it was given (`TransferStream.synchronize`)."""
         events = [self._event(*found) for found in self._found]
         return Trace(tuple(sorted(events, key=lambda event: (event.start_ms, -event.duration_ms))))
 
@@ -106,7 +92,7 @@ class Recorder:
         chunk: int | None,
     ) -> TraceEvent:
         if streamed:
-            start, stop = self._lane.time_of(start), self._lane.time_of(stop)
+            start, stop = self._transfers.time_of(start), self._transfers.time_of(stop)
         return TraceEvent(part, track, (start - self._begun) * 1e3, (stop - start) * 1e3, layer, chunk)
 
     def _host_track(self) -> str:
@@ -116,7 +102,7 @@ class Recorder:
         self._found.append(found)
 
     def stamp(self, streamed: bool) -> Any:
-        return self._lane.stamp() if streamed else time.perf_counter()
+        return self._transfers.stamp() if streamed else time.perf_counter()
 
 
 class _Part:
@@ -140,26 +126,3 @@ class _Part:
         name, track, streamed, layer, chunk = self._what
         stop = self._recorder.stamp(streamed)
         self._recorder.add(name, track, self._start, stop, streamed, layer, chunk)
-
-
-def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
-    where = {"layer": event.layer, "chunk": event.chunk}
-    return {
-        "name": event.part if event.layer is None else f"{event.part} {event.layer}",
-        "cat": event.part,
-        "ph": "X",
-        "ts": round(event.start_ms * MICROSECONDS_PER_MS, 1),
-        "dur": round(event.duration_ms * MICROSECONDS_PER_MS, 1),
-        "pid": 1,
-        "tid": numbers[event.track],
-        "args": {name: value for name, value in where.items() if value is not None},
-    }
-
-
-def busy_ms(events: Iterable[TraceEvent]) -> float:
-    """Milliseconds in which at least one of the events was under way."""
-    total, reached = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event.start_ms):
-        total += max(0.0, event.stop_ms - max(event.start_ms, reached))
-        reached = max(reached, event.stop_ms)
-    return total

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ragblend.kvstore.errors import Cancelled
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompt import Prompt, Segment
     from ragblend.engine.results import Result, Stream
 
 Progress = Callable[[int, int], None]
@@ -98,14 +99,21 @@ class Backend:
         messages = [Message(turn.role, resolve(turn.pieces, self.registry, named)) for turn in turns]
         return self.engine.tokenize(self.engine.chat(messages))
 
-    def text_prompt(self, text: str, named: Sequence[Passage] = ()) -> "Prompt":
-        """The text as it is, control tokens included, with the chunks that were found in it."""
-        from ragblend.engine.prompt import Literal, Prompt
+    def text_prompt(self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = ()) -> "Prompt":
+        """The text as it is, with the chunks that were found in it; it is trusted, so its control tokens count.
 
-        segments = resolve([text], self.registry, named)
-        return self.engine.tokenize(
-            Prompt([Literal(s.text) if isinstance(s, Literal) else s for s in segments])
-        )
+        parts: the same as `parts_of` has it; where that is known, only the control tokens of the template count.
+        """
+        from ragblend.engine.prompt import Prompt
+
+        controls = self.engine.control_tokens
+        if not parts or controls(text) == [i for words in parts[::2] for i in controls(words)]:
+            parts = [text]  # a template may have done more with what it was given than to put it somewhere
+        segments: list[Segment] = []
+        for number, part in enumerate(parts):
+            found = resolve([part], self.registry, named)
+            segments += found if number % 2 else [_trusted(segment) for segment in found]
+        return self.engine.tokenize(Prompt(segments))
 
     # --- answers
 
@@ -146,14 +154,27 @@ class Backend:
             cancel.set()
 
 
+def marks(count: int) -> list[str]:
+    """What stands in a template for texts, until it has been filled in; nothing that people write."""
+    return [f"\x00text {number}\x00" for number in range(count)]
+
+
+def parts_of(marked: str, texts: Sequence[str]) -> list[str]:
+    """A template that was filled in with `marks`, in parts: its own words at even places, of the texts at odd ones."""
+    parts = re.split("\x00text ([0-9]+)\x00", marked)
+    return [texts[int(part)] if number % 2 else part for number, part in enumerate(parts)]
+
+
+def _trusted(segment: "Segment") -> "Segment":
+    from ragblend.engine.prompt import Literal
+
+    return replace(segment, verbatim=False) if isinstance(segment, Literal) else segment
+
+
 def usage(report: "Report") -> dict[str, int]:
     """Token counts by the names that both frameworks know from OpenAI's interface."""
     prompt, completion = report.tokens.prompt, report.tokens.generated
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def kv_statistics(result: "Result") -> dict[str, Any]:

@@ -1,27 +1,28 @@
 """PassageRegistry: which texts are known as chunks, so that they are found again in a prompt that a framework built.
 
-The file (`passage_file.py`) holds hashes and node ids (`passage_rows.py`), never text; with a wordlist short pieces
-could still be guessed from hashes, so it is as private as the documents (0600), and what is deleted is overwritten.
+The node index (`kvstore/nodes.py`) holds hashes and node ids, never text; with a wordlist short pieces could still be
+guessed from hashes, so it is as private as the documents (0600), and what is deleted is overwritten.
 """
 
 import hashlib
 import logging
-import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
-from ragblend.integrations.finding import MINIMUM, TextIndex
-from ragblend.integrations.passage_file import PassageFile
-from ragblend.integrations.passage_rows import SCHEMA, VERSION, Claim, PassageRows, blob
+from ragblend.integrations.finding import MINIMUM, Known, TextIndex, known
 from ragblend.kvstore.errors import StoreError
-from ragblend.kvstore.sqlite import transaction
+from ragblend.kvstore.files import discard
+from ragblend.kvstore.nodes import NodeIndex, Print
+from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
-FILE_NAME = "passages.sqlite"
+FILE_NAME = "nodes.sqlite"
+FORMER = ("passages.sqlite", "passages.sqlite-wal", "passages.sqlite-shm")
 _STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Found:
 
     start: int
     stop: int
-    node_id: str
+    node_id: str | None
 
 
 class PassageRegistry:
@@ -49,8 +50,8 @@ class PassageRegistry:
 
     def __init__(self, path: Path, collection: str) -> None:
         self.path, self.collection = path, collection
-        self._rows = PassageRows(collection)
-        self._file = PassageFile(path, SCHEMA, VERSION, self._forget_index)
+        self._lock = threading.RLock()
+        self._nodes: NodeIndex | None = None
         self._forget_index()
 
     @classmethod
@@ -69,12 +70,12 @@ class PassageRegistry:
         gets one from its text, see `node_id_of`.
         """
         latest = {node_id_of(passage): passage.text for passage in passages}
-        return self._file.run(lambda sql: self._add(sql, latest))
+        return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
 
     def remove(self, node_ids: Iterable[str]) -> int:
         """Remove passages, leaving nothing of them in the file; how many there were."""
-        nodes = list(node_ids)
-        return self._file.run(lambda sql: self._remove(sql, nodes))
+        gone = list(node_ids)
+        return self._run(lambda nodes: nodes.unregister(self.collection, gone))
 
     def find(self, text: str) -> list[Found]:
         """The registered texts in `text`: disjoint, ascending, chosen longest first, of equally long ones the earliest.
@@ -85,68 +86,95 @@ class PassageRegistry:
         if len(text) < MINIMUM:
             return []
         try:
-            return self._file.run(lambda sql: self._find(sql, text))
+            return self._run(lambda nodes: self._find(nodes, text))
         except StoreError as error:
             log.warning("no passages are looked for in this prompt: %s", error)
             return []
 
     def __len__(self) -> int:
-        return self._file.run(self._rows.count)
+        return self._run(lambda nodes: nodes.registered(self.collection))
 
     def close(self) -> None:
         """Close the file, for everybody who has this object; who uses it again opens it again."""
-        self._file.close()
+        with self._lock:
+            if self._nodes is not None:
+                self._nodes.close()
+            self._nodes = None
+            self._forget_index()
 
-    def _add(self, sql: sqlite3.Connection, texts: dict[str, str]) -> int:
-        with transaction(sql):
-            changes = self._rows.put(sql, texts)
-        if changes.replaced:
-            self._file.truncate_log(sql)
-        self._changed = True
-        return changes.new
+    def _run(self, work: Callable[[NodeIndex], T]) -> T:
+        """Once more, with a new file, if that one turns out to be damaged."""
+        with self._lock:
+            if self._nodes is None:
+                self._nodes = NodeIndex.open(self.path)
+                self._remove_former()
+            try:
+                return work(self._nodes)
+            except DamagedFileError:
+                return work(self._nodes)
 
-    def _remove(self, sql: sqlite3.Connection, nodes: Sequence[str]) -> int:
-        with transaction(sql):
-            removed = self._rows.delete(sql, nodes)
-        self._file.truncate_log(sql)
-        self._changed = True
-        return removed
+    def _remove_former(self) -> None:
+        """A registry of version 1 had a file of its own, without the lengths that a search needs now."""
+        files = [path for name in FORMER if (path := self.path.with_name(name)).exists()]
+        for path in files:
+            discard(path)
+        if files:
+            log.warning(
+                "passages that an earlier version knew are found in prompts again when they are added again, or after "
+                "`ragblend store repair`"
+            )
 
-    def _find(self, sql: sqlite3.Connection, text: str) -> list[Found]:
-        self._refresh(sql)
-        claims: dict[int, list[Claim]] = {}
+    def _find(self, nodes: NodeIndex, text: str) -> list[Found]:
+        self._refresh(nodes)
 
         def confirm(whole: int, start: int, stop: int) -> str | None:
-            if whole not in claims:
-                claims[whole] = self._rows.claims(sql, whole)
-            if not claims[whole]:
-                self._index.discard(whole)  # removed, here or by another process
-            said = (claim.node_id for claim in claims[whole] if claim.holds(text[start:stop]))
+            claims = nodes.claims(self.collection, whole)
+            said = (node_id for node_id, proof in claims if _proof(node_id, text[start:stop]) == proof)
             return next(said, None)
 
         return [Found(*found) for found in self._index.find(text, confirm)]
 
     def _forget_index(self) -> None:
         self._index, self._last_id, self._held = TextIndex(), 0, 0
-        self._seen_version, self._changed = -1, True
+        self._seen = -1, -1, 0
 
-    def _refresh(self, sql: sqlite3.Connection) -> None:
+    def _refresh(self, nodes: NodeIndex) -> None:
         """Read what was added since, by whomever. What was removed is noticed when it is found."""
-        version = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts the commits of others
-        if version == self._seen_version and not self._changed:
+        seen = nodes.changes()
+        if seen == self._seen:
             return
-        if self._held > _STALE and self._held > 2 * self._rows.count(sql) + _STALE:
+        stale = self._held > _STALE and self._held > 2 * nodes.registered(self.collection) + _STALE
+        if stale or seen[0] != self._seen[0]:
             self._forget_index()
-        added = list(self._rows.added_since(sql, self._last_id))
-        hashes = [keys for _, keys in added if keys is not None]
-        self._index.add(hashes)
-        self._held += len(hashes)
+        added = nodes.registered_since(self.collection, self._last_id)
+        self._index.add([Known(*row[1:]) for row in added])
+        self._held += len(added)
         self._last_id = added[-1][0] if added else self._last_id
-        self._seen_version, self._changed = version, False
+        self._seen = seen
+
+
+def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
+    """What is kept of each text; a text of fewer than MINIMUM characters is not looked for."""
+    long = {node_id: text for node_id, text in texts.items() if len(text) >= MINIMUM}
+    found = dict(zip(long, known(long.values()), strict=True))
+    return {
+        node_id: Print(*found[node_id], _proof(node_id, text)) if node_id in found else None
+        for node_id, text in texts.items()
+    }
+
+
+def _proof(node_id: str, text: str) -> bytes:
+    """SHA-256 over both: a flipped bit in either, or in the proof, and the row is no row."""
+    name = _utf8(node_id)
+    return hashlib.sha256(len(name).to_bytes(8, "little") + name + _utf8(text)).digest()
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
 
 
 def node_id_of(passage: Passage) -> str:
     """The passage's node id; without one a name made from its text, by which it can be removed."""
     if passage.node_id is not None:
         return passage.node_id
-    return f"text-{hashlib.sha256(blob(passage.text)).hexdigest()[:32]}"
+    return f"text-{hashlib.sha256(_utf8(passage.text)).hexdigest()[:32]}"

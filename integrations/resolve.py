@@ -1,11 +1,11 @@
 """From the text that a framework made of its passages back to segments: chunks, and what is written around them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ragblend.engine.prompt import Chunk, Literal, Segment
-from ragblend.integrations.finding import MINIMUM
-from ragblend.integrations.passages import Passage, PassageRegistry
+from ragblend.integrations.finding import MINIMUM, TextIndex, known
+from ragblend.integrations.passages import Found, Passage, PassageRegistry
 
 Piece = str | Passage
 """Text, or a passage that the framework named explicitly (a content block with an id)."""
@@ -30,8 +30,9 @@ def _found(
         if not is_text:
             yield from group
             continue
-        for piece in _split_by_names(["".join(piece for piece in group if isinstance(piece, str))], named):
-            yield from _split_by_registry(piece, registry) if isinstance(piece, str) else [piece]
+        text = "".join(piece for piece in group if isinstance(piece, str))
+        for piece in _cut(text, _named_in(text, named)):
+            yield from _cut(piece, _known_in(piece, registry)) if isinstance(piece, str) else [piece]
 
 
 def _segment(piece: Piece) -> Segment | None:
@@ -41,41 +42,24 @@ def _segment(piece: Piece) -> Segment | None:
     return Chunk(piece.text, piece.node_id) if piece.text else None
 
 
-def _split_by_registry(text: str, registry: PassageRegistry | None) -> Iterator[Piece]:
+def _known_in(text: str, registry: PassageRegistry | None) -> list[Found]:
+    return registry.find(text) if registry is not None else []
+
+
+def _named_in(text: str, named: Sequence[Passage]) -> list[Found]:
+    """Where named passages stand; of two with one text the first gives its node id."""
+    by_text = {passage.text: passage for passage in reversed(named) if len(passage.text) >= MINIMUM}
+    index = TextIndex()
+    index.add(known(by_text))
+    found = index.find(text, lambda _, start, stop: by_text.get(text[start:stop]))
+    return [Found(start, stop, passage.node_id) for start, stop, passage in found]
+
+
+def _cut(text: str, places: Sequence[Found]) -> Iterator[Piece]:
     """The literals between two chunks stay one literal each, and may be empty."""
     at = 0
-    for found in registry.find(text) if registry is not None else []:
-        yield text[at : found.start]
-        yield Passage(text[found.start : found.stop], found.node_id)
-        at = found.stop
+    for place in places:
+        yield text[at : place.start]
+        yield Passage(text[place.start : place.stop], place.node_id)
+        at = place.stop
     yield text[at:]
-
-
-def _split_by_names(pieces: Iterable[Piece], named: Sequence[Passage]) -> list[Piece]:
-    """Cut named passages out of the texts among `pieces`; of two with one text the first gives its node id."""
-    by_text: dict[str, Passage] = {}
-    for passage in named:
-        if len(passage.text) >= MINIMUM:
-            by_text.setdefault(passage.text, passage)
-    longest_first = sorted(by_text.values(), key=lambda passage: len(passage.text), reverse=True)
-    split = list(pieces)
-    for _, equally_long in groupby(longest_first, key=lambda passage: len(passage.text)):
-        wanted = list(equally_long)
-        split = [part for piece in split for part in _cut(piece, wanted)]
-    return split
-
-
-def _cut(piece: Piece, wanted: Sequence[Passage]) -> Iterator[Piece]:
-    """Cut passages of one length out of a text, the earliest first; each is searched for once through the text."""
-    if not isinstance(piece, str):
-        yield piece
-        return
-    at = 0
-    places = {passage: piece.find(passage.text) for passage in wanted}
-    while places := {passage: place for passage, place in places.items() if place >= 0}:
-        first = min(places, key=lambda passage: places[passage])
-        yield piece[at : places[first]]
-        yield first
-        at = places[first] + len(first.text)
-        places = {p: place if place >= at else piece.find(p.text, at) for p, place in places.items()}
-    yield piece[at:]

@@ -45,19 +45,6 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class ChunkKey:
-    """The address of one chunk's KV: 64 hex digits of SHA-256 (see `keys.chunk_key`)."""
-
-    digest: str
-
-    def __post_init__(self) -> None:
-        assert len(self.digest) == 64 and set(self.digest) <= set("0123456789abcdef"), self.digest
-
-    def __str__(self) -> str:
-        return self.digest
-
-
-@dataclass(frozen=True)
 class ChunkKV:
     """One chunk's KV as it is stored: keys already rotated to where the chunk was encoded.
 

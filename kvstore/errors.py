@@ -26,6 +26,15 @@ RagBlendError
 └── LibraryError              the registry of documents cannot do what was asked
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that nobody knows; empty where nothing is near it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
 
 class RagBlendError(Exception):
     """Root of all errors raised on purpose; the message says what, where and what to do."""
@@ -121,6 +130,10 @@ class EmptyDocumentError(DocumentError):
 
 class OversizedDocumentError(DocumentError):
     """The document, or what it unpacks to, is too large."""
+
+
+class DamagedDocumentError(DocumentError):
+    """What was kept of the document is not what was written."""
 
 
 class LibraryError(RagBlendError):

@@ -4,18 +4,40 @@ KV can be inverted to text: modes are set by chmod, because a umask must not dec
 """
 
 import errno
+import logging
 import os
+import re
+import shutil
 import stat
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from ragblend.kvstore.errors import StoreError, StoreFullError
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 # What opening or reading a damaged value may say; too many open files, say, are not the value's fault.
-DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
+DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
+
+
+class Closing:
+    """Closed when the block ends, however it ends."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def make_private_folder(path: Path) -> None:
@@ -45,12 +67,41 @@ def _is_private_folder(path: Path) -> bool:
 
 
 def make_private_file(path: Path) -> None:
-    """Make sure that `path` exists with mode 0600, keeping what is in it."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    """Make sure that `path` exists with mode 0600, keeping what is in it; OSError for a link.
+
+    A file that is there is not opened: closing a descriptor of it would drop the locks that SQLite holds on it in this
+    process, and another process would take the write-ahead log away (sqlite.org/howtocorrupt.html, 2.2).
+    """
     try:
-        os.fchmod(fd, FILE_MODE)
-    finally:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE))
+    except FileExistsError:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from None
+    if stat.S_IMODE(os.stat(path).st_mode) != FILE_MODE:
+        os.chmod(path, FILE_MODE)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO, which would wait for a writer."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise OSError(errno.ENXIO, "no regular file", str(path))
+    return fd
+
+
+def discard(path: Path) -> None:
+    """Unlink a file, a link or what else may be there, and a folder with all in it; no link is followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard_database(path: Path) -> None:
+    """Unlink an SQLite file with its log and its shared memory, which would still have what was in it."""
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
@@ -81,20 +132,39 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
     OSError passes through, with no trace of the file left.
     """
     temporary = path.with_suffix(".tmp")
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
-        try:
-            os.fchmod(fd, FILE_MODE)
-            _write_all(fd, pieces, nbytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _write_new(temporary, pieces, nbytes)
         os.rename(temporary, path)
         sync_folder(path.parent)
+    except FileExistsError:
+        raise
     except BaseException:
         path.unlink(missing_ok=True)
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """Let `path` hold that text, for its owner alone: as it was, or whole. OSError passes through."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    content = text.encode()
+    try:
+        _write_new(temporary, [memoryview(content)], len(content))
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    try:
+        os.fchmod(fd, FILE_MODE)
+        _write_all(fd, pieces, nbytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
@@ -125,3 +195,58 @@ def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:
             f"{doing} Check that the folder exists and can be written to. The rest is untouched."
         )
     return StoreFullError(f"{doing} {advice} What was stored before is untouched.")
+
+
+log = logging.getLogger(__name__)
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "afs",
+    "ncpfs",
+    "ceph",
+    "glusterfs",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "9p",
+}
+_NETWORK |= {
+    f"fuse.{kind}"
+    for kind in ("sshfs", "glusterfs", "ceph", "davfs", "s3fs", "rclone", "gcsfuse", "smbnetfs")
+}
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a mount point is \040
+
+
+def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the network file system that `path` is on; None on a local one, and where nobody can tell."""
+    try:
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return None
+    resolved = path.resolve()
+    folders = {str(folder) for folder in (resolved, *resolved.parents)}
+    longest, kind = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]) if len(fields) > 4 else ""
+        if point in folders and len(point) >= longest:  # a later mount hides an earlier one on the same point
+            longest, kind = len(point), after.split(" ")[0]
+    return kind if kind in _NETWORK else None
+
+
+@cache
+def warn_of_network(root: Path) -> None:
+    """Say it, once in a process, when `root` is on a network file system."""
+    kind = network_file_system(root)
+    if kind is not None:
+        log.warning(
+            "the KV store at %s is on a network file system (%s), where locks and SQLite's log are not reliable: "
+            "use it from one machine and one process at a time, or choose a home on a local disk (RAGBLEND_HOME)",
+            root,
+            kind,
+        )

@@ -1,195 +1,183 @@
-"""Our own view of diskcache's table: plain SQL for what its interface lacks, and the tables beside it."""
+"""Index: which file holds the value of a key. diskcache keeps it, and only its public interface is used.
 
+diskcache writes no file here, reads none and removes none: what it is given are files that are there, and what it would
+remove it only names, because inside a transaction it removes before the commit.
+"""
+
+import re
 import sqlite3
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
-from diskcache.core import MODE_BINARY
+from diskcache import Cache, Disk
+from diskcache.core import MODE_BINARY, UNKNOWN
 
-from ragblend.kvstore import stats, use_rows
-from ragblend.kvstore.disk import INDEX_NAME, digest_in
-from ragblend.kvstore.files import identity, is_same_file
-from ragblend.kvstore.layout import ValueFile
-from ragblend.kvstore.sqlite import SQL_ERRORS, index_failed, integrity, lenient_text, transaction
-
-COLUMNS = "rowid, key, raw, size, mode, filename, value IS NOT NULL"
-_ROW = f"SELECT {COLUMNS} FROM Cache"
-# Rows that the store could have written, as bytes: a damaged name need not be text.
-_NAMED = f"""SELECT CAST(filename AS BLOB), size FROM Cache WHERE raw = 1 AND mode = {MODE_BINARY} AND value IS NULL
-    AND CAST(key AS BLOB) = substr(CAST(filename AS BLOB), {len("values/ab/") + 1}, 64)"""
-_INSERT = """INSERT OR IGNORE INTO Cache (store_time, access_time, size, mode, filename, key, raw)
-    VALUES (?1, ?1, ?2, ?3, ?4, ?5, 1)"""
-_SET = """UPDATE Cache SET store_time = ?1, access_time = ?1, size = ?2, mode = ?3, filename = ?4, key = ?5, raw = 1,
-    value = NULL, tag = NULL"""
-# SQLite writes the index of a column anew whenever the column is named, so it is only where a foreign row filled it.
-_UPDATE = f"{_SET} WHERE rowid = ?6 AND expire_time IS NULL"
-_UPDATE_FOREIGN = f"{_SET}, expire_time = NULL WHERE rowid = ?6"
-# Kept by diskcache's triggers: counting 100,000 rows takes longer than all the rest of a put.
-_TOTALS = (
-    "SELECT SUM(value) FILTER (WHERE key = 'count'), SUM(value) FILTER (WHERE key = 'size') FROM Settings"
+from ragblend.kvstore.errors import CorruptBlobError, UsageError
+from ragblend.kvstore.files import Closing, identity, is_same_file
+from ragblend.kvstore.layout import INDEX_NAME, ValueFile, digest_in
+from ragblend.kvstore.sqlite import (
+    SQL_ERRORS,
+    connect,
+    erase_log,
+    index_failed,
+    integrity,
+    lenient_text,
 )
-_COUNT = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache"
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+FOREIGN = ""  # in a list of keys: one that this store did not write, and that was not unpickled
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row as it is found, whoever wrote it."""
+class FileNames(Disk):  # type: ignore[misc]
+    """Keys are digests and values files; what any other row holds is never decoded (CVE-2025-69872)."""
 
-    rowid: int
-    key: object
-    raw: object
-    size: object
-    mode: object
-    filename: object
-    has_value: int
+    def __init__(self, directory: str, **settings: object) -> None:
+        super().__init__(directory, **settings)
+        self.unnamed: list[str] = []  # files that no row names any more
 
-    @property
-    def digest(self) -> str | None:
-        """The key, if this row is one that the store could have written; None for a foreign row."""
-        digest = digest_in(self.filename)
-        ours = self.raw == 1 and self.mode == MODE_BINARY and not self.has_value
-        return digest if ours and digest == self.key and isinstance(self.size, int) else None
+    def put(self, key: object) -> tuple[str, bool]:
+        if type(key) is not str:
+            raise UsageError(f"a key of the KV store is a str, not {type(key).__name__}")
+        return key, True
+
+    def get(self, key: object, raw: object) -> str:
+        return key if raw == 1 and type(key) is str and _DIGEST.fullmatch(key) else FOREIGN
+
+    def store(self, value: object, read: bool, key: object = UNKNOWN) -> tuple[int, int, str, None]:
+        if type(value) is not ValueFile or value.digest != key or read:
+            raise UsageError(f"a value of the KV store is a file of its key's name, not {value!r}")
+        return value.nbytes, MODE_BINARY, value.filename, None
+
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
+        if mode != MODE_BINARY or value is not None or digest_in(filename) is None:
+            raise CorruptBlobError(
+                f"the index holds a row of mode {mode!r}, not written by this store; it was not unpickled"
+            )
+        return str(filename)
+
+    def filename(self, key: object = UNKNOWN, value: object = UNKNOWN) -> NoReturn:
+        raise AssertionError("files have their names before they come here")
+
+    def remove(self, file_path: object) -> None:
+        if digest_in(file_path) is not None:
+            self.unnamed.append(str(file_path))
 
 
-class Index:
-    """A connection of our own to the store's SQLite file, safe to share between threads."""
+class Index(Closing):
+    """Safe for threads; who changes it holds the writer's lock. Raises StoreError for what SQLite or diskcache raise.
+
+    CorruptBlobError for an index that holds what diskcache itself cannot read: it must be made anew.
+    """
 
     def __init__(self, root: Path, timeout_s: float) -> None:
-        self.path = root / INDEX_NAME
-        self._lock = threading.Lock()
-        self._sql = sqlite3.connect(
-            self.path, timeout=timeout_s, isolation_level=None, check_same_thread=False, cached_statements=64
-        )
-        try:
-            self._sql.text_factory = lenient_text
-            for setting in ("secure_delete = 1", "synchronous = 1"):
-                self._sql.execute(f"PRAGMA {setting}")
-            self._sql.executescript(use_rows.SCHEMA + stats.SCHEMA)
-            self._identity = identity(self.path.stat())
-        except BaseException:
-            self._sql.close()
-            raise
+        self.root, self.path = root, root / INDEX_NAME
+        with self._named_errors():
+            self._cache: Any = Cache(
+                str(root),
+                timeout=timeout_s,
+                disk=FileNames,
+                disk_min_file_size=0,
+                cull_limit=0,
+                eviction_policy="none",
+                size_limit=2**62,
+                statistics=0,
+                tag_index=0,
+                sqlite_journal_mode="wal",
+                sqlite_synchronous=1,
+                sqlite_auto_vacuum=1,
+                sqlite_cache_size=2**13,
+                disk_pickle_protocol=0,  # never used; given so that no setting is taken from the file
+                sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
+                sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
+            )
+        self._identity = identity(self.path.stat())
 
     @contextmanager
-    def connection(self) -> Iterator[sqlite3.Connection]:
-        """For statements of one's own, one thread at a time. Whatever SQLite says becomes a StoreError."""
+    def _named_errors(self) -> Iterator[None]:
         try:
-            with self._lock:
-                yield self._sql
+            yield
+        except (TypeError, sqlite3.Warning, sqlite3.ProgrammingError) as error:  # of settings that are none
+            raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
         except SQL_ERRORS as error:
+            if "decode" in str(error):  # Python's own, without a code: a text that is none
+                raise CorruptBlobError(
+                    f"the index {self.path} has a row that cannot be read: {error}"
+                ) from error
             raise index_failed(error, self.path) from error
 
     @contextmanager
-    def transaction(self, committed: Callable[[], None] = lambda: None) -> Iterator[sqlite3.Connection]:
-        """All or nothing, for the tables beside diskcache's; `committed` is called if it was all. StoreError."""
-        with self.connection() as sql:
-            with transaction(sql):
-                yield sql
-            committed()
+    def changing(self) -> Iterator[list[str]]:
+        """All or nothing. When it was all, the list has the files that no row names any more."""
+        unnamed: list[str] = []
+        with self._named_errors(), self._cache.transact():
+            self._cache.disk.unnamed = unnamed
+            yield unnamed
 
-    def rows(self) -> list[Row]:
-        """All of them, as they were written; a row that was handed on has the number of an older one."""
-        with self.connection() as sql:
-            return [Row(*fields) for fields in sql.execute(_ROW + " ORDER BY store_time, rowid")]
+    def contains(self, digest: str) -> bool:
+        """Whether there is a row of that key, whatever it says."""
+        with self._named_errors():
+            return digest in self._cache
 
-    def compared(self, files: Set[tuple[bytes, int]]) -> tuple[list[Row], set[tuple[bytes, int]]]:
-        """Rows that cannot be true, given name and size of every file; and the files that the other rows name.
+    def filename(self, digest: str) -> str | None:
+        """The value's file, below `root`; None if there is none. CorruptBlobError for a row that cannot be true."""
+        with self._named_errors():
+            found: str | None = self._cache.get(digest)
+        if found is not None and digest_in(found) != digest:
+            raise CorruptBlobError(f"the index names the file of another key, {found}")
+        return found
 
-        For 100,000 rows, so two sets are compared, and no `Row` is made where all is in order.
-        """
-        with self.connection() as sql:
-            named = set(sql.execute(_NAMED).fetchall())
-            (count,) = sql.execute("SELECT COUNT(*) FROM Cache").fetchone()
-        if len(named) == count and named <= files:
-            return [], named
-        named &= files
-        return [row for row in self.rows() if not _is_named(row, named)], named
+    def digests(self) -> list[str]:
+        """All keys, in the order they came, FOREIGN for those of others. CorruptBlobError if one cannot be read."""
+        with self._named_errors():
+            return list(self._cache)
 
-    def row(self, digest: str) -> Row | None:
-        with self.connection() as sql:
-            fields = sql.execute(_ROW + " WHERE key = ? AND raw = 1", (digest,)).fetchone()
-        return Row(*fields) if fields else None
+    def set(self, file: ValueFile) -> None:
+        """Let that file be the value of the key that its name says."""
+        self._cache.set(file.digest, file)
 
+    def delete(self, digest: str) -> bool:
+        """Remove the key; False if there is no such row. One that damage has made expire goes as well."""
+        return bool(self._cache.delete(digest) or self._cache.expire())
+
+    @property
     def totals(self) -> tuple[int, int]:
-        """How many values there are, and their bytes."""
-        with self.connection() as sql:
-            return totals(sql)
+        """How many values there are, and their bytes: diskcache counts them as they come and go."""
+        with self._named_errors():
+            return len(self._cache), int(self._cache.reset("size"))
 
-    def count_anew(self) -> None:
-        """Count the rows, for when the totals may be damaged."""
-        with self.transaction() as sql:
-            counted = sql.execute(_COUNT).fetchone()
-            if sql.execute(_TOTALS).fetchone() != counted:
-                pairs = zip(counted, ("count", "size"), strict=True)
-                sql.executemany("UPDATE Settings SET value = ? WHERE key = ?", pairs)
-
-    def value_of(self, rowid: int) -> bytes:
-        """What a foreign row holds inline, as bytes, for the quarantine; never decoded."""
-        with self.connection() as sql:
-            found = sql.execute("SELECT CAST(value AS BLOB) FROM Cache WHERE rowid = ?", (rowid,)).fetchone()
-        return bytes(found[0]) if found and found[0] is not None else b""
-
-    def remove(self, rowid: int) -> bool:
-        """Remove a row, found under the writer's lock; False if there is none."""
-        with self.transaction() as sql:
-            return drop(sql, rowid)
-
-    def insert(self, files: Iterable[ValueFile]) -> int:
-        """Enter value files that no row names, in one transaction; how many whose key had no row."""
-        now = time.time()
-        rows = [(now, file.nbytes, MODE_BINARY, file.filename, file.digest) for file in files]
-        with self.connection() as sql, transaction(sql):
-            return sql.executemany(_INSERT, rows).rowcount if rows else 0
+    def recount(self, count: int, nbytes: int) -> None:
+        """Correct the totals, for when they may be damaged."""
+        with self._named_errors():
+            if self.totals != (count, nbytes):
+                self._cache.reset("count", count)
+                self._cache.reset("size", nbytes)
 
     def is_in_place(self) -> bool:
-        """Whether this is still the store's index: another process may have set it aside."""
+        """Whether this is still the store's index: another process may have made it anew."""
         return is_same_file(self.path, self._identity)
 
     def integrity(self) -> list[str]:
         """What SQLite finds wrong with its own file."""
-        with self.connection() as sql:
+        with self._named_errors(), closing(connect(self.path)) as sql:
             return integrity(sql, 20)
 
     def truncate_log(self) -> None:
         """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
-        with self.connection() as sql:
-            sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        with self._named_errors(), closing(connect(self.path)) as sql:
+            erase_log(sql)
 
     def close(self) -> None:
-        with self._lock:
-            self._sql.close()
+        """Close this thread's connection; those of others end with their threads."""
+        self._cache.close()
 
 
-def _is_named(row: Row, named: Set[tuple[bytes, int]]) -> bool:
-    return row.digest is not None and (str(row.filename).encode(), row.size) in named
-
-
-def totals(sql: sqlite3.Connection) -> tuple[int, int]:
-    """How many values there are, and their bytes."""
-    count, nbytes = sql.execute(_TOTALS).fetchone()
-    return int(count or 0), int(nbytes or 0)
-
-
-def enter(sql: sqlite3.Connection, digest: str, filename: str, nbytes: int, rowid: int | None) -> int:
-    """Let a row say that this key's value is in that file: the given one, whatever it said, or a new one; which it was.
-
-    As diskcache's `set` does, but in a transaction that evicting and counting are part of too.
-    """
-    columns = (time.time(), nbytes, MODE_BINARY, filename, digest)
-    if rowid is None:
-        entered = sql.execute(_INSERT, columns).lastrowid
-        assert entered is not None, digest
-        return entered
-    if sql.execute(_UPDATE, (*columns, rowid)).rowcount == 0:
-        sql.execute(_UPDATE_FOREIGN, (*columns, rowid))
-    return rowid
-
-
-def drop(sql: sqlite3.Connection, rowid: int) -> bool:
-    """Remove a row, and what is known of the value's use; False if there is none."""
-    sql.execute("DELETE FROM Uses WHERE cache_row = ?", (rowid,))
-    return sql.execute("DELETE FROM Cache WHERE rowid = ?", (rowid,)).rowcount == 1
+def schema_of(path: Path, timeout_s: float) -> tuple[list[str], frozenset[tuple[str, str]]]:
+    """What SQLite finds wrong with a file, or else its schema: looked at before diskcache acts on what it says."""
+    with closing(connect(path, timeout_s)) as sql:
+        sql.text_factory = lenient_text
+        if problems := integrity(sql, 1):
+            return problems, frozenset()
+        rows = sql.execute("SELECT name, COALESCE(sql, '') FROM sqlite_master")
+        return [], frozenset((str(name), str(text)) for name, text in rows)

@@ -10,14 +10,30 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ragblend.kvstore.chunks import ChunkKey, Geometry
 from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.kvstore.chunks import Geometry
 
 FORMAT_VERSION = 1  # of keys, blobs and folders alike: one number, so that none of them can drift
 _TOKEN = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """The address of one chunk's KV: 64 hex digits of SHA-256 (see `chunk_key`)."""
+
+    digest: str
+
+    def __post_init__(self) -> None:
+        assert len(self.digest) == 64 and set(self.digest) <= set("0123456789abcdef"), self.digest
+
+    def __str__(self) -> str:
+        return self.digest
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -52,7 +68,7 @@ class ModelFingerprint:
 
     weights: str
     tokenizer: str
-    geometry: Geometry
+    geometry: "Geometry"
     rope: str
 
     @cached_property

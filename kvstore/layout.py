@@ -2,31 +2,47 @@
 
 FORMAT        one line: which format everything here has
 cache.db      diskcache's index (and -wal, -shm while it is open)
+ledger.db     how often values were used, and what they cost
 write.lock    held by whoever changes something
 values/ab/    <key digest>-<16 hex>.kv, one file a value; .tmp while it is written
 quarantine/   what was found damaged, the newest few; gc empties it
 """
 
+import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from ragblend.kvstore.disk import INDEX_NAME, VALUES_FOLDER, digest_in
+from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreFormatError
-from ragblend.kvstore.files import make_private_file, make_private_folder, sync_folder, write_durably
+from ragblend.kvstore.files import (
+    discard,
+    discard_database,
+    make_private_file,
+    make_private_folder,
+    sync_folder,
+    write_durably,
+    write_failed,
+)
 from ragblend.kvstore.keys import FORMAT_VERSION
 
+log = logging.getLogger(__name__)
+INDEX_NAME = "cache.db"  # diskcache's own choice
+LEDGER_NAME = "ledger.db"
 LOCK_NAME = "write.lock"
+VALUES_FOLDER = "values"
 QUARANTINE_FOLDER = "quarantine"
 _QUARANTINE_FILES = 4  # a failing disk must not fill itself with evidence
+_FILENAME = re.compile(r"values/([0-9a-f]{2})/(\1[0-9a-f]{62})-[0-9a-f]{16}\.(?:kv|tmp)")
 _FORMAT_NAME = "FORMAT"
 _FORMAT_LINE = f"ragblend kv {FORMAT_VERSION}\n".encode()
 _BEFORE_FORMAT = {LOCK_NAME, "FORMAT.tmp"}  # may be there before FORMAT is, when an open was interrupted
 
 
-@dataclass(frozen=True)
-class ValueFile:
+class ValueFile(NamedTuple):
     """A file below values/; digest is None when it has no name of ours."""
 
     filename: str
@@ -69,12 +85,23 @@ def prepare(root: Path) -> None:
     if not check_format(root):  # first of all: a folder with anything else in it and no FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
         write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
-    for folder in (root / VALUES_FOLDER, root / QUARANTINE_FOLDER):
-        make_private_folder(folder)
+    make_private_folder(root / VALUES_FOLDER)
+    quarantine_of(root)
     make_private_file(root / INDEX_NAME)
     for suffix in ("-wal", "-shm"):
-        if (root / (INDEX_NAME + suffix)).exists():
-            make_private_file(root / (INDEX_NAME + suffix))
+        with suppress(FileNotFoundError):  # whoever closes the index last at this moment takes them away
+            if (root / (INDEX_NAME + suffix)).exists():
+                make_private_file(root / (INDEX_NAME + suffix))
+
+
+def quarantine_of(root: Path) -> Path:
+    """The folder; made anew in the place of a link, behind which are somebody else's files."""
+    folder = root / QUARANTINE_FOLDER
+    if folder.is_symlink():
+        log.warning("the quarantine of the KV store at %s was a link; a folder is in its place now", root)
+        folder.unlink()
+    make_private_folder(folder)
+    return folder
 
 
 def value_files(root: Path) -> Iterator[ValueFile]:
@@ -90,58 +117,60 @@ def value_files(root: Path) -> Iterator[ValueFile]:
             yield ValueFile(filename, digest_in(filename), status.st_size, status.st_mode & 0o777)
 
 
-def value_sizes(root: Path) -> set[tuple[bytes, int]]:
-    """Name and size of everything in the folders below values/; whose name it is is not looked at."""
-    sizes = set()
-    for folder in os.scandir(os.fsencode(root / VALUES_FOLDER)):
-        within = VALUES_FOLDER.encode() + b"/" + folder.name + b"/"
-        for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
-            try:
-                sizes.add((within + entry.name, entry.stat(follow_symlinks=False).st_size))
-            except FileNotFoundError:
-                continue
-    return sizes
+def write_value(root: Path, blob: Blob) -> ValueFile:
+    """Write a new file, durably. StoreError and its kinds, with no trace of the file left."""
+    digest = blob.header.key.digest
+    file = ValueFile(
+        f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{os.urandom(8).hex()}.kv", digest, blob.nbytes, 0o600
+    )
+    path = root / file.filename
+    try:
+        make_private_folder(path.parent)
+        write_durably(path, blob.pieces(), blob.nbytes)
+    except OSError as error:
+        raise write_failed(error, path, blob.nbytes) from error
+    return file
+
+
+def remove_values(root: Path, filenames: Iterable[str]) -> None:
+    """Unlink value files; what cannot be unlinked stays as an orphan, which check() and gc() see."""
+    for filename in filenames:
+        with suppress(OSError):
+            (root / filename).unlink()
 
 
 def files_of(root: Path, digest: str) -> list[Path]:
     """Every file that holds something of one key, the quarantine included."""
-    values = (root / VALUES_FOLDER / digest[:2]).glob(f"{digest}-*")
-    return sorted([*values, *(root / QUARANTINE_FOLDER).glob(f"{digest}-*")])
+    return sorted([*_values_of(root, digest), *quarantine_of(root).glob(f"{digest}-*")])
 
 
-def move_to_quarantine(root: Path, filename: str) -> None:
-    """Take a value file out of use; one that cannot be moved is unlinked, one that is gone is fine."""
-    path, folder = root / filename, root / QUARANTINE_FOLDER
-    try:
-        path.rename(folder / path.name)
-    except FileNotFoundError:
-        return
-    except OSError:
-        path.unlink(missing_ok=True)
-    trim_quarantine(root)
+def _values_of(root: Path, digest: str) -> Iterator[Path]:
+    return (root / VALUES_FOLDER / digest[:2]).glob(f"{digest}-*")
 
 
-def keep_evidence(root: Path, inline: bytes) -> None:
-    """Put what a refused row held inline into the quarantine."""
-    name = f"row-{os.urandom(8).hex()}.bin"
-    write_durably(root / QUARANTINE_FOLDER / name, [memoryview(inline)], len(inline))
-    trim_quarantine(root)
-
-
-def set_index_aside(root: Path) -> None:
-    """Move a damaged index, its log and its shared memory out of the way."""
-    token = os.urandom(8).hex()
-    for suffix in ("", "-wal", "-shm"):
+def move_to_quarantine(root: Path, digest: str) -> None:
+    """Take a key's files out of use; one that cannot be moved is unlinked."""
+    folder = quarantine_of(root)
+    for path in list(_values_of(root, digest)):
         try:
-            (root / (INDEX_NAME + suffix)).rename(root / QUARANTINE_FOLDER / f"index-{token}.db{suffix}")
-        except FileNotFoundError:
-            continue
+            path.rename(folder / path.name)
+        except OSError:
+            discard(path)
+    found = [(path.lstat().st_mtime_ns, path) for path in folder.iterdir()]
+    for _, path in sorted(found)[:-_QUARANTINE_FILES]:  # the newest few stay
+        discard(path)
+
+
+def remove_index(root: Path) -> None:
+    """Remove a damaged index, its log and its shared memory: kept, it would still have the keys of what is deleted."""
+    discard_database(root / INDEX_NAME)
     sync_folder(root)
-    trim_quarantine(root)
 
 
-def trim_quarantine(root: Path) -> None:
-    """Keep only the newest few damaged files."""
-    found = [(path.lstat().st_mtime_ns, path) for path in (root / QUARANTINE_FOLDER).iterdir()]
-    for _, path in sorted(found)[:-_QUARANTINE_FILES]:
-        path.unlink(missing_ok=True)
+def digest_in(filename: object) -> str | None:
+    """The key digest in a value file's name; None for any name that this store would not have given.
+
+    Rows are not trusted: a planted `../../thesis.txt` must be neither opened nor unlinked.
+    """
+    match = _FILENAME.fullmatch(filename) if isinstance(filename, str) else None
+    return match[2] if match else None

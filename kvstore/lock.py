@@ -1,32 +1,53 @@
-"""One change at a time: a lock over threads (RLock) and processes (flock) that a killed holder gives back.
+"""One writer at a time, over threads and processes: a lock file that says who holds it, and that ends with its holder.
 
-Readers never take it. Whoever holds it knows that a temporary file, or a file without a row, is left over
-from a crash, and not another process's put that has yet to commit.
+Readers never take it. Whoever holds the store's knows that a temporary file, or a file without a row, is left over
+from a crash, and not another process's put that has yet to commit. Chroma's files are silently corrupted by two
+writing processes, so whoever changes the library holds the home's.
 """
 
 import fcntl
+import json
 import os
+import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ragblend.kvstore.errors import StoreLockedError
-from ragblend.kvstore.files import identity, is_same_file, make_private_file
+from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, open_file
 
 _POLL_S = 0.005
+_SHORTEST_BYTES, _HOLDER_BYTES = 256, 65_536
 
 
-class WriterLock:
-    """Re-entrant in one thread; StoreLockedError after `timeout_s`."""
+@dataclass(frozen=True)
+class Hold:
+    """One time of writing. before: the mark that the last writer left, None if it was killed; mark: what we leave."""
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    before: str | None
+    mark: str
+
+
+class WriterLock(Closing):
+    """Re-entrant in one thread; StoreLockedError, naming the holder, after `timeout_s`. OSError for a link.
+
+    command: what to tell others who wait for it; the process's own command line without it.
+    """
+
+    def __init__(self, path: Path, timeout_s: float = 0.0, command: str = "") -> None:
         make_private_file(path)
         self.path, self.timeout_s = path, timeout_s
+        self._holder, self._before = _text(_holder(command or " ".join(sys.argv))), b""
         self._threads = threading.RLock()
         self._depth = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         self._identity = identity(os.fstat(self._fd))
 
     @contextmanager
@@ -40,6 +61,9 @@ class WriterLock:
                 self._lock_file(deadline)
             self._depth += 1
             try:
+                if self._depth == 1:
+                    self._before = os.pread(self._fd, _HOLDER_BYTES, 0)
+                    self._write(self._holder)
                 yield
             finally:
                 self._depth -= 1
@@ -48,29 +72,18 @@ class WriterLock:
         finally:
             self._threads.release()
 
+    @property
+    def before(self) -> dict[str, Any]:
+        """What the file said until the lock was taken."""
+        return _parsed(self._before)
+
+    def note(self, value: dict[str, Any]) -> None:
+        """Let the file say that, for others to read; a full disk must still let values be deleted."""
+        self._write(_text(value))
+
     def is_in_place(self) -> bool:
         """Whether the locked file is still the one that others would lock: the folder may have been moved."""
         return is_same_file(self.path, self._identity)
-
-    def _lock_file(self, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreLockedError(self._message()) from None
-                time.sleep(_POLL_S)
-        # Only for the message below, and a full disk must still let values be deleted.
-        with suppress(OSError):
-            os.pwrite(self._fd, f"{os.getpid():<20}".encode(), 0)
-
-    def _message(self) -> str:
-        holder = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        return (
-            f"changing the KV store at {self.path.parent} timed out: process {holder} is writing to it. "
-            "Try again when it is done, or stop that process."
-        )
 
     def close(self) -> None:
         with self._threads:
@@ -80,3 +93,84 @@ class WriterLock:
                 ):  # nothing was written that matters, and the descriptor is gone either way
                     os.close(self._fd)
                 self._fd = -1
+
+    def _lock_file(self, deadline: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreLockedError(self._message()) from None
+                time.sleep(_POLL_S)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, 0)  # no mark is as good as that of a killed writer
+
+    def _message(self) -> str:
+        holder = read_holder(self.path)
+        who = (
+            f"process {holder.get('pid')} on {holder.get('host')} "
+            f"(`{holder.get('command')}`, since {holder.get('since')})"
+            if holder
+            else "another process"
+        )
+        return (
+            f"Writing to {self.path.parent}: {who} is writing there, and one home takes one writer at a time. "
+            "Wait until it ends, stop it, or use another --home."
+        )
+
+
+@contextmanager
+def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
+    """Hold a lock without waiting, and leave a mark there. Raises StoreLockedError, naming the holder."""
+    with WriterLock(path, command=command) as lock, lock.hold():
+        hold = Hold(lock.before.get("mark"), secrets.token_hex(8))
+        try:
+            yield hold
+        finally:
+            # The file stays: unlinking it would let two processes hold locks on two files of one name.
+            lock.note({"mark": hold.mark})
+
+
+def read_holder(path: Path) -> dict[str, Any] | None:
+    """Who wrote the lock file last and has not let go; None when nobody has."""
+    found = _read(path)
+    return found if "pid" in found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fd = open_file(path)
+        try:
+            return _parsed(os.read(fd, _HOLDER_BYTES))
+        finally:
+            os.close(fd)
+    except OSError:
+        return {}
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(value: dict[str, Any]) -> bytes:
+    # Padded and cut behind the text: a file that is cut to nothing is written to the disk when it is closed.
+    return json.dumps(value).encode().ljust(_SHORTEST_BYTES)
+
+
+def _holder(command: str) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": command,
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }

@@ -1,27 +1,23 @@
-"""NodeIndex: which token ids, and which KV, a node id of a collection stands for.
+"""NodeIndex: which token ids, which KV, and which text in a prompt a node id of a collection stands for.
 
-Token ids can be decoded to text, so this file is as secret as the documents: 0600, deleted rows are
-overwritten, and the write-ahead log is emptied after every delete. It is rebuildable: a damaged file is removed
-and made anew.
+Token ids can be decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600,
+deleted rows are overwritten, and the write-ahead log is emptied after every delete. It is rebuildable: a damaged file
+is removed and made anew.
 """
 
 import logging
 import re
 import sqlite3
 import struct
-import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ragblend.kvstore.chunks import ChunkKey
-from ragblend.kvstore.closing import Closing
-from ragblend.kvstore.errors import StoreError, StoreFormatError
-from ragblend.kvstore.files import make_private_file, make_private_folder
-from ragblend.kvstore.keys import FORMAT_VERSION, pack_tokens, unpack_tokens
-from ragblend.kvstore.sqlite import DAMAGED, connect_rebuildable, error_code, index_failed, transaction
+from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
+from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile
 
 log = logging.getLogger(__name__)
 _SCHEMA = """
@@ -35,7 +31,20 @@ CREATE TABLE IF NOT EXISTS NodeKeys (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
+CREATE TABLE IF NOT EXISTS Passages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
+    length INTEGER NOT NULL, whole INTEGER NOT NULL, proof BLOB NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_id);
+CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
+# Row ids of passages only grow, so what another process added is what has a larger one than was seen.
+_KIND = Rebuildable(
+    "node index",
+    _SCHEMA,
+    FORMAT_VERSION,
+    "it fills as nodes are encoded and passages come, and `ragblend store repair` builds it from the documents",
+)
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
 
@@ -48,46 +57,35 @@ class Scope:
     tokenizer: str
 
 
-class NodeIndex(Closing):
-    """A small SQLite file, safe for threads and for several processes."""
+class Print(NamedTuple):
+    """What is kept of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of them.
 
-    def __init__(self, path: Path, sql: sqlite3.Connection) -> None:
-        self.path = path
-        self._sql = sql
-        self._lock = threading.RLock()
+    proof: a digest over node id and text; a row that damage has changed proves nothing.
+    """
+
+    head: int
+    length: int
+    whole: int
+    proof: bytes
+
+
+class NodeIndex(RebuildableFile):
+    """A small SQLite file, safe for threads and for several processes."""
 
     @classmethod
     def open(cls, path: Path) -> "NodeIndex":
         """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
-        try:
-            if not path.parent.exists():
-                make_private_folder(path.parent)
-            make_private_file(path)
-        except OSError as error:
-            raise StoreError(f"opening the node index {path} failed: {error}. Check who owns it.") from error
-        try:
-            try:
-                return cls(path, _connect(path))
-            except sqlite3.DatabaseError as error:
-                if error_code(error) not in DAMAGED:
-                    raise
-            log.warning("the node index %s is damaged; it is made anew and fills as nodes are encoded", path)
-            for suffix in ("", "-wal", "-shm"):  # not set aside: its bytes are text, and deletion is complete
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
-            make_private_file(path)
-            return cls(path, _connect(path))
-        except sqlite3.Error as error:
-            raise index_failed(error, path) from error
+        return cls(path, _KIND)
 
     def put_many(
-        self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey]]
+        self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]
     ) -> tuple[ChunkKey, ...]:
-        """Enter (node id, token ids, key) triples, all or none.
+        """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
 
         A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
         taken from it. Returns what is doomed now, see `doomed`.
         """
-        with self._transaction() as sql:
+        with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id, token_ids, key in nodes:
                 tokens, where = _pack(node_id, token_ids), (scope.collection, scope.tokenizer, node_id)
@@ -95,43 +93,73 @@ class NodeIndex(Closing):
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
                 sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
-                sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
+                if key is not None:
+                    sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
             return _doom(sql, dropped)
+
+    def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
+        """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
+        where = (scope.collection, scope.tokenizer, node_id)
+        with self.transaction() as sql:
+            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
+            if found is None or found[0] != _pack(node_id, token_ids):
+                return False
+            sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
+            return True
+
+    @contextmanager
+    def holding(self, scope: Scope, node_id: str, key: ChunkKey) -> Iterator[bool]:
+        """Whether the node still has the key; it cannot lose it before the block ends, in any process.
+
+        Who stores KV in the block leaves none of a node that was deleted meanwhile.
+        """
+        where = (key.digest, scope.collection, scope.tokenizer, node_id)
+        with self.transaction() as sql:
+            yield (
+                sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone() is not None
+            )
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here, or its row is damaged."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             where = (scope.collection, scope.tokenizer, node_id)
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
         return _unpack(node_id, found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
             return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
 
     def nodes_with(self, key: ChunkKey) -> list[tuple[Scope, str]]:
         """Every node whose KV is found under `key`."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             select = "SELECT collection, tokenizer, node_id FROM NodeKeys WHERE key = ?"
             return [(Scope(c, t), node_id) for c, t, node_id in sql.execute(select, (key.digest,))]
 
     def keys(self) -> set[ChunkKey]:
         """Every key that some node has: what `KVStore.gc(keep=...)` must keep."""
-        with self._connection() as sql:
+        with self.connection() as sql:
             return set(_chunk_keys(key for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")))
 
+    def keys_of(self, collection: str) -> set[ChunkKey]:
+        """Every key that a node of the collection has, for every tokenizer."""
+        with self.connection() as sql:
+            select = "SELECT DISTINCT key FROM NodeKeys WHERE collection = ?"
+            return set(_chunk_keys(key for (key,) in sql.execute(select, (collection,))))
+
     def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
-        """Remove nodes, for every tokenizer. Returns what is doomed now, see `doomed`."""
-        with self._transaction() as sql:
+        """Remove nodes, for every tokenizer, and their texts. Returns what is doomed now, see `doomed`."""
+        with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
                 where = (collection, node_id)
                 dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
                 sql.execute("DELETE FROM Nodes WHERE collection = ? AND node_id = ?", where)
+                _unregister(sql, *where)
             unused = _doom(sql, dropped)
-        self._truncate_log()
+        self.truncate_log()
         return unused
 
     def doomed(self) -> tuple[ChunkKey, ...]:
@@ -140,47 +168,95 @@ class NodeIndex(Closing):
         They are noted in the transaction that took the node away, until `buried` says that it is done: a kill in
         between leaves KV that can be turned into text, and the next call finds it.
         """
-        with self._connection() as sql:
+        with self.connection() as sql:
             return _doom(sql, set())
 
     def buried(self, keys: Iterable[ChunkKey]) -> None:
         """The store has deleted these."""
-        with self._transaction() as sql:
+        with self.transaction() as sql:
             sql.executemany("DELETE FROM Doomed WHERE key = ?", [(key.digest,) for key in keys])
-        self._truncate_log()
+        self.truncate_log()
 
-    def close(self) -> None:
-        with self._lock:
-            self._sql.close()
+    # --- passages: texts that are looked for in prompts
 
-    def _truncate_log(self) -> None:
-        with self._connection() as sql:
-            busy = sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        if busy:
-            log.warning("%s-wal keeps deleted token ids until its other readers are done", self.path)
-
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with self._lock:
-                yield self._sql
-        except sqlite3.Error as error:
-            raise index_failed(error, self.path) from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as sql, transaction(sql):
-            yield sql
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    def refused(found: int) -> StoreFormatError:
-        return StoreFormatError(
-            f"opening the node index {path}: expected format {FORMAT_VERSION}, found {found}. Remove "
-            "that file and run `ragblend store repair`: it is rebuilt from the documents."
+    def register(self, collection: str, prints: Mapping[str, Print | None]) -> int:
+        """Have each node id stand for that text, and no other (None: for none); how many were new. All or none."""
+        select = "SELECT proof FROM Passages WHERE collection = ? AND node_id = ?"
+        insert = (
+            "INSERT INTO Passages (collection, node_id, head, length, whole, proof) VALUES (?, ?, ?, ?, ?, ?)"
         )
+        with self.transaction() as sql:
+            new = replaced = 0
+            for node_id, found in prints.items():
+                where = (collection, _blob(node_id))
+                before = sql.execute(select, where).fetchone()
+                if before is not None and found is not None and before[0] == found.proof:
+                    continue
+                replaced += _unregister(sql, collection, node_id)
+                if found is not None:
+                    sql.execute(
+                        insert, (*where, _signed(found.head), found.length, _signed(found.whole), found.proof)
+                    )
+                    new += 1
+        if replaced:
+            self.truncate_log()
+        return new
 
-    return connect_rebuildable(path, _SCHEMA, FORMAT_VERSION, refused)
+    def unregister(self, collection: str, node_ids: Iterable[str]) -> int:
+        """Find their texts in no prompt any more; how many there were."""
+        with self.transaction() as sql:
+            count = sum(_unregister(sql, collection, node_id) for node_id in node_ids)
+        self.truncate_log()
+        return count
+
+    def registered(self, collection: str) -> int:
+        """How many texts of the collection are looked for."""
+        with self.connection() as sql:
+            select = "SELECT COUNT(*) FROM Passages WHERE collection = ?"
+            return int(sql.execute(select, (collection,)).fetchone()[0])
+
+    def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
+        """Row id, head, length and whole of what has a larger row id, ascending; without damaged rows."""
+        # The plus keeps SQLite from an index, after which it would have to sort.
+        select = "SELECT id, head, length, whole FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
+        with self.connection() as sql:
+            rows = sql.execute(select, (row_id, collection)).fetchall()
+        sound = (row for row in rows if all(isinstance(number, int) for number in row) and row[2] > 0)
+        return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in sound]
+
+    def claims(self, collection: str, whole: int) -> list[tuple[str, object]]:
+        """Node id and proof of every text with that hash, by node id."""
+        select = "SELECT node_id, proof FROM Passages WHERE collection = ? AND whole = ? ORDER BY node_id"
+        with self.connection() as sql:
+            rows = sql.execute(select, (collection, _signed(whole))).fetchall()
+        return [(_text(node_id), proof) for node_id, proof in rows]
+
+    def changes(self) -> tuple[int, int, int]:
+        """Another value says that something has changed; another first number, that the file is another one."""
+        with self.connection() as sql:
+            others = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts the commits of others
+            return self.generation, others, sql.total_changes
+
+
+def _unregister(sql: sqlite3.Connection, collection: str, node_id: str) -> int:
+    delete = "DELETE FROM Passages WHERE collection = ? AND node_id = ?"
+    return sql.execute(delete, (collection, _blob(node_id))).rowcount
+
+
+def _blob(node_id: str) -> bytes:
+    return node_id.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
+
+
+def _text(found: object) -> str:
+    """A row's node id; what damage has made no UTF-8 becomes something else, and its proof fails."""
+    try:
+        return found.decode("utf-8", "surrogatepass") if isinstance(found, bytes) else ""
+    except UnicodeDecodeError:
+        return ""
+
+
+def _signed(key: int) -> int:
+    return key - (1 << 64) if key >> 63 else key
 
 
 def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) -> set[str]:

@@ -1,15 +1,20 @@
-"""What every SQLite file of ours needs: transactions, what damage looks like, errors with names. No torch in here."""
+"""Every SQLite file of ours is opened here: transactions, what damage looks like, errors with names. No torch."""
 
+import logging
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from diskcache import Timeout
 
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
+from ragblend.kvstore.files import Closing, discard_database, make_private_file, make_private_folder
 
+log = logging.getLogger(__name__)
 BUSY_SECONDS = 30.0
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -20,9 +25,13 @@ SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
 _RETRY_SECONDS = 0.005
 
 
-def connect(path: Path) -> sqlite3.Connection:
+class DamagedFileError(StoreError):
+    """A file that can be had again was damaged, and is empty now."""
+
+
+def connect(path: Path | str, timeout_s: float = BUSY_SECONDS) -> sqlite3.Connection:
     """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
-    return sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
 
 def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
@@ -41,32 +50,6 @@ def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
         time.sleep(_RETRY_SECONDS)
     for pragma in (f"synchronous = {synchronous}", "secure_delete = ON"):
         sql.execute(f"PRAGMA {pragma}").fetchall()
-
-
-def connect_rebuildable(
-    path: Path, schema: str, version: int, refused: Callable[[int], StoreFormatError]
-) -> sqlite3.Connection:
-    """Open or make a file whose content can be had again; sqlite3.DatabaseError (SQLITE_CORRUPT) if it is damaged.
-
-    schema: statements that may be run again; refused(found): the error for a file of another version, which is left
-    as it is.
-    """
-    sql = connect(path)
-    try:
-        found = sql.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, version):
-            raise refused(found)
-        if problems := integrity(sql, 1):
-            damage = sqlite3.DatabaseError(problems[0])
-            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise damage
-        write_ahead(sql)
-        sql.executescript(schema)
-        sql.execute(f"PRAGMA user_version = {version}")
-    except BaseException:
-        sql.close()
-        raise
-    return sql
 
 
 def lenient_text(raw: bytes) -> str:
@@ -100,9 +83,38 @@ def transaction(sql: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def erase_log(sql: sqlite3.Connection) -> bool:
+    """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
+    return not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+
+
+def erase(sql: sqlite3.Connection, folder: Path) -> bool:
+    """Write the file anew, without what was deleted; False while others use it for long, or without room for a copy.
+
+    SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it once
+    moved rows about. The copy of the file that this needs is made in `folder`.
+    """
+    sql.execute(f"PRAGMA temp_store_directory = '{str(folder).replace(chr(39), chr(39) * 2)}'")
+    try:
+        sql.execute("VACUUM")
+    except sqlite3.OperationalError as error:
+        if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
+            raise
+        erase_log(sql)
+        return False
+    finally:
+        sql.execute("PRAGMA temp_store_directory = ''")
+    return erase_log(sql)
+
+
 def error_code(error: Exception) -> int:
     """SQLite's primary code; 0 for what Python's module raises by itself (text that is not UTF-8, say)."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an exception out of SQLite says that the file is damaged."""
+    return isinstance(error, UnicodeDecodeError) or error_code(error) in DAMAGED
 
 
 def index_failed(error: Exception, path: Path) -> StoreError:
@@ -122,3 +134,160 @@ def index_failed(error: Exception, path: Path) -> StoreError:
         f"using {path} failed: {error}. If it persists, close every program that uses this home and run "
         "`ragblend store repair`; KV can be rebuilt, and no document is in there."
     )
+
+
+@dataclass(frozen=True)
+class Rebuildable:
+    """A file whose content can be had again. what: its name in messages; schema: statements that may be run again;
+
+    version: of the schema and of what stands in it; remedy: how it fills again.
+    """
+
+    what: str
+    schema: str
+    version: int
+    remedy: str
+
+    def is_other(self, found: dict[str, str]) -> bool:
+        """Whether one of these tables and indexes was made by another statement than the schema's."""
+        with closing(connect(":memory:")) as sql:
+            sql.executescript(self.schema)
+            return any(found.get(name, made) != made for name, made in _layout(sql).items())
+
+
+class RebuildableFile(Closing):
+    """One connection to such a file for the threads of this process, which take turns.
+
+    A damaged file is removed and made anew, not set aside: its bytes are text, and deletion is complete. Another
+    process may do so too, and is followed. Raises StoreError and its kinds, StoreFormatError for another version.
+    """
+
+    def __init__(self, path: Path, kind: Rebuildable) -> None:
+        self.path, self._kind = path, kind
+        self._lock = threading.RLock()
+        self._sql: sqlite3.Connection | None = None
+        self._inode, self._closed = 0, False
+        self.generation = 0  # another number says that it is another file
+        with self.connection():
+            pass
+
+    @contextmanager
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        """For statements of one's own, one thread at a time; DamagedFileError if the file is a new one now."""
+        with self._lock:
+            try:
+                sql = self._connected()
+            except OSError as error:
+                raise StoreError(
+                    f"opening the {self._kind.what} {self.path} failed: {error}. Check who owns it."
+                ) from error
+            except SQL_ERRORS as error:
+                raise index_failed(error, self.path) from error
+            try:
+                yield sql
+            except SQL_ERRORS as error:
+                if not is_damage(error):
+                    raise index_failed(error, self.path) from error
+                self._make_anew()
+                raise DamagedFileError(f"using {self.path}: it was damaged and is made anew.") from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing."""
+        with self.connection() as sql, transaction(sql):
+            yield sql
+
+    def truncate_log(self) -> None:
+        """Take what was deleted out of the write-ahead log as well."""
+        with self.connection() as sql:
+            done = erase_log(sql)
+        if not done:
+            log.warning("%s-wal keeps what was deleted until its other readers are done", self.path)
+
+    def erase(self) -> bool:
+        """Leave no byte of what was deleted in the file; False while others use it for long."""
+        with self.connection() as sql:
+            return erase(sql, self.path.parent)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._closed:
+            raise StoreError(f"the {self._kind.what} {self.path} has been closed; open it again")
+        if self._sql is not None and _inode(self.path) == self._inode:
+            return self._sql
+        try:
+            return self._open()
+        except SQL_ERRORS as error:
+            if not is_damage(error):
+                raise
+            self._make_anew()
+            return self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        self._disconnect()
+        if (
+            not self._inode and not self.path.parent.exists()
+        ):  # a folder that was removed meanwhile stays away
+            make_private_folder(self.path.parent)
+        make_private_file(self.path)
+        self._inode, sql = _inode(self.path), connect(self.path)
+        try:
+            self._prepare(sql)
+        except BaseException:
+            sql.close()
+            raise
+        self._sql, self.generation = sql, self.generation + 1
+        return sql
+
+    def _prepare(self, sql: sqlite3.Connection) -> None:
+        found, version = sql.execute("PRAGMA user_version").fetchone()[0], self._kind.version
+        if found not in (0, version):
+            raise StoreFormatError(
+                f"opening the {self._kind.what} {self.path}: expected format {version}, found {found}. Remove that "
+                f"file: {self._kind.remedy}."
+            )
+        if problems := integrity(sql, 1):
+            raise _damage(problems[0])
+        # A flipped bit in the text of a table is no damage to SQLite, and every statement may fail by it.
+        if self._kind.is_other(_layout(sql)):
+            raise _damage("its tables are others")
+        write_ahead(sql)
+        sql.executescript(self._kind.schema)
+        sql.execute(f"PRAGMA user_version = {version}")
+
+    def _make_anew(self) -> None:
+        """Remove the file, unless another process has put a new one in its place."""
+        self._disconnect()
+        if _inode(self.path) != self._inode:
+            return
+        log.warning(
+            "the %s %s is damaged; it is made anew: %s", self._kind.what, self.path, self._kind.remedy
+        )
+        discard_database(self.path)
+
+    def _disconnect(self) -> None:
+        if self._sql is not None:
+            self._sql.close()
+        self._sql = None
+
+
+def _damage(why: str) -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError(why)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def _layout(sql: sqlite3.Connection) -> dict[str, str]:
+    """Each table and index, and the statement that made it."""
+    return dict(sql.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0

@@ -3,29 +3,51 @@
 Errors are raised only for what the caller must know: no room, no access, another format.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 
-from ragblend.kvstore.admission import Newcomer, admit
-from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.chunks import ChunkKey, ChunkKV
+from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
+from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec
-from ragblend.kvstore.errors import StoreFullError
-from ragblend.kvstore.files import write_failed
-from ragblend.kvstore.index import drop
-from ragblend.kvstore.layout import files_of, value_files
-from ragblend.kvstore.memory import MemoryTier
-from ragblend.kvstore.opening import default_budget_bytes, open_index
+from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
+from ragblend.kvstore.files import DAMAGE, Closing, open_file
+from ragblend.kvstore.index import FOREIGN, Index
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
+from ragblend.kvstore.lock import WriterLock
+from ragblend.kvstore.memory import Held, MemoryTier, whole
 from ragblend.kvstore.policy import policy_named
-from ragblend.kvstore.reading import ReadingStore
-from ragblend.kvstore.state import Cost
-from ragblend.kvstore.stats import Counts, StoreStats, read_totals, with_unwritten
-from ragblend.kvstore.upkeep import GcReport, Problem, check_files, collect, remove_files, repair
-from ragblend.kvstore.uses import Uses
+from ragblend.kvstore.upkeep import (
+    NO_DAMAGE,
+    OUT_OF_USE,
+    GcReport,
+    Problem,
+    check_files,
+    collect,
+    default_budget_bytes,
+    made_anew,
+    name_in,
+    open_folder,
+    open_index,
+    opening,
+    refuse,
+    remove_files,
+    sweep,
+)
+from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
+log = logging.getLogger(__name__)
+Cost = Callable[[int, int], float]
+AT_ONCE = 64  # evictions, where a budget was lowered
 _COUNTS_AT_A_TIME = 64
+_QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
 
 
 def same_cost(cached_tokens: int, new_tokens: int) -> float:
@@ -33,8 +55,10 @@ def same_cost(cached_tokens: int, new_tokens: int) -> float:
     return 1.0
 
 
-class KVStore(ReadingStore):
+class KVStore(Closing):
     """Safe for threads, and for several processes: readers never wait for a writer, writers take turns."""
+
+    name = "disk"  # as a tier
 
     @classmethod
     def open(
@@ -47,19 +71,70 @@ class KVStore(ReadingStore):
     ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
-        budget_bytes bounds the values' bytes on the disk, at every put (None: a quarter of what is free there and
-        taken by them); tiers: memory above it, the fastest first, for what is used (see `promote`); policy: a row of
-        POLICIES, from now on everybody's who has the store open (None: as it was, at first DEFAULT_POLICY);
-        cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit. Raises
-        StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
+        budget_bytes bounds the values' bytes on the disk (None: a quarter of what is free there and taken by them): a
+        put that goes beyond it evicts what it adds, at least, so that a lowered budget is worked off by puts, some
+        values each, or by `gc` at once; tiers: memory above it, the fastest first, for what is used (see `promote`);
+        policy: a row of POLICIES, from now on everybody's who has the store open (None: as it was, at first
+        DEFAULT_POLICY); cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit.
+        Raises StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown
+        policy.
         """
-        uses = Uses(None if policy is None else policy_named(policy))
-        opened = open_index(Path(root), uses)
-        if budget_bytes is None:
-            budget_bytes = default_budget_bytes(Path(root), opened.index.totals()[1])
-        store = cls(Path(root), budget_bytes, opened, uses, tiers, cost)
-        store._counters.add(quarantined=opened.refused)
+        wanted = None if policy is None else policy_named(policy)
+        store = cls(Path(root), tiers, cost)
+        with ExitStack() as opened, opening(store.root):
+            store._lock = opened.enter_context(open_folder(store.root))
+            with store._lock.hold():
+                store._index, untrusted = open_index(store.root)
+                opened.enter_context(store._index)
+                store._ledger = Ledger(store.root / LEDGER_NAME, wanted, store._counted)
+                opened.enter_context(store._ledger)
+                store._counters.add(quarantined=int(untrusted not in NO_DAMAGE))
+                try:
+                    store._settle()
+                except CorruptBlobError as error:  # a row that diskcache can neither read nor delete
+                    store._make_anew(str(error))
+            if budget_bytes is None:
+                budget_bytes = default_budget_bytes(store.root, store._index.totals[1])
+            opened.pop_all()  # all is well, so all stays open
+        store.budget_bytes = budget_bytes
         return store
+
+    def __init__(self, root: Path, tiers: Sequence[MemoryTier], cost: Cost) -> None:
+        self.root, self.tiers, self._cost = root, tuple(tiers), cost
+        self.budget_bytes = 0
+        self._lock: WriterLock
+        self._index: Index
+        self._ledger: Ledger
+        self._counters = Counters()
+        self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
+        self._unsettled = self._closed = False
+
+    def _settle(self) -> None:
+        """Bring files, index and ledger in line with each other."""
+        stored, refused = sweep(self.root, self._index, self._ledger.sizes())
+        self._counters.add(quarantined=refused)
+        self._ledger.settle(stored)
+
+    def _make_anew(self, why: str) -> None:
+        self._counters.add(quarantined=1)
+        self._index.close()
+        self._index = made_anew(self.root, why)
+        self._settle()
+
+    def close(self) -> None:
+        """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
+        if self._closed:
+            return
+        try:
+            with self._ledger.changing():
+                pass
+        except StoreError as error:
+            log.warning("what this session used and counted is lost: %s", error)
+        self._closed = True
+        for tier in self.tiers:
+            tier.clear()
+        for each in (self._index, self._ledger, self._lock):
+            each.close()
 
     # --- changing
 
@@ -70,96 +145,294 @@ class KVStore(ReadingStore):
         StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
         blob = Blob.of(key, chunk, codec)
-        nbytes = blob.nbytes
-        if nbytes > self.budget_bytes:
+        if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
-                f"storing {len(chunk.token_ids)} tokens takes {nbytes:,} bytes, more than the budget "
+                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
         cost = self._cost(chunk.start, len(chunk.token_ids))
-        with self._changing():
-            filename = self._write(blob)
+        with self._changing() as index:
+            file = write_value(self.root, blob)
             try:
-                unnamed = self._enter(Newcomer(key.digest, filename, nbytes, cost))
-            except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
-                self._drop_if_unnamed(key.digest, filename)
-                raise
+                with self._committing(_COUNTS_AT_A_TIME) as (change, unnamed):
+                    before = index.totals[1]
+                    index.set(file)
+                    grown_bytes = index.totals[1] - before
+                    self._ledger.arrived(change, key.digest, blob.nbytes, cost)
+                    evicted = self._make_room(change, grown_bytes, spare=key.digest)
+            except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
+                if name_in(index, key.digest) != file.filename:
+                    remove_values(self.root, [file.filename])
+                    raise
+                if not isinstance(error, StoreError):
+                    raise
+                log.warning("the value is stored, the ledger of uses is brought in line later: %s", error)
             for tier in self.tiers:  # another value may have lain under this key
                 tier.delete(key)
-            for name in unnamed:
-                self._cache.disk.remove(name)
+            self._counters.add(evictions=evicted)
+            remove_values(self.root, unnamed)
 
-    def _write(self, blob: Blob) -> str:
-        disk = self._cache.disk
-        try:
-            filename: str = disk.store(blob, False, key=blob.header.key.digest)[2]
-        except OSError as error:
-            raise write_failed(error, self.root / disk.last_written, blob.nbytes) from error
-        return filename
+    def _make_room(self, change: Change, needed_bytes: int = 0, spare: str = "") -> int:
+        """Evict what is beyond the budget, the lowest values first: how many.
 
-    def _enter(self, new: Newcomer) -> list[str | None]:
-        """Name the file in the index and evict what is too much then; the files that no row names any more."""
-        with self._recording(_COUNTS_AT_A_TIME) as sql:
-            admitted = admit(sql, self._uses, new, self.budget_bytes)
-        self._counters.add(evictions=admitted.evicted)
-        return admitted.unnamed
+        At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
+        more, and who puts a value waits for it.
+        """
+        excess_bytes, freed_bytes, extra = self._excess_bytes, 0, 0
+        victims, ghosts = [], []
+        for lowest in change.in_order(spare) if excess_bytes > 0 else ():
+            if not self._index.delete(lowest.digest):
+                ghosts.append(lowest.digest)  # the index's part of that change was never committed
+                continue
+            extra += freed_bytes >= needed_bytes
+            victims.append(lowest)
+            freed_bytes += lowest.nbytes
+            if freed_bytes >= excess_bytes or extra == AT_ONCE:
+                break
+        change.evict(victims)
+        self._ledger.forget(change, ghosts)
+        self._unsettled |= (
+            freed_bytes < excess_bytes and extra < AT_ONCE
+        )  # there are values that it does not know
+        return len(victims)
 
-    def _drop_if_unnamed(self, digest: str, filename: str) -> None:
-        row = self._index.row(digest)
-        if row is None or row.filename != filename:
-            self._cache.disk.remove(filename)
+    @property
+    def _excess_bytes(self) -> int:
+        count, nbytes = self._index.totals
+        if nbytes < 0:  # a damaged row had a larger size, and is gone
+            nbytes = sum(self._sizes().values())
+            self._index.recount(count, nbytes)
+        return nbytes - self.budget_bytes
+
+    def _sizes(self) -> dict[str, int]:
+        """The bytes of every value by its key, in the order they came."""
+        sizes = {file.filename: file.nbytes for file in value_files(self.root)}
+        index = self._live_index()
+        named = {digest: name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
+        return {digest: sizes[name] for digest, name in named.items() if name in sizes}
 
     def delete(self, key: ChunkKey) -> int:
         """Remove every byte of a value, quarantined copies and counts too; bytes freed. StoreError if a file stays."""
         for tier in self.tiers:
             tier.delete(key)
         with self._changing() as index:
-            # Files before the row: a kill in between leaves a miss, not a file that adopt() would bring back.
+            # Files before the row: a kill in between leaves a miss, not a file that would be entered again.
             report = remove_files(files_of(self.root, key.digest))
-            row = index.row(key.digest)
-            with self._recording() as sql:
-                self._uses.forget(sql, [key.digest])
-                if row is not None:
-                    drop(sql, row.rowid)
+            with self._committing() as (change, _):
+                index.delete(key.digest)
+                self._ledger.forget(change, [key.digest])
             index.truncate_log()
+            self._ledger.truncate_log()
             return report.bytes
+
+    # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the index has this key; the value is not looked at."""
+        return name_in(self._live_index(), key.digest) is not None
+
+    def open_chunk(
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        geometry: Geometry | None = None,
+        start: int | None = None,
+    ) -> ChunkReader | Held | None:
+        """A reader of the fastest tier that has it; None is a miss (absent, or damaged).
+
+        Damaged is what holds another key or other token ids, and, where they are given, another geometry or start: a
+        key stands for them too, and a checksum is right for whatever was written.
+        """
+        # What another process deleted is deleted: the index has the last word on whether there is such a value.
+        self._ledger.used(key.digest)
+        for tier in self.tiers if self.tiers and self.contains(key) else ():
+            if (held := tier.open_chunk(key, token_ids)) is not None:
+                return held
+        reader = self._open(key, tuple(token_ids), geometry, start)
+        self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
+        return reader
+
+    def will_need(self, key: ChunkKey) -> None:
+        """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
+        path = self._path_of(key)
+        if path is None or not hasattr(os, "posix_fadvise"):
+            return
+        try:
+            fd = open_file(path)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
+        except OSError as error:  # evicted meanwhile, say: its use will tell
+            log.debug("reading ahead %s: %s", path, error)
+
+    def promote(
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        geometry: Geometry | None = None,
+        start: int | None = None,
+    ) -> None:
+        """Bring a value that was used one tier up, if there is one; for when nobody waits. See `open_chunk`."""
+        wanting: MemoryTier | None = None
+        source: ChunkReader | Held | None = None
+        for tier in self.tiers:  # the fastest first
+            if (source := tier.peek(key, token_ids)) is not None:
+                break
+            wanting = tier
+        if wanting is None or not self.contains(key):
+            return
+        with contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
+            source = source or self._open(key, tuple(token_ids), geometry, start)
+            if source is not None:
+                with source:
+                    wanting.admit(key, source, self._ledger.entry(key.digest))
+        if not self.contains(key):  # deleted meanwhile
+            wanting.delete(key)
+
+    def write_uses(self, at_least: int = 64) -> None:
+        """Write down what was used, for other processes to know, if so much waits; for when nobody does."""
+        self._live_index()
+        if self._ledger.waiting >= at_least:
+            try:
+                with self._ledger.changing():
+                    pass
+            except StoreError as error:  # the next change, or the next time, writes it
+                log.warning("what was used cannot be written: %s", error)
+
+    def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
+        """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
+        reader = self.open_chunk(key, token_ids)
+        if reader is None:
+            return None
+        with reader:
+            try:
+                return whole(reader)
+            except CorruptBlobError:
+                return None
+
+    def _open(
+        self, key: ChunkKey, token_ids: tuple[int, ...], geometry: Geometry | None, start: int | None
+    ) -> ChunkReader | None:
+        missing: Path | None = None
+        while (path := self._path_of(key)) is not None:
+            try:
+                damaged = partial(self._spoiled, key, path)
+                return open_verified(path, key, token_ids, damaged, geometry, start)
+            except FileNotFoundError:
+                if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
+                    self._quarantine(key, path, "the index names a file that is not there")
+                    return None
+                missing = path
+            except (CorruptBlobError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in DAMAGE:
+                    log.warning("KV of chunk %s cannot be opened: %s", key.digest[:12], error)
+                else:
+                    self._quarantine(key, path, str(error))
+                return None
+        return None
+
+    def _path_of(self, key: ChunkKey) -> Path | None:
+        index = self._live_index()
+        try:
+            filename = index.filename(key.digest)
+        except CorruptBlobError as error:
+            self._quarantine(key, None, str(error))
+            return None
+        except StoreError as error:
+            log.warning("%s", error)  # a miss: the caller goes on without us
+            return None
+        return None if filename is None else self.root / filename
+
+    def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
+        """A layer of an open value is damaged: what was counted a hit is a miss."""
+        self._counters.add(hits=-1, misses=1)
+        self._quarantine(key, path, what)
+
+    def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
+        """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
+        try:
+            with self._changing(_QUARANTINE_WAIT_S) as index:
+                if path is not None and self.root / str(name_in(index, key.digest)) != path:
+                    return  # evicted or replaced meanwhile
+                refuse(self.root, index, key.digest)
+        except (StoreError, OSError) as error:
+            log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
+            return
+        self._counters.add(quarantined=1)
+        log.warning("KV of chunk %s is in quarantine and will be encoded anew: %s", key.digest[:12], why)
 
     # --- looking after
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys as they are now, oldest first."""
-        return iter([ChunkKey(row.digest) for row in self._live_index().rows() if row.digest])
+        return iter([ChunkKey(digest) for digest in self._live_index().digests() if digest != FOREIGN])
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """How many bytes each value takes, as they are now."""
+        return {ChunkKey(digest): nbytes for digest, nbytes in self._sizes().items()}
 
     def check(self) -> list[Problem]:
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._changing() as index:  # for the listing only: it must not see half a put
-            files, rows = list(value_files(self.root)), index.rows()
-        return list(check_files(self.root, index, files, rows))
+            files, digests = list(value_files(self.root)), index.digests()
+        return list(check_files(self.root, index, files, digests))
 
     def repair(self) -> list[Problem]:
         """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
         problems = self.check()
         with self._changing() as index:
-            self._counters.add(quarantined=repair(self.root, index, problems))
+            bad = {problem.key.digest for problem in problems if problem.key and problem.kind in OUT_OF_USE}
+            for digest in bad:
+                refuse(self.root, index, digest)
+            self._counters.add(quarantined=len(bad))
+            damaged = [each.message for each in problems if each.kind in ("index", "foreign-row")]
+            if damaged:
+                self._make_anew(damaged[0])
+            else:
+                self._settle()
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
-        """Remove orphans, temporary files, the quarantine and, given `keep`, every other key's value."""
+        """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
         wanted = None if keep is None else {key.digest for key in keep}
         with self._changing() as index:
+            dropped = [] if wanted is None else [each for each in index.digests() if each not in wanted]
+            report = collect(self.root, index, dropped)
             if wanted is not None:
-                with index.transaction() as sql:
-                    self._uses.keep_only(sql, wanted)
-            report = collect(self.root, index, wanted)
+                with self._ledger.changing() as change:
+                    self._ledger.keep_only(change, wanted)
+                self._ledger.truncate_log()
+        while (evicted := self._evict_some()).files:
+            report += evicted
         for tier in self.tiers:
             for key in filterfalse(self.contains, tier.keys()):
                 tier.delete(key)
         return report
 
+    def _evict_some(self) -> GcReport:
+        """Of what is beyond the budget, so much that others need not wait long for the lock."""
+        with self._changing() as index:
+            before = index.totals[1]
+            with self._committing() as (change, unnamed):
+                evicted = self._make_room(change)
+            self._counters.add(evictions=evicted)
+            remove_values(self.root, unnamed)
+            return GcReport(evicted, before - index.totals[1])
+
+    @property
+    def room_bytes(self) -> int:
+        """What may still be put before anything is evicted."""
+        return self.budget_bytes - self._live_index().totals[1]
+
+    def asked(self) -> dict[str, float]:
+        """How often what is not stored was asked for, by digest, as far as that is remembered."""
+        return self._ledger.asked()
+
     @property
     def policy(self) -> str:
         """What the disk evicts by: a row of POLICIES."""
-        return self._uses.policy.name
+        return self._ledger.policy.name
 
     def stats(self) -> StoreStats:
         """Entries and bytes of the store, and what this process asked of it, on whichever tier it was found."""
@@ -178,9 +451,51 @@ class KVStore(ReadingStore):
 
         Tiers that only other processes have are there as well.
         """
-        with self._live_index().connection() as sql:
-            totals = read_totals(sql)
-        return with_unwritten(totals, self._counted)
+        return self._ledger.totals()
 
     def _disk_stats(self) -> StoreStats:
-        return self._counters.stats(*self._live_index().totals(), self.budget_bytes)
+        return self._counters.stats(*self._live_index().totals, self.budget_bytes)
+
+    @contextmanager
+    def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
+        """Be the only one, of all threads and processes, that changes the store; OSError becomes StoreError."""
+        self._live_index()
+        try:
+            with self._lock.hold(timeout_s):
+                index = self._live_index()
+                if not (self._lock.is_in_place() and index.is_in_place()):
+                    raise StoreError(
+                        f"the KV store at {self.root} was moved or removed, or another process made its damaged index "
+                        "anew. Open it again."
+                    )
+                try:
+                    yield index
+                except CorruptBlobError as error:
+                    self._make_anew(str(error))
+                    raise StoreError(f"{error}. The index was made anew; try again.") from error
+        except OSError as error:
+            raise StoreError(
+                f"changing the KV store at {self.root} failed: {error}. Check the disk and the folder's permissions."
+            ) from error
+
+    @contextmanager
+    def _committing(self, counts_at_least: int = 1) -> Iterator[tuple[Change, list[str]]]:
+        """A transaction of the index, and then of the ledger; the list is of files that no row names any more.
+
+        The index has the last word: a ledger that could not follow is brought in line by the next one.
+        """
+        settle, self._unsettled = self._unsettled, False
+        try:
+            with self._ledger.changing(counts_at_least) as change:
+                if settle:
+                    change.settle(self._sizes(), None)
+                with self._index.changing() as unnamed:
+                    yield change, unnamed
+        except BaseException:
+            self._unsettled = True
+            raise
+
+    def _live_index(self) -> Index:
+        if self._closed:
+            raise StoreError(f"the KV store at {self.root} has been closed; open it again")
+        return self._index

@@ -1,8 +1,10 @@
-"""Uses: how often each value on the disk was asked for and what it costs, and therefore which one goes next.
+"""The ledger: how often each value was asked for and what it costs, and so which one goes next; and what was counted.
 
-The arithmetic is policy.py's, as in the memory tiers; the order is kept by an index of SQLite's, in rows beside those
-of the store. So a store of 100,000 values opens without reading them, all processes see one order, and a use or a
-victim costs O(log n). Uses are numbered: no clock is asked, so none can jump.
+The arithmetic is policy.py's; the order is kept by an index of SQLite's, in a file of its own beside the store's index.
+So a store of 100,000 values opens without reading them, all processes see one order, and a use or a victim costs
+O(log n). Uses are numbered: no clock is asked, so none can jump. Tiers in memory rank what comes up to them by the same
+entries. The store's index has the last word on what is stored: the ledger is brought in line with it at every open, and
+a damaged one begins anew.
 
 Retrievals wait in memory and are written with the next change: a hit costs no write and no fsync. Who is killed before
 that loses the order of these uses and nothing else.
@@ -10,203 +12,374 @@ that loses the order of these uses and nothing else.
 
 import sqlite3
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
+from ragblend.kvstore.keys import FORMAT_VERSION
 from ragblend.kvstore.policy import (
     DEFAULT_POLICY,
+    HALF_LIFE_USES,
     POLICIES,
     Entry,
     Policy,
     clock_after,
     computed,
     joined,
+    ranked,
     used,
 )
-from ragblend.kvstore.ranking import REMEMBERED
-from ragblend.kvstore.use_rows import (
-    Known,
-    State,
-    Stored,
-    enter,
-    forget,
-    half_life_of,
-    in_order,
-    keep,
-    mend,
-    rank_anew,
-    rank_the_unranked,
-    read_gone,
-    read_state,
-    read_stored,
-    save_state,
-    trim_gone,
-)
+from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile
 
+REMEMBERED = 20_000  # values that are gone and whose count goes on; about 5 MB
 _TRIM_EVERY = 1000  # evictions: the rows of what is gone are counted one by one
+# Uses with 0 bytes are of what was evicted, whose count goes on (RAGCache's frequency counts retrievals, found or not).
+# SQLite's integrity check finds numbers that damage has made impossible.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS Uses (
+    digest TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used_at REAL NOT NULL, frequency REAL NOT NULL,
+    cost REAL NOT NULL, computations INTEGER NOT NULL, priority REAL NOT NULL,
+    CHECK (typeof(digest) = 'text' AND typeof(bytes) = 'integer' AND typeof(used_at) = 'real'
+        AND typeof(frequency) = 'real' AND typeof(cost) = 'real' AND typeof(computations) = 'integer'
+        AND typeof(priority) = 'real'),
+    CHECK (bytes >= 0 AND used_at BETWEEN 0 AND 1e15 AND frequency BETWEEN 0 AND 1e15 AND cost BETWEEN 0 AND 1e15
+        AND computations >= 0 AND ABS(priority) <= 1e30)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS UsesInOrder ON Uses (priority, used_at) WHERE bytes > 0;
+CREATE TABLE IF NOT EXISTS Ranking (
+    only INTEGER PRIMARY KEY, policy TEXT NOT NULL, uses REAL NOT NULL, clock REAL NOT NULL,
+    CHECK (typeof(uses) = 'real' AND typeof(clock) = 'real')
+);
+CREATE TABLE IF NOT EXISTS Totals (
+    tier TEXT PRIMARY KEY, hits INTEGER NOT NULL, misses INTEGER NOT NULL, evictions INTEGER NOT NULL,
+    quarantined INTEGER NOT NULL,
+    CHECK (typeof(hits) = 'integer' AND typeof(misses) = 'integer' AND typeof(evictions) = 'integer'
+        AND typeof(quarantined) = 'integer')
+) WITHOUT ROWID;
+"""
+_KIND = Rebuildable(
+    "ledger of uses",
+    _SCHEMA,
+    FORMAT_VERSION,
+    "values count as put one after the other, and uses are counted anew",
+)
+_SELECT = (
+    "SELECT digest, bytes, used_at, 0, frequency, cost, computations, priority FROM Uses"  # an Entry's fields
+)
+_WRITE = "INSERT OR REPLACE INTO Uses VALUES (?, ?, ?, ?, ?, ?, ?)"
+_ADD = """INSERT INTO Totals VALUES (?, ?, ?, ?, ?) ON CONFLICT (tier) DO UPDATE SET hits = hits + excluded.hits,
+    misses = misses + excluded.misses, evictions = evictions + excluded.evictions,
+    quarantined = quarantined + excluded.quarantined"""
+_TOO_MANY_GONE = """DELETE FROM Uses WHERE bytes = 0 AND digest NOT IN
+    (SELECT digest FROM Uses WHERE bytes = 0 ORDER BY used_at DESC, digest DESC LIMIT ?)"""
 
 
-class Uses:
-    """How values were used, for one process. Methods that take a connection are called inside a transaction of it.
+@dataclass(frozen=True)
+class Counts:
+    """How often something happened on a tier."""
 
-    wanted: what to rank by, None for whatever the rows are ranked by; `settle` makes it everybody's, until somebody
-    opens the store who wants another. `policy` is the one that was so when the rows were last looked at.
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    quarantined: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """entries and bytes are the tier's; hits to quarantined are one process's, since it opened the store."""
+
+    entries: int
+    bytes: int
+    budget_bytes: int
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    quarantined: int = 0
+
+
+class Counters:
+    """What this process did on one tier, counted by several threads.
+
+    It waits in memory until a change of the store writes it to everybody's totals, a put only many at once: neither a
+    hit nor a put shall cost a write for the sake of counting. Who is killed before that is not counted.
     """
 
-    def __init__(self, wanted: Policy | None = None, remembered: int = REMEMBERED) -> None:
-        self._wanted, self.remembered = wanted, remembered
-        self.policy = wanted or POLICIES[DEFAULT_POLICY]
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        # used_at of what waits counts this process's retrievals; the rows know all but those since _written.
-        self._count, self._written = 0.0, 0.0
-        self._waiting: OrderedDict[str, Entry] = OrderedDict()
-        self._flushing: OrderedDict[str, Entry] = OrderedDict()
-        self._in_transaction: tuple[float, list[str]] = 0.0, []
+        self.counts = self.waiting = Counts()
+
+    def add(self, **more: int) -> None:
+        """Add to the named counters."""
+        with self._lock:
+            self.counts, self.waiting = self.counts + Counts(**more), self.waiting + Counts(**more)
+
+    def stats(self, entries: int, nbytes: int, budget_bytes: int) -> StoreStats:
+        return StoreStats(entries, nbytes, budget_bytes, *astuple(self.counts))
+
+    def take(self, at_least: int) -> Counts:
+        """What waits, if it is so much, and waits no longer."""
+        with self._lock:
+            if sum(map(abs, astuple(self.waiting))) < at_least:
+                return Counts()
+            taken, self.waiting = self.waiting, Counts()
+            return taken
+
+    def give_back(self, taken: Counts) -> None:
+        """It could not be written."""
+        with self._lock:
+            self.waiting = self.waiting + taken
+
+
+def half_life_of(policy: Policy) -> float | None:
+    """Of a retrieval, in uses; None if all count alike."""
+    return HALF_LIFE_USES if policy.fades else None
+
+
+class Ledger(RebuildableFile):
+    """Everybody's ledger, and the retrievals of this process that wait to be written there.
+
+    policy: what to rank by from now on; None for whatever others rank by. remembered: how many values' counts go on
+    that are not stored. counters: of this process, by the names of its tiers.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        policy: Policy | None,
+        counters: Mapping[str, Counters],
+        remembered: int = REMEMBERED,
+    ) -> None:
+        super().__init__(path, _KIND)
+        self._wanted, self.policy = policy, policy or POLICIES[DEFAULT_POLICY]
+        self._counters, self._remembered = counters, remembered
+        self._guard = threading.Lock()
+        self._count = 0.0
+        self._waiting: dict[str, Entry] = {}  # used_at counts this process's retrievals
+        self._unknown: dict[
+            str, Entry
+        ] = {}  # asked for, and in no row: of what was deleted nothing may come back
         self._evicted = 0
 
+    # --- in memory
+
     def used(self, digest: str) -> None:
-        """Count a retrieval, found or not; the next `flush` writes it."""
-        with self._lock:
+        """Count a retrieval, found or not; the next change writes it."""
+        with self._guard:
             self._count += 1.0
-            before = self._waiting.pop(digest, Entry(digest, 0))
-            self._waiting[digest] = used(before, self._count, half_life_of(self.policy))
-            _forget_oldest(self._waiting, self.remembered)
+            entry = used(self._waiting.pop(digest, Entry(digest, 0)), self._count, half_life_of(self.policy))
+            _remember(self._waiting, entry, self._remembered)
 
     @property
     def waiting(self) -> int:
         """Values whose retrievals are not written."""
         return len(self._waiting)
 
-    def flush(self, sql: sqlite3.Connection) -> State:
-        """Write the retrievals that wait, as later than all that others have written; what holds then.
+    def _take(self) -> tuple[float, dict[str, Entry]]:
+        """All that waits, and how many retrievals there were."""
+        with self._guard:
+            taken, count, self._waiting, self._count = self._waiting, self._count, {}, 0.0
+        return count, taken
 
-        Those of a value without a row (never stored, or deleted) stay in memory until it is put: of what was deleted
-        nothing may come back. If the transaction fails, everything still waits.
-        """
-        state = self._flush(sql)
-        save_state(sql, state)
-        return state
+    def _give_back(self, count: float, taken: dict[str, Entry]) -> None:
+        with self._guard:
+            recent, self._waiting, self._count = self._waiting, taken, self._count + count
+            for digest, entry in recent.items():
+                later = entry._replace(used_at=entry.used_at + count)
+                self._waiting[digest] = self._joined(self._waiting.pop(digest, None), later)
 
-    def _flush(self, sql: sqlite3.Connection) -> State:
-        state = read_state(sql, self.policy)
-        self.policy = state.policy
-        waiting, count = self._waiting_now()
-        shift, known = state.uses - self._written, []
-        state = state._replace(uses=count + shift)
-        for entry in waiting:
-            later = entry._replace(used_at=entry.used_at + shift)
-            found = read_stored(sql, entry.digest)
-            if found is not None and found.known:
-                enter(sql, state, found.rowid, joined(found.entry, later, half_life_of(state.policy)))
-            elif (gone := read_gone(sql, entry.digest)) is not None:
-                keep(sql, joined(gone, later, half_life_of(state.policy)))
-            else:
-                continue
-            known.append(entry.digest)
-        self._in_transaction = count, known
-        return state
+    def _joined(self, entry: Entry | None, later: Entry) -> Entry:
+        return joined(entry or Entry(later.digest, 0), later, half_life_of(self.policy))
 
-    def begun(self) -> None:
-        """A transaction begins: what one wrote that failed is not written."""
-        self._in_transaction = self._written, []
+    # --- reading
 
-    def flushed(self) -> None:
-        """The transaction of the last `flush` is committed."""
-        with self._lock:
-            self._written, known = self._in_transaction
-            self._in_transaction = self._written, []
-            for digest in known:
-                self._flushing.pop(digest, None)
+    def asked(self) -> dict[str, float]:
+        """The count of what is not stored, evicted or never put, and of what waits."""
+        with self.connection() as sql:
+            gone = dict(sql.execute("SELECT digest, frequency FROM Uses WHERE bytes = 0").fetchall())
+        with self._guard:
+            recent = self._unknown | self._waiting
+        return gone | {digest: entry.frequency for digest, entry in recent.items()}
 
-    def arrival(self, known: Known, new: Entry, cost: float) -> tuple[State, Entry]:
-        """A value was computed, at `cost` a token, and is stored now; what to rank, nobody having asked counts as once.
+    def entry(self, digest: str) -> Entry:
+        """All that is known of a value, with what waits."""
+        with self.connection() as sql:
+            found = _read(sql, digest)
+        later = self._waiting.get(digest, Entry(digest, 0))
+        return joined(found or Entry(digest, 0), later._replace(used_at=0.0), None)
 
-        Else all that one ingests would go before anything that was asked for once, however long ago.
-        """
-        state, before = known.state, known.before
-        if before is None or not before.known:
-            entry = self._asked_before(known, new)
-        else:
-            entry = before.entry._replace(nbytes=new.nbytes)
-        entry = computed(entry, cost)
-        if not entry.frequency:
-            state = State(state.policy, state.uses + 1.0, state.clock)
-            entry = entry._replace(used_at=state.uses, frequency=1.0)
-        return state, entry
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every value that it takes for stored."""
+        with self.connection() as sql:
+            return dict(sql.execute("SELECT digest, bytes FROM Uses WHERE bytes > 0").fetchall())
 
-    def victims(self, sql: sqlite3.Connection, excess_bytes: int, spare: str) -> list[Stored]:
-        """The lowest values that together free `excess_bytes`; fewer if only `spare` is left."""
-        victims: list[Stored] = []
-        if excess_bytes > 0:
-            for victim in in_order(sql, spare):
-                victims.append(victim)
-                excess_bytes -= victim.entry.nbytes
-                if excess_bytes <= 0:
-                    break
-        return victims
+    def totals(self) -> dict[str, Counts]:
+        """What all processes did on each tier, by its name, this one included."""
+        with self.connection() as sql:
+            rows = sql.execute("SELECT tier, hits, misses, evictions, quarantined FROM Totals").fetchall()
+        found = {tier: Counts(*counts) for tier, *counts in rows}
+        own = {tier: each.waiting for tier, each in self._counters.items()}
+        return {tier: found.get(tier, Counts()) + own.get(tier, Counts()) for tier in {**own, **found}}
 
-    def gone(self, sql: sqlite3.Connection, state: State, victims: Sequence[Stored]) -> None:
-        """These were evicted; the clock moves on, and their counts are kept if the policy wants them."""
-        if state.policy.fades:
-            for victim in victims:
-                keep(sql, victim.entry)
-        clock = clock_after(state.clock, [victim.entry for victim in victims])
-        save_state(sql, State(state.policy, state.uses, clock))
-        self._evicted += len(victims)
-        if self._evicted >= _TRIM_EVERY:
-            self._evicted = 0
-            trim_gone(sql, self.remembered)
+    # --- changing
 
-    def forget(self, sql: sqlite3.Connection, digests: Iterable[str]) -> None:
+    @contextmanager
+    def changing(self, counts_at_least: int = 1) -> Iterator["Change"]:
+        """All or nothing; retrievals that wait, and counts, if they are so many, go into it. StoreError."""
+        count, taken = self._take()
+        counted = {tier: each.take(counts_at_least) for tier, each in self._counters.items()}
+        try:
+            with self.transaction() as sql:
+                change = Change(sql, self.policy)
+                change.use(taken, count)
+                yield change
+                if self._evicted + change.evicted >= _TRIM_EVERY:
+                    change.trim(self._remembered)
+                change.save(counted)
+        except BaseException:
+            self._give_back(count, taken)
+            for tier, each in self._counters.items():
+                each.give_back(counted[tier])
+            raise
+        self.policy, self._evicted = change.policy, (self._evicted + change.evicted) % _TRIM_EVERY
+        for digest, entry in change.unknown.items():
+            _remember(self._unknown, self._joined(self._unknown.pop(digest, None), entry), self._remembered)
+
+    def arrived(self, change: "Change", digest: str, nbytes: int, cost: float) -> None:
+        """A value was computed, at `cost` a token, and is stored now."""
+        before, asked = self._unknown.pop(digest, None), change.unknown.pop(digest, None)
+        if asked is not None:
+            before = self._joined(before, asked)
+        change.arrive(digest, nbytes, cost, before)
+
+    def forget(self, change: "Change", digests: Iterable[str]) -> None:
         """These were deleted: nothing of them may stay, their counts included."""
         for digest in digests:
-            forget(sql, digest)
-            with self._lock:
-                self._waiting.pop(digest, None)
-                self._flushing.pop(digest, None)
+            change.delete(digest)
+            for unknown in (self._unknown, change.unknown):
+                unknown.pop(digest, None)
 
-    def keep_only(self, sql: sqlite3.Connection, wanted: Collection[str]) -> None:
+    def keep_only(self, change: "Change", wanted: Collection[str]) -> None:
         """Forget every other value."""
-        with self._lock:
-            known = {*self._waiting, *self._flushing}
-        known.update(digest for (digest,) in sql.execute("SELECT digest FROM Gone"))
-        self.forget(sql, known - set(wanted))
+        self.forget(change, {*change.digests(), *self._unknown, *change.unknown} - set(wanted))
 
-    def settle(self, sql: sqlite3.Connection) -> None:
-        """Bring the rows in line with the store's after damage or an older version; rank by the policy wanted."""
-        state, wanted = read_state(sql, self.policy), self._wanted
-        mend(sql, state)
-        if wanted is not None and wanted.name != state.policy.name:
-            state = rank_anew(sql, state._replace(policy=wanted, clock=0.0))
-        self._wanted, self.policy = None, state.policy
-        save_state(sql, rank_the_unranked(sql, state))
-        trim_gone(sql, self.remembered)
-
-    def _waiting_now(self) -> tuple[list[Entry], float]:
-        with self._lock:
-            half_life = half_life_of(self.policy)
-            for digest, entry in self._waiting.items():
-                before = self._flushing.pop(
-                    digest, None
-                )  # of a flush that failed, or of a value without a row
-                self._flushing[digest] = joined(before, entry, half_life) if before else entry
-            self._waiting.clear()
-            _forget_oldest(self._flushing, self.remembered)
-            return list(self._flushing.values()), self._count
-
-    def _asked_before(self, known: Known, new: Entry) -> Entry:
-        """What is known of a value that comes in: its count from before it was evicted, or retrievals that wait."""
-        with self._lock:
-            asked = self._flushing.pop(new.digest, None)
-        if not known.state.policy.fades:  # others count from when the value came in
-            return new
-        if known.gone is not None:
-            return known.gone._replace(nbytes=new.nbytes)
-        if asked is None:
-            return new
-        return asked._replace(nbytes=new.nbytes, used_at=asked.used_at + known.state.uses - self._count)
+    def settle(self, stored: Mapping[str, int]) -> None:
+        """Bring the rows in line with what is stored, by digest and bytes, and rank by the policy wanted."""
+        with self.changing() as change:
+            change.settle(stored, self._wanted)
+            change.trim(self._remembered)
+        self._wanted = None
 
 
-def _forget_oldest(entries: OrderedDict[str, Entry], at_most: int) -> None:
+class Change:
+    """The ledger inside a transaction. unknown: retrievals that it could not write, for want of a row."""
+
+    def __init__(self, sql: sqlite3.Connection, otherwise: Policy) -> None:
+        self._sql, self.evicted = sql, 0
+        self._row = sql.execute("SELECT policy, uses, clock FROM Ranking").fetchone()
+        row: tuple[str, float, float] = self._row or (otherwise.name, 0.0, 0.0)
+        name, self._uses, self._clock = row
+        self.policy, self.unknown = POLICIES.get(name, otherwise), dict[str, Entry]()
+
+    def use(self, waiting: Mapping[str, Entry], count: float) -> None:
+        """Write retrievals, as later than all that others have written."""
+        shift, half_life = self._uses, half_life_of(self.policy)
+        self._uses += count
+        for entry in waiting.values():
+            later = entry._replace(used_at=entry.used_at + shift)
+            found = _read(self._sql, entry.digest)
+            if found is None:
+                self.unknown[entry.digest] = later
+            else:
+                self._write(joined(found, later, half_life))
+
+    def arrive(self, digest: str, nbytes: int, cost: float, asked: Entry | None) -> None:
+        """Rank a value that is stored now; one that nobody has asked for counts as used once.
+
+        Else all that one ingests would go before anything that was asked for once, however long ago. asked: retrievals
+        that are in no row.
+        """
+        known = _read(self._sql, digest) or (asked if self.policy.fades else None) or Entry(digest, 0)
+        entry = computed(known._replace(nbytes=nbytes), cost)
+        if not entry.frequency:
+            entry = self._used_once(entry)
+        self._write(entry)
+
+    def in_order(self, spare: str) -> Iterator[Entry]:
+        """The values but `spare`, the one to evict first first; each is looked up when it is asked for."""
+        order = f"{_SELECT} WHERE bytes > 0 AND digest != ? ORDER BY priority, used_at"
+        return map(Entry._make, self._sql.execute(order, (spare,)))
+
+    def evict(self, victims: Collection[Entry]) -> None:
+        """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
+        for victim in victims:
+            if self.policy.fades:
+                self._write(victim._replace(nbytes=0))
+            else:
+                self.delete(victim.digest)
+        self._clock = clock_after(self._clock, victims)
+        self.evicted += len(victims)
+
+    def delete(self, digest: str) -> None:
+        self._sql.execute("DELETE FROM Uses WHERE digest = ?", (digest,))
+
+    def digests(self) -> set[str]:
+        """Of all rows."""
+        return {digest for (digest,) in self._sql.execute("SELECT digest FROM Uses")}
+
+    def settle(self, stored: Mapping[str, int], wanted: Policy | None) -> None:
+        """See `Ledger.settle`; what no row tells of was put in the order of `stored`."""
+        self._rank_anew(wanted or self.policy)
+        known = dict(self._sql.execute("SELECT digest, bytes FROM Uses").fetchall())
+        for digest in [digest for digest, nbytes in known.items() if nbytes and digest not in stored]:
+            self.delete(digest)  # a row of what was deleted may not become a memory of it
+        for digest, nbytes in stored.items():
+            if not known.get(digest):
+                self._write(self._used_once(Entry(digest, nbytes)))
+
+    def _rank_anew(self, policy: Policy) -> None:
+        """By another policy than the rows were, also one that is no more, in the order of use."""
+        if self._row is not None and self._row[0] == policy.name:
+            return
+        self.policy, self._clock = policy, 0.0
+        if not policy.fades:
+            self._sql.execute("DELETE FROM Uses WHERE bytes = 0")
+        rows = self._sql.execute(f"{_SELECT} ORDER BY used_at, digest").fetchall()
+        for entry in map(Entry._make, rows):
+            self._write(entry)
+            self._uses = max(self._uses, entry.used_at)
+
+    def trim(self, at_most: int) -> None:
+        """Of what is not stored the longest unused are forgotten."""
+        self._sql.execute(_TOO_MANY_GONE, (at_most,))
+
+    def save(self, counted: Mapping[str, Counts]) -> None:
+        row = self.policy.name, self._uses, self._clock
+        self._sql.execute("INSERT OR REPLACE INTO Ranking VALUES (1, ?, ?, ?)", row)
+        for tier, counts in counted.items():
+            if counts != Counts():
+                self._sql.execute(_ADD, (tier, *astuple(counts)))
+
+    def _used_once(self, entry: Entry) -> Entry:
+        self._uses += 1.0
+        return entry._replace(used_at=self._uses, frequency=1.0)
+
+    def _write(self, entry: Entry) -> None:
+        entry = ranked(entry, self.policy, self._clock)
+        row = (entry.used_at, entry.frequency, entry.cost, entry.computations, entry.priority)
+        self._sql.execute(_WRITE, (entry.digest, entry.nbytes, *row))
+
+
+def _read(sql: sqlite3.Connection, digest: str) -> Entry | None:
+    found = sql.execute(f"{_SELECT} WHERE digest = ?", (digest,)).fetchone()
+    return None if found is None else Entry._make(found)
+
+
+def _remember(entries: dict[str, Entry], entry: Entry, at_most: int) -> None:
+    """Add it as the latest; the first ones go where there are too many."""
+    entries[entry.digest] = entry
     while len(entries) > at_most:
-        entries.popitem(last=False)
+        del entries[next(iter(entries))]

@@ -4,6 +4,7 @@ The public names, imported on first use, so that `import ragblend` costs nothing
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _HOMES = {
@@ -15,6 +16,13 @@ _HOMES = {
 }
 __all__ = ["Chunk", "Engine", "Literal", "Prompt", "RagBlendError"]
 __version__ = "0.1.0"
+
+if not Path(__file__).with_name("engine").is_dir():
+    raise ImportError(
+        f"{Path(__file__).parent} has no folder `engine`: in the sources it is a link to ../engine, which this copy "
+        "lost. Clone with `git -c core.symlinks=true clone`, unpack where the file system keeps links, or install "
+        "the wheel."
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """What all tests share."""
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each of several test processes computes on its share of the cores.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 # A folder that keeps the converted SmolLM2 between sessions. Taken out of the environment, where the app's settings
 # would find an unknown RAGBLEND_* variable, here and in subprocesses.
 KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None)
@@ -18,12 +23,14 @@ KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None)
 
 @pytest.fixture(scope="session")
 def smollm2_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one `models` folder of this session: who needs the bundled model first converts it (20 s a dtype), for all.
+    """The one `models` folder of this run: who needs the bundled model first converts it (20 s a dtype), for all.
 
     RAGBLEND_TEST_MODELS names a folder whose converted models are used, and kept for the next session. The gate's
     verdicts are not: a model judged by last week's code says nothing about today's.
     """
-    folder = Path(KEPT_MODELS).resolve() if KEPT_MODELS else tmp_path_factory.mktemp("smollm2") / "models"
+    base = tmp_path_factory.getbasetemp()
+    of_this_run = (base.parent if WORKERS > 1 else base) / "smollm2" / "models"
+    folder = Path(KEPT_MODELS).resolve() if KEPT_MODELS else of_this_run
     folder.mkdir(parents=True, exist_ok=True)
     for verdict in folder.glob("gate-*.json"):
         verdict.unlink(missing_ok=True)
@@ -46,3 +53,13 @@ def with_smollm2(smollm2_models: Path) -> Callable[[Path], Path]:
 def smollm2_home(tmp_path_factory: pytest.TempPathFactory, with_smollm2: Callable[[Path], Path]) -> Path:
     """A home of the engine's tests on the bundled model, in which it is converted, or will be on first use."""
     return with_smollm2(tmp_path_factory.mktemp("smollm2-home"))
+
+
+@pytest.fixture(autouse=True)
+def one_event_loop() -> Iterator[None]:
+    """LlamaIndex's `asyncio_run` takes the thread's event loop, makes one where there is none, and never closes it."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    loop.close()
+    asyncio.set_event_loop(None)

@@ -19,6 +19,9 @@ BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 # queue hangs on one stream of events a page; where that breaks off, Gradio loads the page again.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
+# Empties what a click said, when its tab is opened again: in the browser, as Python's answer to the opening may come
+# later than that to the next click, and would take away what that one said.
+EMPTY = "() => ''"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Context:
     def note_store(self) -> None:
         """Keep how often the store had what was asked for; called when an answer has ended, so the store is open."""
         workspaces = self.desk.workspaces
-        self.history.note(workspaces.of(workspaces.settings.collection).engine.store.stats())
+        self.history.note(workspaces.first.engine.store.stats())
 
 
 def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:

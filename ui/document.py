@@ -20,6 +20,9 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "x-ragblend-start": secrets.token_hex(
+        8
+    ),  # of this process: an open page sees by it that there is another one
 }
 SCRIPT_TAG = re.compile(rb"<script(?=[\s>])")
 FOREIGN_META = re.compile(rb"\s*<meta\b[^>]*(?:og:|twitter:)[^>]*>")
@@ -40,7 +43,7 @@ class Rewriter:
         self._nonce = secrets.token_urlsafe(16)
         self._start: Message | None = None
         self._body = bytearray()
-        self.started = False
+        self.started = self.ended = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -49,12 +52,19 @@ class Rewriter:
             if headers.get("content-type", "").startswith("text/html"):
                 self._start = message
                 return
-        elif message["type"] == "http.response.body" and self._start is not None:
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._send_page(self._start)
-            return
+        elif message["type"] == "http.response.body":
+            self.ended = not message.get("more_body", False)
+            if self._start is not None:
+                self._body += message.get("body", b"")
+                if self.ended:
+                    await self._send_page(self._start)
+                return
         await self._send(message)
+
+    async def end(self) -> None:
+        """Close an answer that was begun and breaks off."""
+        if self.started and not self.ended:
+            await self({"type": "http.response.body", "body": b""})
 
     def _complete(self, message: Message) -> MutableHeaders:
         headers = MutableHeaders(raw=message.setdefault("headers", []))

@@ -1,36 +1,78 @@
-"""Who may use the page: whoever has the launch token, or, beyond loopback, the password; kept in a session cookie."""
+"""Who may use the page: whoever has the launch token, or, beyond loopback, the password; kept in a signed cookie."""
 
-import html
+import hashlib
+import hmac
+import os
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qs
 
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope
 
+from ragblend.ui import views
 from ragblend.ui.password import Attempts, matches
 
 COOKIE_SECONDS = 30 * 24 * 3600
 FORM_BYTES = 4096
+SECRET_BYTES = 32
+
+
+def kept_secret(path: Path, anew: bool = False) -> bytes:
+    """What cookies are signed with: made once, for this user only. anew: whoever was let in until now is so no more.
+
+    One that others could read, or that is not whole, is replaced.
+    """
+    with suppress(FileNotFoundError):
+        private = path.stat().st_mode & 0o077 == 0
+        if not anew and private and len(kept := path.read_bytes()) == SECRET_BYTES:
+            return kept
+        path.unlink()
+    secret = secrets.token_bytes(SECRET_BYTES)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret)
+    return secret
 
 
 @dataclass
 class Entrance:
-    """The launch token, the sessions it opened, and the password if there is one (its hash)."""
+    """The launch token, the password if there is one (its hash), and what cookies are signed with.
+
+    The token is new with every start. A cookie goes on being good after a restart, for the password that it was got
+    with: until that is changed, the secret is replaced, or it is too old.
+    """
 
     port: int
     password_hash: str | None = None
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     attempts: Attempts = field(default_factory=Attempts)
-    _session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     @property
     def cookie_name(self) -> str:
         """Cookies do not tell ports apart, so two pages on one machine need two names."""
         return f"ragblend_{self.port}"
 
-    def knows(self, cookie: str | None) -> bool:
-        return cookie is not None and secrets.compare_digest(cookie.encode(), self._session.encode())
+    def new_cookie(self) -> str:
+        """For a visitor who has been let in."""
+        visit = f"{secrets.token_urlsafe(12)}.{int(time.time())}"
+        return f"{visit}.{self._signature(visit)}"
+
+    def visitor(self, cookie: str | None) -> str | None:
+        """Whose cookie that is; None for one that was not signed here, or too long ago."""
+        visit, _, signature = (cookie or "").rpartition(".")
+        if not secrets.compare_digest(signature.encode(), self._signature(visit).encode()):
+            return None
+        name, _, since = visit.partition(".")
+        return name if time.time() - int(since) <= COOKIE_SECONDS else None
+
+    def _signature(self, visit: str) -> str:
+        text = f"{self.password_hash or ''}\n{visit}"
+        return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
     async def receive_visitor(self, scope: Scope, receive: Receive, limit: int) -> Response:
         """What somebody without a session gets: in, if the token or the password is right, else 4xx."""
@@ -40,9 +82,9 @@ class Entrance:
         if scope["path"] == "/" and scope["method"] == "GET" and given:
             if len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode()):
                 return self._let_in()
-            return HTMLResponse(page_without_token(self.password_hash is not None), 401)
+            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
         if scope["path"] in ("/", "/login") and scope["method"] == "GET":
-            return HTMLResponse(page_without_token(self.password_hash is not None), 401)
+            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 
     def _log_in(self, scope: Scope, form: dict[str, list[str]]) -> Response:
@@ -51,7 +93,7 @@ class Entrance:
         if wait_s > 0:
             headers = {"Retry-After": str(int(wait_s) + 1)}
             return HTMLResponse(
-                page_without_token(True, f"Too many attempts. Try again in {int(wait_s) + 1} s."),
+                views.entrance.page(True, f"Too many attempts. Try again in {int(wait_s) + 1} s."),
                 429,
                 headers,
             )
@@ -59,14 +101,19 @@ class Entrance:
             client
         )  # before the check, which takes a while: many at once count as many
         if not matches(form.get("password", [""])[0], self.password_hash or ""):
-            return HTMLResponse(page_without_token(True, "That is not the password."), 401)
+            return HTMLResponse(views.entrance.page(True, "That is not the password."), 401)
         self.attempts.forget(client)
         return self._let_in()
 
     def _let_in(self) -> Response:
         response = RedirectResponse("/", 303)
         response.set_cookie(
-            self.cookie_name, self._session, max_age=COOKIE_SECONDS, httponly=True, samesite="lax", path="/"
+            self.cookie_name,
+            self.new_cookie(),
+            max_age=COOKIE_SECONDS,
+            httponly=True,
+            samesite="lax",
+            path="/",
         )
         return response
 
@@ -79,21 +126,3 @@ async def _form(receive: Receive, limit: int) -> dict[str, list[str]]:
         if not message.get("more_body", False):
             break
     return parse_qs(body[:limit].decode("utf-8", "replace"))
-
-
-def page_without_token(asks_password: bool, problem: str = "") -> str:
-    """The page for somebody who has no session: how to get in, or where to give the password."""
-    note = f'<p role="alert">{html.escape(problem)}</p>' if problem else ""
-    form = (
-        '<form method="post" action="/login"><label>Password <input type="password" name="password" '
-        'autocomplete="current-password" required autofocus></label><button>Open</button></form>'
-    )
-    advice = "<p>Open it with the link that <code>ragblend ui</code> printed where it was started.</p>"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>RAGBlend</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<style>:root{color-scheme:light dark}body{font:16px/1.6 system-ui,sans-serif;max-width:26rem;"
-        "margin:18vh auto;padding:0 1rem}label,button{display:block;margin:.6rem 0}input,button{font:inherit;"
-        "padding:.45rem .7rem}input{display:block;width:100%;box-sizing:border-box}</style></head>"
-        f"<body><h1>RAGBlend</h1><p>This page is private.</p>{note}{form if asks_password else advice}</body></html>"
-    )

@@ -5,7 +5,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.ui import render_hood, render_passage
+from ragblend.ui import views
 from ragblend.ui.context import drawn
 
 SOURCE, HOOD = "source", "hood"
@@ -52,8 +52,8 @@ def side() -> dict[str, Any]:
     return {"new": new, "search": search, "chats": chats, "export": export}
 
 
-def middle() -> dict[str, Any]:
-    """The transcript, and what a question is written in."""
+def middle(names: list[str]) -> dict[str, Any]:
+    """The transcript, and what a question is written in; names: the collections."""
     with gr.Column(elem_id="rb-middle"):
         with gr.Column(elem_id="rb-scroll"):
             transcript = drawn("rb-transcript")
@@ -73,7 +73,9 @@ def middle() -> dict[str, Any]:
             )
             with gr.Row(elem_id="rb-choices"):
                 collections = gr.Dropdown(
-                    choices=[],
+                    choices=names,
+                    value=names[:1],
+                    visible=len(names) > 1,
                     multiselect=True,
                     label="Collections",
                     show_label=False,
@@ -109,7 +111,7 @@ def more() -> dict[str, Any]:
     """Beside it: a source, and under the hood."""
     with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as panel:
         with gr.Tab("Source", id=SOURCE):
-            source = drawn("rb-source", render_passage.EMPTY, acts=False)
+            source = drawn("rb-source", views.passage.empty(), acts=False)
         with gr.Tab("Under the hood", id=HOOD):
-            hood = drawn("rb-hood", render_hood.EMPTY)
+            hood = drawn("rb-hood", views.hood.empty())
     return {"panel": panel, "source": source, "hood": hood}

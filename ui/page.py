@@ -1,20 +1,23 @@
 """The page: its header, its tabs, and what is drawn again while documents are being read.   <- START HERE"""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from ragblend.ui import (
-    layout_chat,
-    layout_library,
-    render_frame,
     tab_chat,
     tab_compare,
     tab_library,
     tab_settings,
     tab_store,
+    views,
 )
 from ragblend.ui.context import QUICK, Context, drawn
+from ragblend.ui.guard import dismissed, guard
+
+if TYPE_CHECKING:
+    from ragblend.app.jobs import Overview
+    from ragblend.app.settings import Settings
 
 TICK_S = 1.5
 
@@ -22,76 +25,44 @@ TICK_S = 1.5
 def build_page(context: Context) -> gr.Blocks:
     """The whole page over one desk; nothing is served by it yet."""
     with gr.Blocks(title="RAGBlend", analytics_enabled=False, fill_width=True) as page:
-        header = drawn("rb-header", render_frame.header(), acts=False)
-        banner = drawn("rb-banner", acts=False)
-        with gr.Tabs(elem_id="rb-tabs"):
-            with gr.Tab("Chat", id="chat"):
-                chat = tab_chat.build(context)
-            with gr.Tab("Library", id="library") as library_tab:
-                library = tab_library.build(context)
-            with gr.Tab("Compare", id="compare"):
-                compare = tab_compare.build(context)
-            with gr.Tab("Store", id="store") as store_tab:
-                tab_store.build(context, store_tab)
-            with gr.Tab("Settings", id="settings") as settings_tab:
-                tab_settings.build(context, settings_tab)
-        _connect(
-            page, Frame(context, header, banner, gr.State(""), chat, library, compare.collection), library_tab
-        )
+        trouble = Frame(context, page).trouble
+    guard(page, trouble)
     return page
 
 
-def _connect(page: gr.Blocks, frame: "Frame", library_tab: gr.Tab) -> None:
-    chat, library = frame.chat_parts, frame.library_parts
-    view = [library.collection, library.search, library.state, library.offset]
-    drawn_there = [
-        library.queue,
-        library.jobs,
-        library.watched,
-        library.documents,
-        library.offset,
-        library.tools,
-    ]
-    first = [
-        frame.header,
-        frame.banner,
-        chat.collections,
-        chat.chats,
-        chat.transcript,
-        chat.export,
-        library.collection,
-        frame.compared,
-    ]
-    page.load(frame.load, None, [*first, *drawn_there], **QUICK)
-    asked = [chat.collections, frame.compared]
-    library.collection.change(frame.choices, asked, asked, **QUICK)
-    library_tab.select(frame.library.refresh, view, drawn_there, **QUICK)
-    gr.Timer(TICK_S).tick(
-        frame.tick,
-        [frame.seen, chat.chat_id, *view],
-        [frame.seen, frame.header, frame.banner, chat.transcript, *drawn_there],
-        **QUICK,
-    )
-    page.unload(frame.gone)
-
-
 class Frame:
-    """Callbacks of the page itself: when it opens, while it is open, when it goes."""
+    """Lays the page out; its callbacks are those of the page itself: when it opens, while it is open, when it goes."""
 
-    def __init__(
-        self,
-        context: Context,
-        header: gr.HTML,
-        banner: gr.HTML,
-        seen: gr.State,
-        chat: layout_chat.Parts,
-        library: layout_library.Parts,
-        compared: gr.Dropdown,
-    ) -> None:
-        self._context, self.header, self.banner = context, header, banner
-        self.seen, self.compared = seen, compared
-        self.chat_parts, self.library_parts = chat, library
-        self.chat, self.library = tab_chat.ChatTab(context, chat), tab_library.LibraryTab(context, library)
+    def __init__(self, context: Context, page: gr.Blocks) -> None:
+        self._context, self.seen = context, gr.State("")
+        self.header = drawn("rb-header", views.frame.header(), acts=False)
+        self.banner = drawn("rb-banner", acts=False)
+        self.trouble = drawn("rb-trouble")
+        with gr.Tabs(elem_id="rb-tabs"):
+            with gr.Tab("Chat", id="chat"):
+                self.chat_parts = tab_chat.build(context)
+            with gr.Tab("Library", id="library") as library_tab:
+                self.library = tab_library.LibraryTab(context)
+            with gr.Tab("Compare", id="compare"):
+                self.compared = tab_compare.build(context).collection
+            with gr.Tab("Store", id="store") as store_tab:
+                tab_store.StoreTab(context, store_tab)
+            with gr.Tab("Settings", id="settings") as settings_tab:
+                tab_settings.SettingsTab(context, settings_tab)
+        self.chat = tab_chat.ChatTab(context, self.chat_parts)
+        self._connect(page, library_tab)
+
+    def _connect(self, page: gr.Blocks, library_tab: gr.Tab) -> None:
+        chat, library, frame = self.chat_parts, self.library, [self.header, self.banner]
+        asked = [chat.collections, self.compared]
+        opening = [*frame, *asked, chat.chats, chat.transcript, chat.export, library.collection]
+        page.load(self.load, None, [*opening, *library.drawn], **QUICK)
+        library.collection.change(self.choices, asked, asked, **QUICK)
+        library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
+        inputs, moving = [self.seen, chat.chat_id, *library.view], [self.seen, *frame, chat.transcript]
+        gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
+        page.unload(self.gone)
+        self.trouble.click(dismissed, None, None, **QUICK)
 
     def load(self, request: gr.Request) -> dict[Any, Any]:
         names = self._context.desk.workspaces.names()
@@ -100,7 +71,7 @@ class Frame:
         return {
             **self._frame(),
             self.chat_parts.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
-            self.library_parts.collection: gr.update(choices=names, value=chosen),
+            self.library.collection: gr.update(choices=names, value=chosen),
             self.compared: gr.update(choices=names, value=chosen),
             **self.chat.opening(),
             **self.library.refresh(chosen, "", "", 0),
@@ -119,13 +90,11 @@ class Frame:
         """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished."""
         overview = self._context.desk.jobs.overview()
         startup = self._context.startup
-        now = f"{render_frame.fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
+        now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
         if now == seen:
             return {self.header: gr.skip()}
-        updates: dict[Any, Any] = {
-            self.library_parts.queue: self.library.progress()[self.library_parts.queue]
-        }
-        if render_frame.listed_in(now) != render_frame.listed_in(seen):
+        updates: dict[Any, Any] = {self.library.queue: self.library.progress()[self.library.queue]}
+        if listed_in(now) != listed_in(seen):
             updates |= self.library.refresh(*view)
             if chat_id is None and overview.finished:
                 updates[self.chat_parts.transcript] = self.chat.welcome()
@@ -134,11 +103,42 @@ class Frame:
     def _frame(self) -> dict[Any, Any]:
         desk, startup = self._context.desk, self._context.startup
         overview = desk.jobs.overview()
-        line = render_frame.state_line(overview, desk.settings, startup.is_loading)
+        line = state_line(overview, desk.settings, startup.is_loading)
         return {
-            self.header: render_frame.header(line),
-            self.banner: render_frame.banner(startup.problem, overview.waiting),
+            self.header: views.frame.header(line),
+            self.banner: views.frame.banner(startup.problem, overview.waiting),
         }
 
     def gone(self, request: gr.Request) -> None:
         self._context.sessions.close(request.session_hash or "")
+
+
+def state_line(overview: "Overview", settings: "Settings", is_loading: bool = False) -> str:
+    """What is being done, else which model answers."""
+    if overview.total > overview.finished:
+        word = "paused at" if overview.paused else "waiting at" if overview.waiting else "reading"
+        return f"{word} {overview.finished:,} of {views.plural(overview.total, 'file')}"
+    if overview.kv and overview.kv.phase == "converting":
+        return "converting the model for its first use …"
+    if is_loading:
+        return "loading the model …"
+    return "the bundled model answers" if settings.model == "default" else f"{settings.model} answers"
+
+
+def fingerprint(overview: "Overview", view: tuple[Any, ...] = ()) -> str:
+    """Another text as soon as there is anything new to draw; its first line is what the list depends on.
+
+    view: the collection, search, state and page that are shown. A list that was asked for in one view may come when
+    another is shown already; the next look finds another text then, and it is drawn again.
+    """
+    job = overview.current
+    now = (job.id, job.state, job.done, job.total) if job else ()
+    return (
+        f"{overview.changes} {view!r}\n{overview.finished} {overview.total} {overview.paused} {overview.waiting} "
+        f"{sorted(overview.counts.items())} {now} {overview.kv} {overview.kv_message} {overview.is_idle}"
+    )
+
+
+def listed_in(fingerprint: str) -> str:
+    """What of it moves when a file is begun, or ends, in whatever state, or another view is shown."""
+    return fingerprint.partition("\n")[0]

@@ -5,8 +5,8 @@ plain ASGI, so that it sees every route there is, also those that Gradio adds, a
 """
 
 import ipaddress
+import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ MIB = 1 << 20
 OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
 UPLOAD_PATH = "/gradio_api/upload"
 WITHOUT_SESSION = ("/login",)
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Safety:
             await send({"type": "websocket.close", "code": 1008})
             return
         rewriter = Rewriter(send)
-        refusal = refuse(scope, self._rules)
-        if refusal is None and not self._knows_session(scope):
+        refusal, visitor = refuse(scope, self._rules), self._visitor(scope)
+        if refusal is None and visitor is None:
             refusal = await self._entrance.receive_visitor(scope, receive, self._rules.max_body_bytes)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
@@ -83,15 +84,23 @@ class Safety:
             if rewriter.started or not meter.exceeded:  # what is made of half a body is not worth sending
                 await rewriter(message)
 
-        with suppress(TooLarge):
-            await self._app(scope, meter, answer)
+        try:
+            await self._app({**scope, "visitor": visitor}, meter, answer)
+        except TooLarge:
+            pass
+        except Exception as error:  # its message may hold what was sent, and its traceback fills a log
+            LOG.error("%s %s failed: %s", scope["method"], scope["path"], type(error).__name__)
+            LOG.debug("where it failed", exc_info=error)
+            await rewriter.end()
         if meter.exceeded and not rewriter.started:
             await too_large(meter.limit)(scope, receive, rewriter)
+        elif not rewriter.started:
+            await PlainTextResponse("That request failed.", 500)(scope, receive, rewriter)
 
-    def _knows_session(self, scope: Scope) -> bool:
+    def _visitor(self, scope: Scope) -> str | None:
         if scope["path"] in WITHOUT_SESSION:
-            return False
-        return self._entrance.knows(cookies(scope).get(self._entrance.cookie_name))
+            return None
+        return self._entrance.visitor(cookies(scope).get(self._entrance.cookie_name))
 
 
 class TooLarge(Exception):

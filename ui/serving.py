@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragblend.app.lock import writer_lock
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.entrance import Entrance
+from ragblend.kvstore.lock import writer_lock
+from ragblend.ui import views
+from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
 from ragblend.ui.safety import MIB, Rules, Safety
 
@@ -52,16 +53,18 @@ class Address:
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
 
 
-def open_entrance(home: Path, address: Address) -> Entrance:
-    """The launch token, and the password where the page can be reached from elsewhere. Raises "
-    "UsageError without one."""
+def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
+    """The launch token, and the password where the page can be reached from elsewhere.
+
+    anew: browsers that were let in before need the new link. Raises UsageError without a password where one is needed.
+    """
     password = None if address.is_loopback else read_password(password_path(home))
     if not address.is_loopback and password is None:
         raise UsageError(
             f"Serving the page at {address.host}: it could be reached from other machines, so it needs a password. "
             "Set one with `ragblend ui --set-password`, or leave --host away."
         )
-    return Entrance(address.port, password)
+    return Entrance(address.port, password, secret=kept_secret(home / "ui-secret", anew))
 
 
 def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
@@ -69,6 +72,7 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
     import gradio as gr
     from fastapi import FastAPI
 
+    from ragblend.ui.gate import Gate
     from ragblend.ui.page import build_page
     from ragblend.ui.routes import add_routes
     from ragblend.ui.theme import page_theme
@@ -98,7 +102,9 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
         theme=page_theme(),
         app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
     )
-    return Safety(mounted, rules, entrance)
+    # As after `launch`: only then does Gradio check which files a call names, and keep pictures from becoming public.
+    page.has_launched = page.is_running = True
+    return Safety(Gate(mounted, page), rules, entrance)
 
 
 @contextlib.contextmanager
@@ -166,10 +172,7 @@ def write_landing(folder: Path, url: str) -> Path:
     path = folder / "open.html"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(
-            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" '
-            f'content="0;url={url}"><title>RAGBlend</title>'
-        )
+        file.write(views.entrance.landing(url))
     return path
 
 

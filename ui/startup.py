@@ -1,5 +1,6 @@
 """Loading the model and the embedder while the page is already there, and what went wrong with it."""
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,8 @@ from ragblend.kvstore.errors import RagBlendError
 
 if TYPE_CHECKING:
     from ragblend.app.desk import Desk
+
+LOG = logging.getLogger(__name__)
 
 
 class Startup:
@@ -26,14 +29,19 @@ class Startup:
     def _load(self, desk: "Desk") -> None:
         try:
             workspaces = desk.workspaces
-            workspaces.of(workspaces.settings.collection).engine.count_tokens(
-                "one word"
-            )  # is there such a model?
+            workspaces.first.engine.count_tokens("one word")  # is there such a model?
             desk.conversations.warm_up()
+            workspaces.first.engine.prefetch(())
             self.problem = ""
         except RagBlendError as error:
             self.problem = (
                 f"{error} Until then questions cannot be answered; the library and the settings work."
+            )
+        except Exception as error:
+            LOG.exception("loading the model failed")
+            self.problem = (
+                f"Loading the model failed in a way that RAGBlend did not foresee ({type(error).__name__}: {error}). "
+                "Choose another model in the settings, or start `ragblend ui` again; its terminal says where it failed."
             )
         finally:
             self.is_loading = False

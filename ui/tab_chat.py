@@ -1,6 +1,7 @@
 """The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +10,24 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.app.citations import cite
 from ragblend.app.conversation import AskOptions
+from ragblend.app.documents import State
 from ragblend.app.highlight import locate_source
 from ragblend.app.hood import Hood
+from ragblend.app.models import machine_of, offers
+from ragblend.engine.files import DEFAULT
 from ragblend.kvstore.errors import RagBlendError
-from ragblend.ui import layout_chat, render_chat, render_hood, render_passage
+from ragblend.ui import layout_chat, views
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.context import QUEUED, QUICK, Context
 from ragblend.ui.layout_chat import HOOD, SOURCE, Parts
-from ragblend.ui.render_text import problem
+from ragblend.ui.views import problem
 
 if TYPE_CHECKING:
+    from ragblend.app.models import Offer
     from ragblend.app.turn import Turn
 
 Updates = dict[Any, Any]
+LOG = logging.getLogger(__name__)
 CHATS_PER_PAGE = 50
 
 
@@ -29,7 +35,7 @@ def build(context: Context) -> Parts:
     """Lay the tab out and connect it."""
     with gr.Row(elem_id="rb-chat"):
         side = layout_chat.side()
-        middle = layout_chat.middle()
+        middle = layout_chat.middle(context.desk.workspaces.names())
         more = layout_chat.more()
     parts = Parts(chat_id=gr.State(None), limit=gr.State(CHATS_PER_PAGE), **side, **middle, **more)
     _connect(ChatTab(context, parts), parts)
@@ -127,18 +133,23 @@ class ChatTab:
             parts.question: "",
             parts.send: gr.update(visible=False),
             parts.stop: gr.update(visible=True),
-            parts.live: render_chat.live_turn(question, "", "Looking for passages …"),
+            parts.live: views.chat.live_turn(question, "", "Looking for passages …"),
         }
         try:
             turn = begin()
         except RagBlendError as error:
             yield self._ended(session, chat_id, problem(str(error)))
             return
+        except Exception:
+            yield self._ended(session, chat_id, "")
+            raise
         try:
             self._sessions.run(session, turn)
             yield from self._draw(session, chat_id, turn)
         except RagBlendError:
             pass  # it is stored with the answer, and drawn from there
+        except Exception:
+            LOG.exception("an answer failed")  # stored and drawn as well
         except GeneratorExit:  # the page went away
             turn.stop()
             raise
@@ -155,13 +166,13 @@ class ChatTab:
     def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
         parts = self._parts
         if self._sessions.shows(session, chat_id):
-            yield {parts.transcript: self._transcript(chat_id), parts.chats: self._chats(chat_id)}
+            yield {parts.transcript: self._transcript(chat_id, True), parts.chats: self._chats(chat_id)}
         reading = f"Reading {len(turn.sources)} passages …" if turn.sources else "Thinking …"
         text = ""
         for piece in coalesced(turn):
             text += piece
             if (piece or not text) and self._sessions.shows(session, chat_id):
-                yield {parts.live: render_chat.live_turn("", text, "" if text else reading, turn.notice)}
+                yield {parts.live: views.chat.live_turn("", text, "" if text else reading, turn.notice)}
 
     def _ended(self, session: str, chat_id: int, note: str) -> Updates:
         parts = self._parts
@@ -214,7 +225,7 @@ class ChatTab:
         session = request.session_hash or ""
         self._sessions.stop(session)
         self._sessions.show(session, chat_id)
-        return {**self._shown(chat_id), self._parts.live: "", self._parts.source: render_passage.EMPTY}
+        return {**self._shown(chat_id), self._parts.live: "", self._parts.source: views.passage.empty()}
 
     def _shown(self, chat_id: int | None) -> Updates:
         """Everything that shows a conversation."""
@@ -224,35 +235,52 @@ class ChatTab:
             parts.chat_id: chat_id,
             parts.transcript: self._transcript(chat_id),
             parts.chats: self._chats(chat_id),
-            parts.hood: self._hood(answers[-1].id) if answers else render_hood.EMPTY,
-            parts.export: render_chat.export_links(chat_id if messages else None),
+            parts.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
+            parts.export: views.chat.export_links(chat_id if messages else None),
         }
 
     def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
         if search.strip():
-            return render_chat.found_conversations(self._desk.chats.search(search), chat_id)
-        return render_chat.conversations(self._desk.chats.page(limit=limit), chat_id)
+            return views.chat.found_conversations(self._desk.chats.search(search), chat_id)
+        return views.chat.conversations(self._desk.chats.page(limit=limit), chat_id)
 
-    def _transcript(self, chat_id: int | None) -> str:
+    def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
         messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
         if not messages:
             return self.welcome()
         cited = [cite(m.text, m.sources) if m.role == "assistant" else None for m in messages]
-        return render_chat.transcript(messages, cited)
+        return views.chat.transcript(messages, cited, is_asking)
 
     def welcome(self) -> str:
         workspaces = self._desk.workspaces
-        library = workspaces.of(workspaces.settings.collection).library
+        library = workspaces.first.library
         ready = sum(library.counts_by_state(name).get("done", 0) for name in workspaces.names())
-        questions = [each.question for each in samples.questions()] if self._has_samples() else []
-        return render_chat.welcome(ready, questions)
+        questions = self._answerable_samples()
+        note = workspaces.settings.manner.note
+        return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
-    def _has_samples(self) -> bool:
-        """Whether questions about the samples make sense: their documents are in the library."""
+    def _larger_models(self) -> "Sequence[Offer]":
+        """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
+        workspaces = self._desk.workspaces
+        if workspaces.settings.model != DEFAULT:
+            return []
+        workspace = workspaces.first
+        try:
+            return offers(machine_of(workspace))
+        except RagBlendError:  # such as a device that is gone: the banner says that
+            return []
+
+    def _answerable_samples(self) -> list[str]:
+        """Suggested ones whose documents are in the library: others would be answered wrongly."""
         settings = self._desk.workspaces.settings
-        library = self._desk.workspaces.of(settings.collection).library
-        files = [str(path) for path in samples.documents_folder().iterdir()]
-        return any(library.document(settings.collection, path) for path in files)
+        library, folder = self._desk.workspaces.library, samples.documents_folder()
+        found = (library.document(settings.collection, str(path)) for path in folder.iterdir())
+        there = {document.name for document in found if document is not None and document.state is State.DONE}
+        return [
+            each.question
+            for each in samples.questions()
+            if each.suggested and there.issuperset(each.documents)
+        ]
 
     # --- one answer
 
@@ -262,7 +290,7 @@ class ChatTab:
         try:
             if event.act == "cite":
                 return {
-                    parts.source: self._source(int(event.message), int(event.number)),
+                    parts.source: self._source(int(event.message), int(event.number), str(event.at)),
                     parts.panel: gr.Tabs(selected=SOURCE),
                 }
             if event.act == "hood":
@@ -270,21 +298,25 @@ class ChatTab:
             if event.act == "samples":
                 settings = self._desk.workspaces.settings
                 self._desk.jobs.add([samples.documents_folder()], settings.collection)
-                return {parts.transcript: render_chat.reading_samples()}
+                return {parts.transcript: views.chat.reading_samples()}
         except RagBlendError as error:
             return {parts.source: problem(str(error)), parts.panel: gr.Tabs(selected=SOURCE)}
         return {parts.panel: gr.skip()}
 
-    def _source(self, message_id: int, number: int) -> str:
+    def _source(self, message_id: int, number: int, at: str) -> str:
+        """at: where the citation is in the answer; "" for the first of that number that has a sentence."""
         message = self._desk.chats.message(message_id)
         source = next((each for each in message.sources if each.number == number), None)
         if source is None:
             return problem(f"Source {number} is no longer here.", "warning")
         library = self._desk.workspaces.of(source.collection).library
-        return render_passage.source_view(source, locate_source(library, source))
+        cited = [c for c in cite(message.text, message.sources).citations if c.number == number]
+        places = [c.place for c in cited if at in ("", str(c.start)) and c.place is not None]
+        found = locate_source(library, source, places[0] if places else None)
+        return views.passage.view(source, found, missing=bool(at) and not places)
 
     def _hood(self, message_id: int) -> str:
-        return render_hood.hood_view(Hood.from_json(self._desk.chats.message(message_id).report), message_id)
+        return views.hood.view(Hood.from_json(self._desk.chats.message(message_id).report), message_id)
 
     def measure(self, chat_id: int | None, event: gr.EventData) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show it beside the answer's own."""

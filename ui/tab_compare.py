@@ -10,10 +10,9 @@ import gradio as gr
 from ragblend.app.comparing import Side, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
-from ragblend.ui import render_compare
+from ragblend.ui import views
 from ragblend.ui.context import Context, drawn
-from ragblend.ui.render_compare import LABELS, WITHOUT_RATIO
-from ragblend.ui.render_text import problem
+from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
 Updates = dict[Any, Any]
 CHOICES = [(label, name) for name, label in LABELS.items()]
@@ -45,8 +44,14 @@ def build(context: Context) -> Parts:
                 scale=4,
                 min_width=260,
             )
+            names = context.desk.workspaces.names()
             collection = gr.Dropdown(
-                choices=[], label="Collection", elem_id="rb-compare-collection", scale=1, min_width=150
+                choices=names,
+                value=names[0],
+                label="Collection",
+                elem_id="rb-compare-collection",
+                scale=1,
+                min_width=150,
             )
         with gr.Row():
             left, left_ratio = _side("A", DEFAULT_METHOD)
@@ -63,14 +68,17 @@ def build(context: Context) -> Parts:
 def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
     with gr.Column(min_width=240):
         chosen = gr.Dropdown(
-            choices=CHOICES, value=method, label=f"Method {name}", elem_id=f"rb-method-{name.lower()}"
+            choices=CHOICES,
+            value=method,
+            label=f"{name}: what is read again",
+            elem_id=f"rb-method-{name.lower()}",
         )
         share = gr.Slider(
             0,
-            1,
-            value=DEFAULT_RATIO,
-            step=0.01,
-            label=f"Share computed again, {name}",
+            100,
+            value=100 * DEFAULT_RATIO,
+            step=1,
+            label=f"{name}: how much of it, percent",
             elem_id=f"rb-ratio-{name.lower()}",
             interactive=True,
             visible=method not in WITHOUT_RATIO,
@@ -125,22 +133,23 @@ class CompareTab:
         self._sessions.begin(session)
         self._sessions.run(session, stop)
         resting = {parts.go: gr.update(interactive=True), parts.stop: gr.update(visible=False)}
-        drawing = '<div class="rb-status">Looking for passages …</div>'
         yield {
-            parts.result: drawing,
+            parts.result: views.compare.looking(),
             parts.go: gr.update(interactive=False),
             parts.stop: gr.update(visible=True),
         }
         try:
-            workspace = self._desk.workspaces.of(collection)
-            for found in compare(workspace, question, sides, stop.event):
-                drawing = render_compare.comparison(found, running=len(found.sides) < len(sides))
-                yield {parts.result: drawing}
+            for found in compare(self._desk.conversations, question, collection, sides, stop.event):
+                running = len(found.sides) < len(sides)
+                yield {parts.result: views.compare.comparison(found, running)}
             yield resting
         except Cancelled:
             yield {parts.result: problem("Stopped.", "info"), **resting}
         except RagBlendError as error:
             yield {parts.result: problem(str(error)), **resting}
+        except Exception:
+            yield resting
+            raise
         finally:
             stop.stop()
             self._sessions.end(session, stop)
@@ -149,8 +158,9 @@ class CompareTab:
         self._sessions.stop(_session(request))
 
 
-def side_of(method: str, ratio: float) -> Side:
-    return Side(method, None if method in WITHOUT_RATIO else ratio)
+def side_of(method: str, percent: float) -> Side:
+    """percent: of what is stored."""
+    return Side(method, None if method in WITHOUT_RATIO else percent / 100)
 
 
 def _session(request: gr.Request) -> str:

@@ -6,61 +6,104 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app import samples
-from ragblend.app.listing import list_documents
 from ragblend.kvstore.errors import RagBlendError, UsageError
-from ragblend.ui import layout_library, render_library
-from ragblend.ui.context import QUICK, Context
-from ragblend.ui.layout_library import Parts
-from ragblend.ui.render_text import problem
+from ragblend.ui import views
+from ragblend.ui.context import QUICK, Context, drawn
 from ragblend.ui.uploads import discard
+from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-
-
-def build(context: Context) -> Parts:
-    """Lay the tab out and connect it."""
-    with gr.Row(elem_id="rb-library"):
-        side = layout_library.side()
-        middle = layout_library.middle()
-    parts = Parts(**side, **middle, offset=gr.State(0))
-    _connect(LibraryTab(context, parts), parts)
-    return parts
-
-
-def _connect(tab: "LibraryTab", parts: Parts) -> None:
-    view = [parts.collection, parts.search, parts.state, parts.offset]
-    drawn = [parts.documents, parts.offset, parts.tools]
-    listed = [parts.message, parts.queue, parts.jobs, parts.watched, *drawn]
-    parts.collection.change(tab.first_page, view[:3], drawn, **QUICK)
-    parts.search.change(tab.first_page, view[:3], drawn, trigger_mode="always_last", **QUICK)
-    parts.state.change(tab.first_page, view[:3], drawn, **QUICK)
-    parts.files.upload(tab.upload, [parts.files, *view], [*listed, parts.files], **QUICK)
-    parts.add_folder.click(
-        tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUICK
-    )
-    parts.folder.submit(tab.add_folder, [parts.folder, parts.watch, *view], [*listed, parts.folder], **QUICK)
-    parts.samples.click(tab.add_samples, view, listed, **QUICK)
-    parts.create.click(
-        tab.create, [parts.new_name], [parts.collection, parts.new_name, parts.message], **QUICK
-    )
-    for drawing in (parts.queue, parts.jobs, parts.watched, parts.documents):
-        drawing.click(tab.act, view, listed, **QUICK)
-    parts.tools.click(tab.remove_collection, view, [*listed, parts.collection], **QUICK)
+STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
 class LibraryTab:
-    """The callbacks: they call the app and hand what it gives to the functions that draw."""
+    """Lays the tab out and connects it; its components are named after what they show or take."""
 
-    def __init__(self, context: Context, parts: Parts) -> None:
-        self._desk, self._parts = context.desk, parts
+    def __init__(self, context: Context) -> None:
+        self._desk, self.offset = context.desk, gr.State(0)
+        with gr.Row(elem_id="rb-library"):
+            with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
+                self._lay_out_adding(context.desk.workspaces.names())
+            with gr.Column(scale=5, min_width=320):
+                self._lay_out_documents()
+        self.view = [self.collection, self.search, self.state, self.offset]
+        self.drawn = [self.queue, self.jobs, self.watched, self.documents, self.offset, self.tools]
+        self._connect()
+
+    def _lay_out_adding(self, names: list[str]) -> None:
+        """The collection, and what can be put into it: files, a folder, the samples. names: all there are."""
+        # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
+        # collection just made would be refused. What it may be called is the app's to judge.
+        self.collection = gr.Dropdown(
+            choices=names,
+            value=names[0],
+            label="Collection",
+            elem_id="rb-collection",
+            interactive=True,
+            allow_custom_value=True,
+        )
+        formats = "PDF, DOCX, EPUB, HTML, Markdown, text, CSV"
+        self.files = gr.File(label=formats, file_count="multiple", elem_id="rb-upload", height=150)
+        self.folder = gr.Textbox(
+            "",
+            label="Or a folder or file on this machine",
+            placeholder="/path/to/documents",
+            elem_id="rb-folder",
+            max_lines=1,
+        )
+        with gr.Row():
+            self.watch = gr.Checkbox(label="Watch it for changes", elem_id="rb-watch", scale=2, min_width=150)
+            self.add = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
+        self.samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
+        self.watched = drawn("rb-watched")
+        with gr.Accordion("New collection", open=False):
+            self.new_name = gr.Textbox("", label="Name", elem_id="rb-new-collection", max_lines=1)
+            self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
+
+    def _lay_out_documents(self) -> None:
+        """What was just said, the queue, the collection's documents, and what can be done to all of them."""
+        self.message = drawn("rb-library-message", acts=False)
+        self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
+        bare: dict[str, Any] = {"show_label": False, "container": False}
+        with gr.Row():
+            self.search = gr.Textbox(
+                "",
+                placeholder="Search documents  ( / )",
+                label="Search documents",
+                elem_id="rb-document-search",
+                elem_classes="rb-search",
+                max_lines=1,
+                scale=4,
+                min_width=180,
+                **bare,
+            )
+            self.state = gr.Dropdown(
+                STATES, value="", label="State", elem_id="rb-document-state", scale=1, min_width=130, **bare
+            )
+        self.documents, self.tools = drawn("rb-documents"), drawn("rb-collection-tools")
+
+    def _connect(self) -> None:
+        view, listed = self.view, [self.message, *self.drawn]
+        page = [self.documents, self.offset, self.tools]
+        self.collection.change(self.first_page, view[:3], page, **QUICK)
+        self.search.change(self.first_page, view[:3], page, trigger_mode="always_last", **QUICK)
+        self.state.change(self.first_page, view[:3], page, **QUICK)
+        self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **QUICK)
+        for asked in (self.add.click, self.folder.submit):
+            asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **QUICK)
+        self.samples.click(self.add_samples, view, listed, **QUICK)
+        self.new.click(self.create, [self.new_name], [self.collection, self.new_name, self.message], **QUICK)
+        for drawing in (self.queue, self.jobs, self.watched, self.documents):
+            drawing.click(self.act, view, listed, **QUICK)
+        self.tools.click(self.remove_collection, view, [*listed, self.collection], **QUICK)
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]
         updates = self._after(lambda: self._desk.jobs.upload(paths, view[0]), view)
         discard(paths)
-        return updates | {self._parts.files: None}
+        return updates | {self.files: None}
 
     def add_folder(self, folder: str, watch: bool, *view: Any) -> Updates:
         def work() -> Any:
@@ -72,7 +115,7 @@ class LibraryTab:
                 self._desk.watching.add(path, view[0])
             return added
 
-        return self._after(work, view) | {self._parts.folder: gr.skip()}
+        return self._after(work, view) | {self.folder: gr.skip()}
 
     def add_samples(self, *view: Any) -> Updates:
         return self._after(lambda: self._desk.jobs.add([samples.documents_folder()], view[0]), view)
@@ -80,23 +123,23 @@ class LibraryTab:
     def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
         """Add something, and say what became of it."""
         try:
-            message = render_library.added(work())
+            message = views.library.added(work())
         except RagBlendError as error:
             message = problem(str(error))
-        return {self._parts.message: message, **self.refresh(*view)}
+        return {self.message: message, **self.refresh(*view)}
 
     def create(self, name: str) -> Updates:
-        parts = self._parts
+        """Make a collection and show it; one that is there is shown: a browser may have missed that it was made."""
+        workspaces, name, said = self._desk.workspaces, name.strip(), ""
         try:
-            self._desk.workspaces.create(name.strip())
+            if name in workspaces.names():
+                said = problem(f"The collection “{name}” was there already; it is shown now.", "info")
+            else:
+                workspaces.create(name)
         except RagBlendError as error:
-            return {parts.message: problem(str(error))}
-        names = self._desk.workspaces.names()
-        return {
-            parts.collection: gr.update(choices=names, value=name.strip()),
-            parts.new_name: "",
-            parts.message: "",
-        }
+            return {self.message: problem(str(error))}
+        chosen = gr.update(choices=workspaces.names(), value=name)
+        return {self.collection: chosen, self.new_name: "", self.message: said}
 
     def remove_collection(self, collection: str, *view: Any) -> Updates:
         """All of it: its watched folders first, which would bring the documents back."""
@@ -105,14 +148,14 @@ class LibraryTab:
             for folder in desk.watching.folders():
                 if folder.collection == collection:
                     desk.watching.remove(folder.id)
-            message = render_library.deleted(desk.jobs.remove_collection(collection))
+            message = views.library.deleted(desk.jobs.remove_collection(collection))
             shown = desk.workspaces.settings.collection
         except RagBlendError as error:
             message = problem(str(error))
         chosen = gr.update(choices=desk.workspaces.names(), value=shown)
         return {
-            self._parts.message: message,
-            self._parts.collection: chosen,
+            self.message: message,
+            self.collection: chosen,
             **self.refresh(shown, "", "", 0),
         }
 
@@ -126,15 +169,15 @@ class LibraryTab:
                 message = self._do(event, collection)
         except RagBlendError as error:
             message = problem(str(error))
-        return {self._parts.message: message, **self.refresh(collection, search, state, offset)}
+        return {self.message: message, **self.refresh(collection, search, state, offset)}
 
     def _do(self, event: gr.EventData, collection: str) -> str:
         jobs, act = self._desk.jobs, event.act
         if act == "delete-document":
-            return render_library.deleted(jobs.remove([str(event.id)], collection))
+            return views.library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
             known = self._desk.workspaces.of(collection).library.documents_with([str(event.id)])
-            return render_library.added(jobs.add([Path(each.path) for each in known.values()], collection))
+            return views.library.added(jobs.add([Path(each.path) for each in known.values()], collection))
         if act == "unwatch":
             self._desk.watching.remove(int(event.id))
         elif act in ("retry-job", "cancel-job"):
@@ -145,7 +188,7 @@ class LibraryTab:
                 "resume": jobs.resume,
                 "cancel": jobs.cancel,
                 "retry-all": jobs.retry,
-                "clear": jobs.clear_finished,
+                "clear": jobs.store.clear_finished,
             }
             plain[act]()
         return ""
@@ -155,10 +198,9 @@ class LibraryTab:
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """The queue, the folders and the page of documents as they are now."""
-        parts = self._parts
         return {
             **self.progress(),
-            parts.watched: render_library.watched(self._desk.watching.folders()),
+            self.watched: views.library.watched(self._desk.watching.folders()),
             **self._listed(collection, search, state, offset),
         }
 
@@ -167,28 +209,31 @@ class LibraryTab:
         overview, page = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         finished = overview.finished >= overview.total
         return {
-            self._parts.queue: render_library.queue(overview),
-            self._parts.jobs: render_library.jobs(page.jobs, page.total, finished),
+            self.queue: views.library.queue(overview),
+            self.jobs: views.library.jobs(page.jobs, page.total, finished),
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """A page of the documents, and what can be done to all; why not, where a name was typed that cannot be one."""
-        parts = self._parts
+        if not collection:
+            return {
+                self.documents: problem("Choose a collection.", "info"),
+                self.tools: "",
+                self.offset: 0,
+            }
         try:
-            drawn = self._documents(collection, search, state, offset), self._tools(collection)
+            shown = self._documents(collection, search, state, offset), self._tools(collection)
         except RagBlendError as error:
-            drawn = problem(str(error)), ""
-        return {parts.documents: drawn[0], parts.tools: drawn[1], parts.offset: offset}
+            shown = problem(str(error)), ""
+        return {self.documents: shown[0], self.tools: shown[1], self.offset: offset}
 
     def _tools(self, collection: str) -> str:
         counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
-        return render_library.collection_tools(collection, sum(counts.values()))
+        return views.library.collection_tools(collection, sum(counts.values()))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._desk.workspaces.of(collection).library
-        page = list_documents(
-            library, collection, search=search, state=state or None, offset=offset, limit=PAGE
-        )
+        page = library.page(collection, search, state or None, offset, PAGE)
         paths = [document.path for document in page.documents]
-        queued = self._desk.jobs.open_among(collection, paths)
-        return render_library.documents(page, offset, PAGE, search, queued)
+        queued = self._desk.jobs.store.open_among(collection, paths)
+        return views.library.documents(page, offset, PAGE, search, queued)

@@ -1,178 +1,164 @@
 """The Settings tab: what may be chosen, what a change costs first, saving it. Wiring only."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from ragblend.app.model_download import ModelDownload, must_be_fetched
+from ragblend.app.models import Machine, check_model, machine_of, models_here, offers
 from ragblend.app.reencoding import Cost, cost_of
+from ragblend.app.settings import Settings
 from ragblend.app.settings_file import save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
-from ragblend.kvstore.errors import RagBlendError, SettingsError
-from ragblend.ui import render_settings
-from ragblend.ui.context import QUICK, Context, drawn
-from ragblend.ui.render_compare import LABELS
-from ragblend.ui.render_text import problem
+from ragblend.kvstore.errors import RagBlendError
+from ragblend.ui import views
+from ragblend.ui.context import EMPTY, QUICK, Context, drawn
 from ragblend.ui.tab_compare import CHOICES
+from ragblend.ui.views import LABELS, problem
 
 Updates = dict[Any, Any]
 AUTO, MANUAL = "auto", "manual"
 DRAW_EVERY_S = 0.5
-DEVICES = [("The best there is", ""), ("CPU", "cpu"), ("CUDA", "cuda"), ("Apple (MPS)", "mps")]
+DEVICES = [
+    ("The fastest there is", ""),
+    ("Processor (CPU)", "cpu"),
+    ("NVIDIA graphics card (CUDA)", "cuda"),
+    ("Apple graphics (MPS)", "mps"),
+]
 THEMES = [("As the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
+INFO = {
+    "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
+    "method": "Passages were read one by one; some of each is read again next to the others, for a better answer.",
+    "top_k": "How many places in your documents the model is given to answer from.",
+    "chunk_tokens": "Documents are cut into pieces of at most this length; 100 tokens are about 75 English words.",
+    "temperature": "0: always the likeliest word, so the same question gets the same answer.",
+}
+SLIDERS = (  # name, element, label, least, most, value, step
+    ("ratio", "rb-ratio", "Percent of the passages", 0, 100, 100 * DEFAULT_RATIO, 1),
+    ("top_k", "rb-top-k", "Passages per question", 1, 30, 6, 1),
+    ("chunk_tokens", "rb-chunk", "Passage length, tokens", 64, 2048, 512, 32),
+    ("max_new_tokens", "rb-longest", "Longest answer, tokens", 16, 2048, 256, 16),
+    ("temperature", "rb-temperature", "Variety of words (temperature)", 0, 2, 0, 0.05),
+)
 
 
-@dataclass(frozen=True)
-class Form:
-    """The fields, in the order in which callbacks get them."""
-
-    model: gr.Textbox
-    device: gr.Dropdown
-    method: gr.Dropdown
-    ratio_mode: gr.Radio
-    ratio: gr.Slider
-    top_k: gr.Slider
-    chunk_tokens: gr.Slider
-    max_new_tokens: gr.Slider
-    temperature: gr.Slider
-
-    @property
-    def all(self) -> list[Any]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-
-def build(context: Context, tab: gr.Tab) -> None:
-    """Lay the tab out and connect it; filled anew whenever it is opened."""
-    with gr.Row(elem_id="rb-settings"):
-        with gr.Column(min_width=300):
-            form = _form()
-        with gr.Column(min_width=300):
-            theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
-            meaning = drawn("rb-ratio-meaning", acts=False)
-            # What is said stands below the button, which must not move away from under the mouse; and what became of it
-            # apart from what a change costs, which may be said late.
-            save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
-            outcome = drawn("rb-saved", acts=False)
-            stop = gr.Button(
-                "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
-            )
-            cost = drawn("rb-cost", acts=False)
-            measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
-            measured = drawn("rb-measured", acts=False)
-    acts = SettingsTab(context, form, meaning, cost, outcome)
-    save.click(acts.save, form.all, [outcome, stop, cost], concurrency_limit=1, show_progress="hidden")
-    stop.click(acts.stop_download, None, None, **QUICK)
-    measure.click(acts.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
-    _connect(acts, form, tab, theme, meaning, cost, outcome)
-
-
-def _form() -> Form:
-    return Form(
-        gr.Textbox(
-            "default",
-            label="Model",
-            elem_id="rb-model",
-            max_lines=1,
-            info="default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
-        ),
-        gr.Dropdown(DEVICES, value="", label="Device", elem_id="rb-device"),
-        gr.Dropdown(CHOICES, value=DEFAULT_METHOD, label="Method", elem_id="rb-method"),
-        gr.Radio(
-            [("Chosen by hand", MANUAL), ("What loading hides", AUTO)],
-            value=MANUAL,
-            label="Share computed again",
-            elem_id="rb-ratio-mode",
-        ),
-        gr.Slider(0, 1, value=DEFAULT_RATIO, step=0.01, label="Share", elem_id="rb-ratio", interactive=True),
-        gr.Slider(
-            1, 30, value=6, step=1, label="Passages per question", elem_id="rb-top-k", interactive=True
-        ),
-        gr.Slider(
-            64, 2048, value=512, step=32, label="Passage length, tokens", elem_id="rb-chunk", interactive=True
-        ),
-        gr.Slider(
-            16,
-            2048,
-            value=256,
-            step=16,
-            label="Longest answer, tokens",
-            elem_id="rb-longest",
+def _form() -> dict[str, Any]:
+    """The fields by their settings, in the order in which callbacks get their values."""
+    method, modes = DEFAULT_METHOD, [("Chosen by hand", MANUAL), ("As much as costs no time", AUTO)]
+    asked = "What is read again for a question"
+    return {
+        "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
+        "device": gr.Dropdown(DEVICES, value="", label="Computes on", elem_id="rb-device"),
+        "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
+        "mode": gr.Radio(modes, value=MANUAL, label="How much is read again", elem_id="rb-ratio-mode"),
+    } | {
+        name: gr.Slider(
+            least,
+            most,
+            value=value,
+            step=step,
+            label=label,
+            elem_id=element,
+            info=INFO.get(name),
             interactive=True,
-        ),
-        gr.Slider(
-            0,
-            2,
-            value=0,
-            step=0.05,
-            label="Temperature (0: always the likeliest word)",
-            elem_id="rb-temperature",
-            interactive=True,
-        ),
-    )
-
-
-def _connect(
-    acts: "SettingsTab",
-    form: Form,
-    tab: gr.Tab,
-    theme: gr.Radio,
-    meaning: gr.HTML,
-    cost: gr.HTML,
-    outcome: gr.HTML,
-) -> None:
-    tab.select(acts.fill, None, [*form.all, meaning, cost, outcome], **QUICK)
-    tab.select(None, None, theme, js=GET_THEME)
-    theme.input(None, theme, theme, js=SET_THEME)
-    for field in form.all:
-        field.input(acts.price, form.all, [form.ratio, meaning, cost], trigger_mode="always_last", **QUICK)
+        )
+        for name, element, label, least, most, value, step in SLIDERS
+    }
 
 
 class SettingsTab:
-    """The callbacks."""
+    """Lays the tab out and connects it; filled anew whenever it is opened."""
 
-    def __init__(
-        self, context: Context, form: Form, meaning: gr.HTML, cost: gr.HTML, outcome: gr.HTML
-    ) -> None:
-        self._desk, self._form = context.desk, form
-        self._meaning, self._cost, self._outcome = meaning, cost, outcome
+    def __init__(self, context: Context, tab: gr.Tab) -> None:
+        self._desk = context.desk
+        self._machine: Machine | None = None
         self._download: ModelDownload | None = None
+        with gr.Row(elem_id="rb-settings"):
+            with gr.Column(min_width=300):
+                self._picker = gr.Dropdown([], value=None, label="Choose a model", elem_id="rb-model-choice")
+                self._form = _form()
+            with gr.Column(min_width=300):
+                theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
+                self._meaning = drawn("rb-ratio-meaning", acts=False)
+                # What is said stands below the button, which must not move away from under the mouse; and what became
+                # of it apart from what a change costs, which may be said late.
+                save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
+                outcome = drawn("rb-saved", acts=False)
+                stop = gr.Button(
+                    "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
+                )
+                self._cost = drawn("rb-cost", acts=False)
+                measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
+                measured = drawn("rb-measured", acts=False)
+        fields, priced = list(self._form.values()), [self._form["ratio"], self._meaning, self._cost]
+        save.click(
+            self.save, fields, [outcome, stop, self._cost], concurrency_limit=1, show_progress="hidden"
+        )
+        stop.click(self.stop_download, None, None, **QUICK)
+        measure.click(self.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
+        tab.select(None, None, outcome, js=EMPTY)
+        tab.select(self.fill, None, [*fields, self._picker, self._meaning, self._cost], **QUICK)
+        tab.select(None, None, theme, js=GET_THEME)
+        theme.input(None, theme, theme, js=SET_THEME)
+        self._picker.input(self.pick, [self._picker, *fields], [self._form["model"], *priced], **QUICK)
+        for field in fields:
+            field.input(self.price, fields, priced, trigger_mode="always_last", **QUICK)
 
     def fill(self) -> Updates:
         settings, form = self._desk.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
-        values = {
-            name: getattr(settings, name)
-            for name in ("model", "top_k", "chunk_tokens", "max_new_tokens", "temperature")
-        }
+        as_they_are = ("model", "top_k", "chunk_tokens", "temperature")
         return {
-            **{getattr(form, name): value for name, value in values.items()},
-            form.device: settings.device or "",
-            form.method: gr.update(choices=with_chosen(settings.method), value=settings.method),
-            form.ratio_mode: MANUAL if by_hand else AUTO,
-            form.ratio: gr.update(value=share, visible=by_hand),
+            **{form[name]: getattr(settings, name) for name in as_they_are},
+            form["max_new_tokens"]: settings.answer_tokens,
+            form["device"]: settings.device or "",
+            form["method"]: gr.update(choices=with_chosen(settings.method), value=settings.method),
+            form["mode"]: MANUAL if by_hand else AUTO,
+            form["ratio"]: gr.update(value=round(100 * float(share), 2), visible=by_hand),
             self._meaning: _meaning(MANUAL if by_hand else AUTO, float(share)),
+            self._picker: gr.update(choices=self._choices(settings), value=settings.model),
             self._cost: "",
-            self._outcome: "",
         }
+
+    def _choices(self, settings: Settings) -> list[tuple[str, str]]:
+        """The models that are here, the one in use, and some of the hub that would fit this machine."""
+        workspaces = self._desk.workspaces
+        here = models_here(workspaces.home.models)
+        try:
+            self._machine = self._machine or machine_of(workspaces.of(settings.collection))
+            fitting = offers(self._machine)
+        except RagBlendError:  # a device that is gone: said where it is used
+            fitting = []
+        return views.model_choices(here, fitting, settings.model)
+
+    def pick(self, name: str | None, *values: Any) -> Updates:
+        """A chosen model goes into the form; it is fetched and used when that is saved."""
+        if not name:
+            return {self._form["model"]: gr.skip()}
+        return {**self.price(name, *values[1:]), self._form["model"]: name}
 
     def price(self, *values: Any) -> Updates:
         """What saving this would cost."""
-        mode, ratio = values[3], values[4]
-        updates = {self._form.ratio: gr.update(visible=mode == MANUAL), self._meaning: _meaning(mode, ratio)}
+        mode, ratio = values[3], values[4] / 100
+        updates = {
+            self._form["ratio"]: gr.update(visible=mode == MANUAL),
+            self._meaning: _meaning(mode, ratio),
+        }
         try:
-            return updates | {self._cost: render_settings.cost(self._priced(values)[1])}
+            return updates | {self._cost: views.settings.cost(self._priced(values)[1])}
         except RagBlendError as error:
             return updates | {self._cost: problem(str(error))}
 
     def _priced(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], Cost]:
         workspaces = self._desk.workspaces
         before, changes = workspaces.settings, chosen(values)
+        if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
+            changes["max_new_tokens"] = before.max_new_tokens
         wanted = before.changed(changes)
         library, names = workspaces.of(before.collection).library, workspaces.names()
         documents = sum(sum(library.counts_by_state(name).values()) for name in names)
@@ -181,7 +167,10 @@ class SettingsTab:
 
     def _profile(self) -> Any:
         workspaces = self._desk.workspaces
-        known = workspaces.of(workspaces.settings.collection).engine.known_profile
+        try:
+            known = workspaces.first.engine.known_profile
+        except RagBlendError:  # the model in use is gone: another one may be chosen all the same
+            return None
         return known.prefill if known is not None else None
 
     def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -190,13 +179,16 @@ class SettingsTab:
         try:
             changes, price = self._priced(values)
             model = str(changes.get("model", workspaces.settings.model))
-            if model != workspaces.settings.model:
-                check_model(model)
+            before = workspaces.settings.model
+            if model != before:
+                check_model(model, workspaces.home.models)
                 if must_be_fetched(model):
                     yield from self._fetched(model)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
-            shown, said = render_settings.saved(self._read_again() if price.encodes_again else 0), ""
+            way_back = before if model != before else None
+            again = self._read_again() if price.encodes_again else 0
+            shown, said = views.settings.saved(again, way_back), ""
         except RagBlendError as error:
             shown, said = problem(str(error)), gr.skip()
         yield shown, gr.update(visible=False), said
@@ -212,7 +204,7 @@ class SettingsTab:
             over = False
             while not over:
                 yield (
-                    render_settings.downloading(model, now.done, now.total, now.seconds_left),
+                    views.settings.downloading(model, now.done, now.total, now.seconds_left),
                     gr.update(visible=True),
                     gr.skip(),
                 )
@@ -226,7 +218,7 @@ class SettingsTab:
         yield problem("Measuring: about a minute, in which questions wait …", "info")
         workspaces = self._desk.workspaces
         try:
-            workspaces.of(workspaces.settings.collection).engine.profile()
+            workspaces.first.engine.profile()
             yield problem("Measured. From now on answers say what full prefill would have taken.", "info")
         except RagBlendError as error:
             yield problem(str(error))
@@ -248,12 +240,12 @@ def with_chosen(method: str) -> list[tuple[str, str]]:
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
     """The form's values as settings."""
-    model, device, method, mode, ratio, top_k, chunk, longest, temperature = values
+    model, device, method, mode, percent, top_k, chunk, longest, temperature = values
     return {
         "model": str(model).strip() or "default",
         "device": device or None,
-        "method": method,
-        "ratio": AUTO if mode == AUTO else float(ratio),
+        "method": method or None,
+        "ratio": AUTO if mode == AUTO else round(percent / 100, 4),
         "top_k": int(top_k),
         "chunk_tokens": int(chunk),
         "max_new_tokens": int(longest),
@@ -261,19 +253,10 @@ def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def check_model(name: str) -> None:
-    """A path must exist; whether a hub id does is found when it is loaded. Raises SettingsError."""
-    looks_local = name.startswith(("/", "./", "~")) or name.endswith(".gguf")
-    if looks_local and not Path(name).expanduser().exists():
-        raise SettingsError(
-            f"The model {name!r} is not there. Name a folder or .gguf file that exists, or a hub id."
-        )
-
-
 def _meaning(mode: str, ratio: float) -> str:
     if mode == AUTO:
-        return (
-            '<p class="rb-small">As much is computed again as loading hides on this device, '
-            f"{DEFAULT_RATIO:.0%} at least.</p>"
+        return views.settings.meaning(
+            "While stored passages are loaded from the disk, the model reads as much of them again as it can in that "
+            f"time: {DEFAULT_RATIO:.0%} at least."
         )
-    return f'<p class="rb-small">{render_settings.ratio_meaning(ratio)}</p>'
+    return views.settings.meaning(views.ratio_meaning(ratio))

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.cli_common import Cli, command
+from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Sequence
 
+    from ragblend.app.bench.quality_report import Others, QualityRequest
+    from ragblend.app.bench.table import Table
     from ragblend.app.settings import Settings
 
-STORE_POLICIES = "lru,lfu,gdsf,gdsf-size,pgdsf,fading,fading-hits"
 TTFT_METHODS = "full,prefix,reuse,cacheblend"
 
 bench_app = typer.Typer(
@@ -28,30 +30,29 @@ def bench() -> None:
     """Measure: does the fused answer agree with full prefill, and how much sooner does it start?"""
 
 
+WAY_OUT = {
+    "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",
+    "--format": "`python -m benchmarks.questions --data FILE --format NAME --out FILE` makes a file for --data",
+    "--inspect": "`python -m benchmarks.figures` looks into prompts",
+}
+
+
+def moved(option: str) -> Any:
+    """An option that is a benchmark's now: hidden, and refused with what to do."""
+
+    def refuse(value: Any) -> Any:
+        if value:
+            raise UsageError(f"{option} has moved: {WAY_OUT[option]}, in a checkout of the sources")
+        return value
+
+    return typer.Option(option, hidden=True, callback=refuse)
+
+
+Moved = Annotated[list[str] | None, moved("--generate")]
 Data = Annotated[
     Path | None,
     typer.Option(
         "--data", help="A JSON list of {ctxs: [{title, text}], question, answers}; the samples if absent."
-    ),
-]
-QuestionFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--data", help="A file of questions; what it may be: see --format. The samples if nothing is given."
-    ),
-]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format", help="cacheblend, longbench, samsum or squad; found out by its fields if absent."
-    ),
-]
-Generate = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--generate",
-        help="Made-up questions with exact answers: `ruler:multi_value,tokens=4000,n=20`; `ruler` for all of its "
-        "tasks, or `two_hop`. More settings: chunk, seed, items, hops, chains. May be given several times.",
     ),
 ]
 Docs = Annotated[
@@ -75,10 +76,6 @@ Compare = Annotated[
         "--compare", help="Two methods, A,B or A@0.05,B@0.15: paired bootstrap. May be given several times."
     ),
 ]
-Inspect = Annotated[
-    int,
-    typer.Option("--inspect", min=0, help="How many prompts the report shows token by token, with figures."),
-]
 MostTokens = Annotated[
     int | None,
     typer.Option(
@@ -86,13 +83,8 @@ MostTokens = Annotated[
     ),
 ]
 Methods = Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")]
-MethodsAndModes = Annotated[
-    str,
-    typer.Option(
-        "--methods",
-        help="Methods, separated by commas, or `all` policies; also LangChain's map_reduce, map_rerank and refine, and "
-        "LlamaIndex's llama-tree_summarize and llama-refine; as in refine+cacheblend, with calls read by a method.",
-    ),
+AllMethods = Annotated[
+    str, typer.Option("--methods", help="Methods, separated by commas, or `all` policies.")
 ]
 Ratios = Annotated[
     str, typer.Option("--ratios", help="Shares of the reused tokens to compute again, by commas.")
@@ -105,7 +97,6 @@ Seed = Annotated[
 Passages = Annotated[
     int | None, typer.Option("--passages", help="The first so many of each question; all if absent.")
 ]
-AnswerTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="How long an answer may be.")]
 Output = Annotated[
     Path, typer.Option("--output", help="Folder for the results; a stopped run goes on from it.")
 ]
@@ -124,42 +115,13 @@ Memory = Annotated[
 ]
 
 
-Traces = Annotated[str, typer.Option("--traces", help="mmlu, drift, zipf:EXPONENT, by commas.")]
-TopK = Annotated[str, typer.Option("--top-k", help="How many documents a request, by commas.")]
-Budgets = Annotated[str, typer.Option("--budgets", help="Percent of the corpus that fits, by commas.")]
-Policies = Annotated[str, typer.Option("--policies", help="Eviction policies, by commas.")]
-Lengths = Annotated[
-    str, typer.Option("--lengths", help="documents (like articles) or passages (cut at 512).")
-]
-Reuse = Annotated[
-    str, typer.Option("--reuse", help="Where stored KV serves: anywhere, or behind the same prefix only.")
-]
-Documents = Annotated[int, typer.Option("--documents", min=10, help="How many there are.")]
-Retrievals = Annotated[int, typer.Option("--retrievals", min=40, help="Documents retrieved in all requests.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many traces of each kind.")]
-HalfLife = Annotated[float, typer.Option("--half-life", min=1, help="Retrievals until one counts half.")]
-Profile = Annotated[
-    Path | None, typer.Option("--profile", help="Measured prefill times, JSON; an estimate if absent.")
-]
-TokenBytes = Annotated[int, typer.Option("--bytes-per-token", min=1, help="KV of one token.")]
-Overhead = Annotated[
-    int | None,
-    typer.Option(
-        "--overhead", min=100, help="Instead: what lookups, admission and opening cost with so many chunks."
-    ),
-]
-LoadSpeed = Annotated[float, typer.Option("--load-mb-per-s", min=0.001, help="How fast stored KV is loaded.")]
-
-
 @command(bench_app, "quality")
 def quality(
     cli: Cli,
-    data: QuestionFile = None,
-    form: Format = None,
-    generate: Generate = None,
+    data: Data = None,
     docs: Docs = None,
     collection: Collection = None,
-    methods: MethodsAndModes = "all",
+    methods: AllMethods = "all",
     ratios: Ratios = "0.05,0.15,0.3",
     compare: Compare = None,
     limit: Limit = None,
@@ -167,33 +129,43 @@ def quality(
     passages: Passages = None,
     skip: Skip = False,
     max_new_tokens: MostTokens = None,
-    inspect: Inspect = 1,
     output: Output = Path("bench-results"),
     fresh: Fresh = False,
     keep_kv: KeepKV = False,
+    generate: Moved = None,
+    form: Annotated[str | None, moved("--format")] = None,
+    inspect: Annotated[str | None, moved("--inspect")] = None,
 ) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
-    from ragblend.app.bench.quality_report import QualityRequest, report_quality
+    from ragblend.app.bench.quality_report import QualityRequest
     from ragblend.app.bench.sources import Source
-    from ragblend.app.bench.table import print_quality
 
     engine = engine_arguments(cli)
-    chosen = _settings(cli, collection=collection).collection
-    source = Source(
-        data, form, tuple(generate or ()), docs, cli.home, chosen, limit, seed, passages, skip
-    )  # fmt: skip
+    chosen = settings_of(cli, collection=collection).collection
+    source = Source(data, docs, cli.home, chosen, limit, seed, passages, skip)
     request = QualityRequest(
-        source, engine, methods, ratios, max_new_tokens, output, fresh, keep_kv, tuple(compare or ()), inspect
+        source, engine, methods, ratios, max_new_tokens, output, fresh, keep_kv, tuple(compare or ())
     )
+    show_quality(cli, request)
+
+
+def show_quality(cli: Cli, request: "QualityRequest", others: "Others | None" = None) -> None:
+    """Measure, and print the tables, or the JSON list of rows that design.md section 7 fixes."""
+    from ragblend.app.bench.quality_report import report_quality
+    from ragblend.app.bench.report import warnings
+    from ragblend.app.bench.table import quality_tables
+
     try:
-        results = report_quality(request)
+        results = report_quality(request, others)
     except KeyboardInterrupt:
         cli.note("Stopped. What was measured is kept; run the same command again to go on.")
         raise typer.Exit(1) from None
     for skipped in results["settings"]["skipped"]:
         cli.note(f"left out  {skipped['reason']}")
-    print_quality(_console(cli), results["rows"], results["comparisons"], results["tasks"])
-    _finish(cli, results["rows"], results["files"])
+    tables = quality_tables(results["rows"], results["comparisons"], results["tasks"])
+    finish(cli, tables, results["rows"], results["files"])
+    for text in warnings(results["rows"], results["settings"] | {"skipped": ()}):
+        cli.note(text)
 
 
 @command(bench_app, "ttft")
@@ -210,52 +182,24 @@ def ttft(
     output: Output = Path("bench-results"),
 ) -> None:
     """Time to the first token, where it went, peak memory and bytes on disk, by method."""
-    from ragblend.app.bench.table import print_ttft
+    from ragblend.app.bench.table import ttft_tables
     from ragblend.app.bench.ttft_report import TtftRequest, report_ttft
 
     engine = engine_arguments(cli)
     request = TtftRequest(data, engine, methods, ratios, chunks, tokens, caches, repeats, memory, output)
     results = report_ttft(request)
-    print_ttft(_console(cli), results["rows"])
-    _finish(cli, {name: results[name] for name in ("rows", "environment")}, results["files"])
+    value = {name: results[name] for name in ("rows", "environment")}
+    finish(cli, ttft_tables(results["rows"]), value, results["files"])
 
 
-@command(bench_app, "store")
-def store(
-    cli: Cli,
-    traces: Traces = "zipf:0.7,zipf:0.9,zipf:1.1,mmlu,drift",
-    top_k: TopK = "1,3,5",
-    budgets: Budgets = "4,8,16,32,64",
-    policies: Policies = STORE_POLICIES,
-    lengths: Lengths = "documents",
-    reuse: Reuse = "anywhere",
-    documents: Documents = 1_000,
-    retrievals: Retrievals = 6_000,
-    seeds: Seeds = 3,
-    half_life: HalfLife = 4_096,
-    profile: Profile = None,
-    bytes_per_token: TokenBytes = 23_040,
-    load_mb_per_s: LoadSpeed = 1_000,
-    overhead: Overhead = None,
-    output: Output = Path("bench-results"),
-) -> None:
-    """Replay made-up traces through the store's eviction policies: hit rates, byte hit rates, simulated TTFT."""
-    from ragblend.app.bench.store_overhead import report_overhead
-    from ragblend.app.bench.store_report import StoreRequest, report_store
-    from ragblend.app.bench.store_table import print_overhead, print_store
-
-    if overhead is not None:
-        row = report_overhead(overhead)
-        print_overhead(_console(cli), row)
-        _finish(cli, row, {})
-        return
-    request = StoreRequest(
-        traces, top_k, budgets, policies, lengths, reuse, documents, retrievals, seeds, half_life, profile,
-        bytes_per_token, load_mb_per_s, output,
-    )  # fmt: skip
-    results = report_store(request)
-    print_store(_console(cli), results)
-    _finish(cli, {name: results[name] for name in ("rows", "comparisons", "settings")}, results["files"])
+@bench_app.command(
+    "store", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def store() -> None:
+    """Moved to the benchmarks."""
+    raise UsageError(
+        "`ragblend bench store` is `python -m benchmarks.store` now, run from a checkout of the sources"
+    )
 
 
 def engine_arguments(cli: Cli) -> dict[str, Any]:
@@ -265,14 +209,17 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     name is in every key, so nothing that a bench stores or removes is the user's.
     """
     from ragblend.app.home import Home
+    from ragblend.app.models import check_model
 
-    settings = _settings(cli)
+    settings = settings_of(cli)
+    check_model(settings.model, Home.resolve(cli.home).models)
     names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
     chosen = {name: getattr(settings, name) for name in names}
     return {"home": str(Home.resolve(cli.home).root), "collection": "bench", **chosen}
 
 
-def _settings(cli: Cli, **more: Any) -> "Settings":
+def settings_of(cli: Cli, **more: Any) -> "Settings":
+    """What holds for this command: its options, the environment, the settings file."""
     from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
@@ -280,16 +227,15 @@ def _settings(cli: Cli, **more: Any) -> "Settings":
     return Settings.load(Home.resolve(cli.home).settings, overrides=overrides)
 
 
-def _console(cli: Cli) -> "Console":
-    """Where tables go. In a file or a pipe there is no width to fit, and one folded to 80 columns is unreadable."""
+def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str]) -> None:
+    """Print the tables, say what was written, and print the value with --json."""
     from rich.console import Console
 
+    from ragblend.app.bench.table import print_tables
+
     console = Console(stderr=cli.json)
-    return console if console.is_terminal else Console(stderr=cli.json, width=200)
-
-
-def _finish(cli: Cli, value: Any, files: dict[str, str]) -> None:
-    """Print the JSON: for `quality` the list of rows that design.md section 7 fixes, for `ttft` an object."""
+    # In a file or a pipe there is no width to fit, and a table folded to 80 columns is unreadable.
+    print_tables(console if console.is_terminal else Console(stderr=cli.json, width=250), tables)
     for name in files.values():
         cli.note(f"wrote {name}")
     if cli.json:

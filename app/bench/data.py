@@ -1,7 +1,7 @@
 """Questions with their passages and gold answers, and the JSON format of the CacheBlend artifact.
 
-The file is one list of `{"ctxs": [{"title": str, "text": str}, ...], "question": str, "answers": [str,
-...]}`. Other formats are read by `data_formats.py`.
+The file is one list of `{"ctxs": [{"title": str, "text": str}, ...], "question": str, "answers": [str, ...]}`. An entry
+may also say `"instruction"`, `"required"` and `"task"`: see `Question`.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ class Question:
     """One question: the passages to read (title and text in one), and the answers that count as right.
 
     instruction: what follows the question, None for the benches' own words; required: what an exact answer must hold,
-    all of it (empty: the data does not say); task: what kind of question it is, for tables. where, shorter: where it
-    comes from and how to make its prompt shorter, for messages; no part of what a question is.
+    all of it (empty: the data does not say); task: what kind of question it is, for tables. where: where it comes from,
+    for messages; no part of what a question is.
     """
 
     index: int
@@ -38,7 +38,6 @@ class Question:
     required: tuple[str, ...] = ()
     task: str = ""
     where: str = field(default="", compare=False)
-    shorter: str = field(default="pass --passages N to read fewer passages a question", compare=False)
 
     @property
     def place(self) -> str:
@@ -70,18 +69,25 @@ class Loaded:
     skipped: tuple[Skipped, ...] = ()
 
 
-def load_questions(path: Path) -> list[Question]:
-    """Read and check the whole file. Raises UsageError with file, index and field."""
-    return check_questions(_read_list(path), path)
+def load(path: Path, skip: bool = False) -> Loaded:
+    """Read and check the whole file. Raises UsageError with file, question and field.
 
-
-def check_questions(entries: list[Any], path: Path) -> list[Question]:
-    """The entries of a file's list, checked; `path` is for the messages. Raises UsageError."""
-    places = [f"{path}, question {index}" for index in range(len(entries))]
-    return [
-        replace(entry_question(entry, index, f"{READING}{place}"), where=place)
-        for index, (entry, place) in enumerate(zip(entries, places, strict=True))
-    ]
+    skip: leave out what is well formed and cannot be measured (an empty question), and say it.
+    """
+    questions: list[Question] = []
+    skipped: list[Skipped] = []
+    for number, entry in enumerate(_read_list(path)):
+        place = f"{path}, question {number}"
+        try:
+            question = entry_question(entry, len(questions), f"{READING}{place}")
+            questions.append(replace(question, where=place))
+        except UnusableError as error:
+            if not skip:
+                raise UnusableError(f"{error}, or pass --skip to leave it out") from error
+            skipped.append(Skipped(place, str(error)))
+    if not questions:
+        raise UsageError(f"{READING}{path} has no question that can be measured")
+    return Loaded(questions, tuple(skipped))
 
 
 def choose(
@@ -122,53 +128,49 @@ def read_text(path: Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise UsageError(
-            f"Reading the questions: there is no file {path}; give an existing one to --data"
-        ) from error
+        raise UsageError(f"{READING}there is no file {path}; give an existing one to --data") from error
     except OSError as error:
-        raise UsageError(f"Reading the questions: {path} cannot be read ({error.strerror})") from error
+        raise UsageError(f"{READING}{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"Reading the questions: {path} is not UTF-8 text (byte {error.start})") from error
+        raise UsageError(f"{READING}{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def _read_list(path: Path) -> list[Any]:
     try:
         entries = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"Reading the questions: {path} is not JSON ({error})") from error
+        raise UsageError(f"{READING}{path} is not JSON ({error}); expected one list of questions") from error
     if not isinstance(entries, list):
-        raise UsageError(
-            f"Reading the questions: {path} holds a JSON {kind_name(entries)}; expected a list of questions"
-        )
+        raise UsageError(f"{READING}{path} holds a JSON {kind_name(entries)}; expected a list of questions")
     if not entries:
-        raise UsageError(f"Reading the questions: {path} is an empty list; there is nothing to measure")
+        raise UsageError(f"{READING}{path} is an empty list; there is nothing to measure")
     return entries
 
 
 def entry_question(entry: Any, index: int, where: str) -> Question:
     """One entry of CacheBlend's format; `where` begins every message. Raises UsageError, UnusableError."""
+    ctxs = field_of(entry, "ctxs", list, where)
     text = field_of(entry, "question", str, where).strip()
     answers = field_of(entry, "answers", list, where)
-    ctxs = field_of(entry, "ctxs", list, where)
-    check_asked(text, "question", where)
-    check_answers(answers, where)
-    if not ctxs:
-        raise UnusableError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
-    texts = [_passage(ctx, f"{where}, ctxs[{place}]") for place, ctx in enumerate(ctxs)]
-    return Question(index, text, tuple(texts), tuple(answers))
-
-
-def check_asked(text: str, name: str, where: str) -> None:
-    """Raise UnusableError for an empty question."""
-    if not text.strip():
-        raise UnusableError(f"{where}: '{name}' is empty; write what is asked")
-
-
-def check_answers(answers: list[Any], where: str) -> None:
-    """Raise UsageError unless there is an answer, and all are text."""
+    if not text:
+        raise UnusableError(f"{where}: 'question' is empty; write what is asked")
     if not answers or not all(isinstance(answer, str) for answer in answers):
         kinds = ", ".join(dict.fromkeys(kind_name(answer) for answer in answers)) or "nothing"
         raise UsageError(f"{where}: 'answers' must be a list of one or more strings; found {kinds} in it")
+    if not ctxs:
+        raise UnusableError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
+    texts = [_passage(ctx, f"{where}, ctxs[{place}]") for place, ctx in enumerate(ctxs)]
+    return Question(index, text, tuple(texts), tuple(answers), *_more(entry, where))
+
+
+def _more(entry: dict[str, Any], where: str) -> tuple[str | None, tuple[str, ...], str]:
+    """What an entry may say: instruction, required, task."""
+    kinds = {"instruction": str, "required": list, "task": str}
+    said = {name: field_of(entry, name, kind, where) for name, kind in kinds.items() if name in entry}
+    required = said.get("required", [])
+    if not all(isinstance(text, str) and text.strip() for text in required):
+        raise UsageError(f"{where}: 'required' must be a list of strings that are not empty")
+    return said.get("instruction"), tuple(required), said.get("task", "")
 
 
 def _passage(ctx: Any, where: str) -> str:
@@ -185,7 +187,11 @@ def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
         raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
         there = ", ".join(map(str, entry)) or "no fields"
-        raise UsageError(f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}")
+        others = "; `python -m benchmarks.questions` makes them of LongBench and SQuAD"
+        raise UsageError(
+            f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}"
+            f"{others if name == 'ctxs' else ''}"
+        )
     if not isinstance(entry[name], kind):
         raise UsageError(
             f"{where}: the field '{name}' is a JSON {kind_name(entry[name])}; expected {expected}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 
-EXTRA = ("matplotlib", "rouge_score")
+EXTRA = ("jinja2", "matplotlib", "rouge_score", "scipy")
 
 
 def check_extra() -> None:

@@ -5,9 +5,7 @@ is hard for both, and its difficulty cancels out.
 """
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 RESAMPLES = 5000
 LEVEL = 0.95
@@ -16,39 +14,39 @@ Interval = tuple[float, float]
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
     """The 95% interval of the mean; None for fewer than two values, of which nothing can be said."""
-    return _interval([values], lambda means: means[0], seed)
+    return _interval([values], lambda mean: mean, seed)
 
 
 def difference_interval(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Interval | None:
     """The 95% interval of mean(values) - mean(others); both in the same order of prompts."""
-    return _interval([values, others], lambda means: means[0] - means[1], seed)
+    return _interval([values, others], lambda mean, other: mean - other, seed)
 
 
 def ratio_interval(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Interval | None:
     """The 95% interval of mean(values) / mean(others), in pairs; None if an `others` is not above 0."""
     if min(others, default=0.0) <= 0:
         return None
-    return _interval([values, others], lambda means: means[0] / means[1], seed)
+    return _interval([values, others], lambda mean, other: mean / other, seed)
 
 
 def recovery_interval(kl: Sequence[float], kl_reuse: Sequence[float], seed: int = 0) -> Interval | None:
     """The 95% interval of 1 - mean(kl)/mean(kl_reuse); None if reuse does not diverge on every prompt."""
-    if min(kl_reuse, default=0.0) <= 0:
-        return None
-    return _interval([kl, kl_reuse], lambda means: 1 - means[0] / means[1], seed)
+    ends = ratio_interval(kl, kl_reuse, seed)
+    return None if ends is None else (1 - ends[1], 1 - ends[0])
 
 
-def _interval(
-    columns: Sequence[Sequence[float]],
-    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    seed: int,
-) -> Interval | None:
-    samples = np.asarray(columns, dtype=np.float64)  # (columns, n): a ragged list raises, which is our bug
-    n = samples.shape[1]
-    if n < 2:
+def _interval(columns: Sequence[Sequence[float]], of_means: Callable[..., Any], seed: int) -> Interval | None:
+    from scipy.stats import bootstrap
+
+    if len(columns[0]) < 2:
         return None
-    drawn = np.random.default_rng(seed).integers(0, n, size=(RESAMPLES, n))
-    means = samples[:, drawn].mean(axis=-1)  # (columns, RESAMPLES), the same prompts in every column
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(statistic(means), [tail, 100 - tail])
-    return float(low), float(high)
+    found = bootstrap(
+        columns,
+        lambda *drawn, axis: of_means(*(column.mean(axis=axis) for column in drawn)),
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        paired=len(columns) > 1,
+        rng=seed,
+    ).confidence_interval
+    return float(found.low), float(found.high)

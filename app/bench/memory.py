@@ -8,14 +8,13 @@ mark, and answers once. On CUDA torch's own counter is read instead.
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import RagBlendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
 
 ANSWER_TOKENS = 4
@@ -23,77 +22,57 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True)
-class MemoryJob:
-    """What the child is to answer. segments: (is_chunk, token ids) in order; ratio None: it takes none."""
+def peak_bytes(
+    engine: dict[str, Any], prompt: "Prompt", variant: Variant, timeout_s: float = 600
+) -> int | None:
+    """Bytes above the baseline at the peak; None where the system does not say. Raises RagBlendError.
 
-    engine: dict[str, Any]
-    segments: list[tuple[bool, list[int]]]
-    method: str
-    ratio: float | None
-
-
-def make_job(engine: dict[str, Any], prompt: "Prompt", method: str, ratio: float | None) -> MemoryJob:
-    """The job for a tokenized prompt; `engine` holds the keyword arguments of `Engine.open`."""
+    engine: the keyword arguments of `Engine.open`; prompt: tokenized.
+    """
     from ragblend.engine.prompt import Chunk
 
     pairs = zip(prompt.segments, prompt.segment_ids, strict=True)
-    return MemoryJob(
-        engine, [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs], method, ratio
-    )
-
-
-def peak_bytes(job: MemoryJob, timeout_s: float = 600) -> int | None:
-    """Bytes above the baseline at the peak; None where the system does not say. Raises RagBlendError."""
+    segments = [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs]
+    job = json.dumps({"engine": engine, "segments": segments, "arguments": variant.arguments})
     command = [sys.executable, "-m", "ragblend.app.bench.memory"]
-    done = subprocess.run(
-        command, input=json.dumps(asdict(job)), text=True, capture_output=True, timeout=timeout_s
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RagBlendError(f"Measuring the peak memory of {job.method}: the child process failed: {last}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=timeout_s)
+    answer = {
+        "error": f"the child process failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+    }
+    if done.returncode == 0:
+        answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
-        raise RagBlendError(f"Measuring the peak memory of {job.method}: {answer['error']}")
-    found: int | None = answer["peak_bytes"]
+        raise RagBlendError(f"Measuring the peak memory of {variant.method}: {answer['error']}")
+    found: int | None = answer["peak_bytes"]  # type: ignore[assignment]
     return found
 
 
 def main() -> None:
     """Read a job from stdin, print `{"peak_bytes": ...}` or `{"error": ...}`."""
     try:
-        answer: dict[str, Any] = {"peak_bytes": _measure(MemoryJob(**json.load(sys.stdin)))}
+        answer: dict[str, Any] = {"peak_bytes": _measure(**json.load(sys.stdin))}
     except RagBlendError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)
 
 
-def _measure(job: MemoryJob) -> int | None:
+def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, Any]) -> int | None:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Chunk, Literal, Prompt
 
-    engine = Engine.open(**job.engine)
+    opened = Engine.open(**engine)
     try:
-        engine.generate(
-            engine.chat_prompt(None, [], "Say hello."), method="full", max_new_tokens=ANSWER_TOKENS
-        )
+        hello = opened.chat_prompt(None, [], "Say hello.")
+        opened.generate(hello, method="full", max_new_tokens=ANSWER_TOKENS)
         kinds = {True: Chunk, False: Literal}
-        prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in job.segments])
-        return _answer(engine, prompt, job)
+        prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in segments])
+        meter = _CudaMeter(opened.device) if opened.device.startswith("cuda") else HostMeter()
+        misses = opened.generate(prompt, max_new_tokens=ANSWER_TOKENS, **arguments).report.misses
+        if misses:
+            raise RagBlendError(f"{misses} chunks were not in the store: this would be another peak")
+        return meter.peak_bytes()
     finally:
-        engine.close()  # a process that ends while the engine still works in the background is aborted
-
-
-def _answer(engine: "Engine", prompt: "Prompt", job: MemoryJob) -> int | None:
-    """The bytes above now at the peak of one answer."""
-    options: dict[str, Any] = {} if job.ratio is None else {"ratio": job.ratio}
-    meter = _CudaMeter(engine.device) if engine.device.startswith("cuda") else HostMeter()
-    result = engine.generate(prompt, method=job.method, max_new_tokens=ANSWER_TOKENS, **options)
-    if result.report.misses:
-        raise RagBlendError(
-            f"{result.report.misses} chunks were not in the store: this would be another peak"
-        )
-    return meter.peak_bytes()
+        opened.close()  # a process that ends while the engine still works in the background is aborted
 
 
 class HostMeter:

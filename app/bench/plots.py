@@ -1,7 +1,6 @@
 """Rows as pictures, drawn without a display."""
 
 import textwrap
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,31 +10,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-# A method keeps its colour in every picture, whatever else is drawn beside it.
-COLOURS = {
-    "full": "#222222",
-    "prefix": "#7f7f7f",
-    "naive": "#bcbd22",
-    "reuse": "#8c564b",
-    "random": "#9467bd",
-    "heads": "#17becf",
-    "cacheblend": "#d62728",
-    "cacheblend-k": "#ff7f0e",
-    "cacheblend-gradual": "#1f77b4",
-}
-# Methods that are not in the table take one of these, by their names.
-OTHER_COLOURS = (
-    "#2ca02c",
-    "#e377c2",
-    "#aec7e8",
-    "#98df8a",
-    "#c49c94",
-    "#637939",
-    "#8c6d31",
-    "#7b4173",
-    "#3182bd",
-    "#e6550d",
-)
 WHERE_COLOURS = {
     "retrieve": "#c7c7c7",
     "stall": "#d62728",
@@ -47,10 +21,10 @@ WHERE_COLOURS = {
 
 
 def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Left: KL by method with intervals; right: KL against speed-up, one line a method through its ratios."""
-    figure = figure_of(12.0, max(4.0, 0.3 * len(rows) + 1.5))
+    """Left: KL by method with its interval, the nearest to full prefill first; right: KL against time."""
+    figure = figure_of(14.0, max(5.0, 0.3 * len(rows) + 1.5))
     left, right = figure.subplots(1, 2)
-    _draw_divergence(left, rows)
+    _draw_divergence(left, sorted(rows, key=lambda row: row["kl"]))
     _draw_trade_off(right, rows)
     entitle(figure, title)
     figure.savefig(path, dpi=120)
@@ -69,73 +43,24 @@ def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
+    """The front is what nothing beats in both."""
     # Keys left where they lie are so far off that all others would be one spot; the left panel has them.
     rows = [row for row in rows if row["method"] != "naive"] or rows
-    for method in dict.fromkeys(row["method"] for row in rows):
-        points = [row for row in rows if row["method"] == method]
-        axes.plot(
-            [row["speedup"] for row in points],
-            [row["kl"] for row in points],
-            marker="o",
-            color=colour(method),
-            label=method,
-        )
-        for row in points:
-            if row["ratio"] is not None:
-                place = (row["speedup"], row["kl"])
-                axes.annotate(
-                    f"{100 * row['ratio']:g}%",
-                    place,
-                    xytext=(4, 4),
-                    textcoords="offset points",
-                    fontsize=7,
-                    color=colour(method),
-                )
-    axes.set_xlabel("speed-up of the first token (median of pairs)")
-    axes.set_ylabel("KL(full || method), nats a token")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
-def plot_kl(rows: Sequence[Row], title: str, path: Path) -> None:
-    """KL by method with its interval, from the nearest to full prefill down."""
-    rows = sorted(rows, key=lambda row: row["kl"])
-    figure = figure_of(8.0, max(3.0, 0.3 * len(rows) + 1.2))
-    _draw_divergence(figure.subplots(), rows)
-    entitle(figure, title)
-    figure.savefig(path, dpi=120)
-
-
-def plot_pareto(rows: Sequence[Row], title: str, path: Path) -> None:
-    """KL against the time to first token; the front is what nothing beats in both."""
-    figure = figure_of(8.0, 5.0)
-    axes = figure.subplots()
     front = pareto(rows)
-    axes.step(
-        [row["ttft_ms"] for row in front],
-        [row["kl"] for row in front],
-        where="post",
-        color="#999999",
-        zorder=1,
-    )
+    times, divergences = ([row[name] for row in front] for name in ("ttft_ms", "kl"))
+    axes.step(times, divergences, where="post", color="#999999", zorder=1)
     for method in dict.fromkeys(row["method"] for row in rows):
-        points = [row for row in rows if row["method"] == method]
-        axes.scatter(
-            [p["ttft_ms"] for p in points], [p["kl"] for p in points], color=colour(method), label=method
-        )
+        points = [(row["ttft_ms"], row["kl"]) for row in rows if row["method"] == method]
+        axes.scatter(*zip(*points, strict=True), color=colour(method), label=method)
     for row in rows:
-        ratio = "" if row["ratio"] is None else f"{100 * row['ratio']:g}%"
-        bold = "bold" if row in front else "normal"
-        place = (row["ttft_ms"], row["kl"])
         axes.annotate(
-            ratio,
-            place,
+            "" if row["ratio"] is None else f"{100 * row['ratio']:g}%",
+            (row["ttft_ms"], row["kl"]),
             xytext=(4, 4),
             textcoords="offset points",
             fontsize=7,
             color=colour(row["method"]),
-            weight=bold,
+            weight="bold" if row in front else "normal",
         )
     axes.set_xlabel("milliseconds to the first token (median)")
     axes.set_ylabel("KL(full || method), nats a token")
@@ -143,8 +68,6 @@ def plot_pareto(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    entitle(figure, title)
-    figure.savefig(path, dpi=120)
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
@@ -208,10 +131,14 @@ def entitle(figure: "Figure", title: str) -> None:
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
 
 
-def colour(method: str) -> str:
-    """A method's colour, the same in every picture."""
-    other = OTHER_COLOURS[zlib.crc32(method.encode()) % len(OTHER_COLOURS)]
-    return COLOURS.get(method, other)
+def colour(method: str) -> Any:
+    """A method's colour, the same in every picture: its place in the engine's table says which."""
+    from matplotlib import colormaps
+
+    from ragblend.engine.selection import METHODS
+
+    places = {name: place for place, name in enumerate(METHODS)}
+    return colormaps["tab20"](places.get(method.partition(":")[0], len(places)) % 20)
 
 
 def _label(row: Row) -> str:

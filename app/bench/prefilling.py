@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Prefilled
     from ragblend.engine.selection import Policy
-    from ragblend.kvstore.chunks import ChunkKey
+    from ragblend.kvstore.keys import ChunkKey
 
 
 class BenchError(RagBlendError):

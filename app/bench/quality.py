@@ -2,17 +2,16 @@
 
 The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every
 method's prefilled cache, so that all next-token distributions are compared at the same positions; then each
-method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured. A mode
-(`modes.py`) answers the same question over the same passages by prompts of its own, so only its answer counts.
+method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench import metrics, modes
+from ragblend.app.bench import metrics
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.prefilling import BenchError, stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
+# How to measure what is no method of the engine, beside the reference, with answers of so many tokens.
+Measure = Callable[["Engine", Question, "Prompt", "Outcome", int], Record]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ def run(
     progress: Progress | None = None,
     until: Callable[[], bool] | None = None,
     warm: bool = True,
+    others: Mapping[Variant, Measure] | None = None,
 ) -> int:
     """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
 
     Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
     the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
-    that are left is returned. warm: run every method once, unrecorded, before the first question.
+    that are left is returned. warm: run every method once, unrecorded, before the first question. others: the variants
+    that are no methods of the engine, and how each is measured.
 
     No question may come twice (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
     BenchError for what would be a wrong number.
@@ -77,8 +80,8 @@ def run(
             return len(work) - place
         with stored(engine, question.passages, keep_kv):
             if place == 0 and warm:
-                warm_up(engine, question, prompt, todo)
-            for record in measure(engine, question, prompt, todo, max_new_tokens):
+                warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
+            for record in measure(engine, question, prompt, todo, max_new_tokens, others or {}):
                 journal.add(record)
                 done += 1
                 if progress is not None:
@@ -98,7 +101,9 @@ def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -
     try:
         return build_prompt(engine, question, max_new_tokens)
     except PromptTooLongError as error:
-        raise PromptTooLongError(f"{error}; {question.shorter}, or --skip to leave it out") from error
+        raise PromptTooLongError(
+            f"{error}; pass --passages N to read fewer passages a question, or --skip to leave it out"
+        ) from error
 
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
@@ -120,34 +125,34 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
 
 
 def asked(question: Question) -> str:
-    """The question in the words that every method and mode gets."""
+    """The question in the words that every method gets."""
     return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
 
 
-def warm_up(engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant]) -> None:
+def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> None:
     """One unrecorded prefill of every method: a process' first ones pay for pages, threads, kernels and imports."""
     for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
-        if variant.oracle:
-            continue
-        if variant.mode is None:
-            engine.prefill(prompt, **variant.arguments)
-        else:  # two passages make every kind of call that there is, and a token each is enough
-            _ask_mode(engine, question, variant, question.passages[:2], 1, 1)
+        engine.prefill(prompt, **variant.arguments)
 
 
 def measure(
-    engine: "Engine", question: Question, prompt: "Prompt", variants: Sequence[Variant], max_new_tokens: int
+    engine: "Engine",
+    question: Question,
+    prompt: "Prompt",
+    variants: Sequence[Variant],
+    max_new_tokens: int,
+    others: Mapping[Variant, Measure],
 ) -> Iterator[Record]:
     """One record a variant, on one question, each beside the reference of this very run."""
     reference = full_outcome(engine, prompt, max_new_tokens)
     for variant in variants:
-        if variant.mode is not None:
-            yield _mode_record(engine, question, variant, reference, max_new_tokens)
+        if variant in others:
+            yield others[variant](engine, question, prompt, reference, max_new_tokens)
         elif variant.method == "full":
-            yield _record(question, variant, reference, reference)
+            yield record_of(question, variant, reference, reference)
         else:
-            outcome = _outcome(engine, prompt, variant, reference, max_new_tokens)
-            yield _record(question, variant, reference, outcome)
+            outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
+            yield record_of(question, variant, reference, outcome)
 
 
 def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Outcome:
@@ -158,10 +163,16 @@ def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Out
     return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
 
 
-def _outcome(
-    engine: "Engine", prompt: "Prompt", variant: Variant, reference: Outcome, max_new_tokens: int
+def outcome_of(
+    engine: "Engine",
+    prompt: "Prompt",
+    variant: Variant,
+    reference: Outcome,
+    max_new_tokens: int,
+    policy: "Policy | None" = None,
 ) -> Outcome:
-    timed = timed_prefill(engine, prompt, variant, oracle(variant, reference))
+    """What a method gives; policy: in place of the variant's method's own."""
+    timed = timed_prefill(engine, prompt, variant, policy)
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
     if takes_every_step(logits, reference.answer):
         # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
@@ -171,23 +182,13 @@ def _outcome(
     return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
 
 
-def oracle(variant: Variant, reference: Outcome) -> "Policy | None":
-    """The policy of a variant that copies from the reference's KV; None for all others."""
-    from ragblend.engine.selection import METHODS, Transplant, policy_named
-
-    policy = policy_named(variant.method)
-    if not isinstance(policy, Transplant):
-        return None
-    reference.prefilled.cache.truncate()  # the answer stands behind the prompt
-    return policy.given(reference.prefilled.cache, METHODS[policy.by])
-
-
 def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
     """Whether the likeliest token before each token of the answer, its end token included, is that token."""
     return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
 
 
-def _record(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> Record:
+def record_of(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> Record:
+    """How a method's outcome compares with the reference and with the gold answers. Raises BenchError."""
     text = outcome.answer.text
     return Record(
         question=question.digest,
@@ -196,16 +197,15 @@ def _record(question: Question, variant: Variant, reference: Outcome, outcome: O
         kl=_divergence(question, variant, reference, outcome),
         top1=metrics.top1_agreement(reference.logits, outcome.logits),
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
-        **_against_gold(text, question),
+        **against_gold(text, question),
         recomputed_fraction=outcome.report.recomputed_fraction,
         ttft_ms=outcome.ttft_ms,
         full_ttft_ms=reference.ttft_ms,
         prompt_tokens=outcome.report.tokens.prompt,
         generated_tokens=outcome.answer.report.tokens.generated,
         select_ms=outcome.report.timings.select_ms,
-        # Not every engine has probes; what it does not say is not made up.
-        probe_rows=getattr(outcome.report, "probe_rows", None),
-        computed_fraction=getattr(outcome.report, "computed_fraction", None),
+        probe_rows=outcome.report.probe_rows,
+        computed_fraction=outcome.report.computed_fraction,
     )
 
 
@@ -222,40 +222,8 @@ def _divergence(question: Question, variant: Variant, reference: Outcome, outcom
     )
 
 
-def _mode_record(
-    engine: "Engine", question: Question, variant: Variant, reference: Outcome, max_new_tokens: int
-) -> Record:
-    """What compares next-token distributions is not defined."""
-    answer = _ask_mode(engine, question, variant, question.passages, max_new_tokens)
-    return Record(
-        question=question.digest,
-        method=variant.method,
-        ratio=variant.ratio,
-        kl=None,
-        top1=None,
-        exact_match=None,
-        **_against_gold(answer.text, question),
-        recomputed_fraction=None,
-        ttft_ms=answer.ttft_ms,
-        full_ttft_ms=reference.ttft_ms,
-        prompt_tokens=answer.prompt_tokens,
-        generated_tokens=answer.generated_tokens,
-        calls=answer.calls,
-        unscored=answer.unscored,
-    )
-
-
-def _ask_mode(
-    engine: "Engine", question: Question, variant: Variant, passages: Sequence[str], *most_tokens: int
-) -> modes.ModeAnswer:
-    """The question in the same words as full prefill gets. Raises PromptTooLongError, with the question's place."""
-    try:
-        return modes.answer(engine, variant, passages, asked(question), *most_tokens)
-    except PromptTooLongError as error:  # how long its prompts get is known only when they are made
-        raise PromptTooLongError(f"{question.place}, {variant}: {error}") from error
-
-
-def _against_gold(text: str, question: Question) -> dict[str, Any]:
+def against_gold(text: str, question: Question) -> dict[str, Any]:
+    """The part of a record that says how good an answer is."""
     return {
         "gold_match": metrics.gold_match(text, question.answers),
         "f1": metrics.f1(text, question.answers),

@@ -1,21 +1,21 @@
-"""One `bench quality`: questions and engine in; rows, comparisons, JSON, pictures and the report out."""
+"""One `bench quality`: questions and engine in; rows, comparisons, JSON, picture and the report out."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench import modes, quality, sources
+from ragblend.app.bench import quality, sources
 from ragblend.app.bench.data import Loaded, Question, Skipped
 from ragblend.app.bench.environment import check_extra, environment
-from ragblend.app.bench.pairs import Pair, parse_pairs
+from ragblend.app.bench.plots import plot_quality
 from ragblend.app.bench.prefilling import model_digest
-from ragblend.app.bench.progress import progress_bar
-from ragblend.app.bench.records import Journal, run_digest
-from ragblend.app.bench.report_files import Report, write_report
-from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.records import Journal, make_folder, run_digest, write_json
+from ragblend.app.bench.report import report_page
 from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
-from ragblend.app.bench.variants import MODES, Variant, parse_variants
+from ragblend.app.bench.variants import Pair, Variant, parse_pairs, parse_variants
+from ragblend.app.cli_progress import progress_bar
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ NOT_COMPARED = ("prefix", "recompute")  # full prefill by other ways: exact
 class QualityRequest:
     """The arguments of `bench quality`; engine: the keyword arguments of `Engine.open`.
 
-    max_new_tokens: None for `ANSWER_TOKENS`, or more where an exact answer needs more; compare: pairs as in `pairs.py`;
-    inspect: how many prompts the report shows token by token.
+    max_new_tokens: None: `ANSWER_TOKENS`, or more where an exact answer needs more; compare: as `parse_pairs` has it.
     """
 
     source: sources.Source
@@ -43,7 +42,6 @@ class QualityRequest:
     fresh: bool
     keep_kv: bool
     compare: tuple[str, ...] = ()
-    inspect: int = 0
 
     @property
     def kv_codec(self) -> str:
@@ -55,43 +53,54 @@ class QualityRequest:
         return self.source.seed or 0
 
 
-def report_quality(request: QualityRequest) -> dict[str, Any]:
-    """Measure what is missing; write `quality.json`, the pictures and the report. The results, and `files` by kind.
+@dataclass(frozen=True)
+class Others:
+    """What is measured beside the methods: how each is, and, for the journal's name, what their numbers depend on."""
 
-    The pictures are of divergences; where nothing but modes was measured there are none.
+    variants: Mapping[Variant, quality.Measure] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
+    code: tuple[Path, ...] = ()
+
+
+def report_quality(request: QualityRequest, others: Others | None = None) -> dict[str, Any]:
+    """Measure what is missing; write `quality.json`, the picture and the report. The results, and `files` by kind.
+
+    The picture is of divergences; where there are none there is no picture.
     """
-    from ragblend.engine.engine import Engine
-    from ragblend.engine.selection import METHODS, ORACLES, WITHOUT_RATIO
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
     check_extra()
-    names = with_all(request.methods, METHODS)
-    variants = parse_variants(names, request.ratios, METHODS | ORACLES, WITHOUT_RATIO, MODES)
+    others = others or Others()
+    methods: tuple[Variant, ...] = ()
+    if request.methods:
+        names = with_all(request.methods, METHODS)
+        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    variants = (*methods, *others.variants)
     pairs = parse_pairs(request.compare, variants)
-    if any(variant.mode is not None for variant in variants):
-        modes.check_packages(variants)
-    make = sources.prepare(request.source)
+    loaded = sources.read(request.source)
     folder = make_folder(request.output)
+    from ragblend.engine.engine import Engine  # once all that was asked for is known to be possible
+
     engine = Engine.open(**request.engine)
-    loaded = make(engine)
-    request = dataclasses.replace(
-        request, max_new_tokens=answer_tokens(engine, loaded.questions, request.max_new_tokens)
-    )
+    most_tokens = answer_tokens(engine, loaded.questions, request.max_new_tokens)
     if request.source.skip:  # else `quality.run` names the first one before it measures anything
-        loaded = fitting(engine, loaded, request.max_new_tokens or ANSWER_TOKENS)
-    journal = _journal(folder, engine, request, variants)
+        loaded = fitting(engine, loaded, most_tokens)
+    journal = _journal(folder, engine, request, most_tokens, others)
     with progress_bar("measuring") as progress:
         quality.run(
             engine,
             loaded.questions,
             variants,
             journal,
-            max_new_tokens=request.max_new_tokens or ANSWER_TOKENS,
+            max_new_tokens=most_tokens,
             seed=request.seed,
             keep_kv=request.keep_kv,
             progress=progress,
+            others=others.variants,
         )
     results = _results(engine, request, loaded, variants, pairs, journal)
-    return _write(folder, engine, request, Report(results, loaded.questions, variants, journal))
+    results["settings"] |= {"max_new_tokens": most_tokens, "modes": others.settings}
+    return _write(folder, results)
 
 
 def with_all(methods: str, known: dict[str, Any]) -> str:
@@ -125,19 +134,14 @@ def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
 
 
 def _journal(
-    folder: Path, engine: "Engine", request: QualityRequest, variants: tuple[Variant, ...]
+    folder: Path, engine: "Engine", request: QualityRequest, most_tokens: int, others: Others
 ) -> Journal:
-    """Each file is named by a digest over what its records depend on and do not say themselves."""
-    import ragblend.integrations
-
-    settings = measured_settings(engine, request.max_new_tokens or ANSWER_TOKENS, request.kv_codec)
-    code = measured_code()
-    path = folder / f"quality-{run_digest(settings, code)}.jsonl"
-    if not any(variant.mode is not None for variant in variants):
-        return Journal(path, request.fresh)
-    settings |= {"modes": modes.settings()}
-    code += (Path(ragblend.integrations.__path__[0]),)
-    return Journal(path, request.fresh, folder / f"modes-{run_digest(settings, code)}.jsonl")
+    """The file is named by a digest over what its records depend on and do not say themselves."""
+    settings = measured_settings(engine, most_tokens, request.kv_codec)
+    if others.settings is not None:
+        settings |= {"modes": dict(others.settings)}
+    digest = run_digest(settings, (*measured_code(), *others.code))
+    return Journal(folder / f"quality-{digest}.jsonl", request.fresh)
 
 
 def measured_code() -> tuple[Path, ...]:
@@ -181,20 +185,32 @@ def _results(
         "settings": {
             "data": request.source.name,
             "questions": len(questions),
-            "max_new_tokens": request.max_new_tokens,
             "seed": request.source.seed,
             "passages": request.source.passages,
             "resumed_records": journal.resumed,
             "instruction": quality.INSTRUCTION,
-            "modes": modes.settings() if any(variant.mode is not None for variant in variants) else None,
             "skipped": [dataclasses.asdict(each) for each in loaded.skipped],
         },
     }
 
 
-def _write(folder: Path, engine: "Engine", request: QualityRequest, report: Report) -> dict[str, Any]:
-    files = write_report(
-        folder, engine, report, request.inspect, request.fresh, request.max_new_tokens or ANSWER_TOKENS
-    )
-    write_json(folder / "quality.json", report.results)
-    return report.results | {"files": {"json": str(folder / "quality.json"), **files}}
+def _write(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+    files = {"json": folder / "quality.json", "html": folder / "report.html"}
+    pictures: dict[str, Path] = {}
+    compared = [row for row in results["rows"] if row["kl"] is not None]
+    if compared:
+        files["png"] = folder / "quality.png"
+        plot_quality(compared, _title(results), files["png"])
+        pictures["KL by method, with its 95% interval, and against time, with the Pareto front"] = files[
+            "png"
+        ]
+    files["html"].write_text(report_page(results, pictures), encoding="utf-8")
+    write_json(files["json"], results)
+    return results | {"files": {kind: str(path) for kind, path in files.items()}}
+
+
+def _title(results: dict[str, Any]) -> str:
+    where = results["environment"]
+    packed = "" if where["kv_codec"] == "raw" else f", {where['kv_codec']} KV"
+    device = where["gpu"] or where["cpu"]
+    return f"{where['model']}, {where['dtype']}{packed} on {device}, {results['settings']['questions']} questions"

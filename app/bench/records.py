@@ -1,4 +1,4 @@
-"""What was measured, one line per (question, method, ratio), so that a stopped run goes on where it stopped.
+"""The files of a run: a line per (question, method, ratio), so that a stopped run goes on; and the results.
 
 The journal's name carries a digest of everything that a number depends on except the question, the method
 and the ratio, which each record names itself: so more questions, methods or ratios extend a journal, and
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.bench.variants import Variant
+from ragblend.kvstore.errors import UsageError
 
 Key = tuple[str, str, float | None]
 
 
 @dataclass(frozen=True)
 class Record:
-    """One method or mode on one question. kl in nats; times in ms; `full_ttft_ms` from the same run.
+    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run.
 
-    None, in a mode's: what compares next-token distributions, which needs the same prompt. tokens: of all calls.
+    kl, top1, exact_match and recomputed_fraction are None where a variant reads other prompts than full prefill does,
+    in `calls` of them, `unscored` without the score that they were asked for. tokens: of all calls.
     """
 
     question: str
@@ -40,12 +41,11 @@ class Record:
     full_ttft_ms: float
     prompt_tokens: int
     answer: str
-    generated_tokens: int | None = None  # not counted in journals of before there were modes
+    generated_tokens: int | None = None  # not counted in the oldest journals
     calls: int = 1
-    unscored: int | None = None  # of map_rerank's calls: those whose answer came without a score
+    unscored: int | None = None
     found: float | None = None  # share of what an exact answer must hold; None where the data does not say
-    # What choosing has cost: its time; probes' rows, and all computed rows as a share of full prefill's, where the
-    # engine says so.
+    # What choosing has cost: its time; probes' rows, and all computed rows as a share of full prefill's.
     select_ms: float | None = None
     probe_rows: int | None = None
     computed_fraction: float | None = None
@@ -58,16 +58,12 @@ class Record:
 class Journal:
     """An append-only file of records; each is on the disk before the next one is measured."""
 
-    def __init__(self, path: Path, fresh: bool = False, modes: Path | None = None) -> None:
-        """fresh: start over, without what the files hold; modes: another file for the modes' records.
-
-        They depend on more than the methods' do, which must not be measured again when LangChain is updated.
-        """
-        self.path, self.modes = path, modes
-        files = [each for each in (path, modes) if each is not None]
-        for each in files if fresh else ():
-            each.unlink(missing_ok=True)
-        self.records = {key: record for each in files for key, record in _read(each).items()}
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        """fresh: start over, without what the file holds."""
+        self.path = path
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.records = _read(path)
         self.resumed = len(self.records)
 
     def __contains__(self, key: Key) -> bool:
@@ -76,12 +72,10 @@ class Journal:
     def add(self, record: Record) -> None:
         """Append one record; measuring the same key twice is our bug."""
         assert record.key not in self.records, record.key
-        path = self.path if self.modes is None or Variant(record.method).mode is None else self.modes
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(dataclasses.asdict(record), ensure_ascii=True)
-        with path.open("a", encoding="utf-8") as file:
-            # The leading newline ends a line that an earlier run was killed in, so only that one record is
-            # lost.
+        with self.path.open("a", encoding="utf-8") as file:
+            # The leading newline ends a line that an earlier run was killed in: only that record is lost.
             file.write(f"\n{line}\n")
             file.flush()
             os.fsync(file.fileno())
@@ -114,3 +108,26 @@ def run_digest(settings: dict[str, Any], code: tuple[Path, ...]) -> str:
         for path in sorted(folder.rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
+
+
+def make_folder(folder: Path) -> Path:
+    """The output folder, made if needed and found writable before any work. Raises UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--output: the folder {folder} cannot be made ({error.strerror}); name another"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--output: the folder {folder} is not writable; name another")
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON; whoever reads it meanwhile sees the old file or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -2,10 +2,9 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 from ragblend.app import samples
-from ragblend.app.bench.data import Question, check_questions
+from ragblend.app.bench.data import Question
 
 PASSAGE_WORDS = 220
 PASSAGES = 6
@@ -19,11 +18,11 @@ def sample_source() -> str:
 def sample_questions() -> list[Question]:
     """Every sample question with `PASSAGES` passages, those that hold its answers among them, mixed."""
     passages = [(title, text) for title, whole in _documents() for text in _passages(whole)]
-    entries = [_entry(question, passages) for question in samples.questions()]
-    return check_questions(entries, samples.documents_folder())
+    asked = enumerate(samples.questions())
+    return [_question(number, question, passages) for number, question in asked]
 
 
-def _entry(question: samples.Question, passages: list[tuple[str, str]]) -> dict[str, Any]:
+def _question(number: int, question: samples.Question, passages: list[tuple[str, str]]) -> Question:
     mixed = list(passages)
     random.Random(question.question).shuffle(mixed)
     # Those of the right documents that hold an answer first, then the rest of these documents, then all
@@ -31,8 +30,9 @@ def _entry(question: samples.Question, passages: list[tuple[str, str]]) -> dict[
     mixed.sort(key=lambda passage: _distance(question, passage))
     chosen = mixed[:PASSAGES]
     random.Random(question.question).shuffle(chosen)
-    ctxs = [{"title": title, "text": text} for title, text in chosen]
-    return {"ctxs": ctxs, "question": question.question, "answers": list(question.answers)}
+    texts = tuple(f"{title}\n{text.strip()}" for title, text in chosen)
+    place = f"the samples, question {number}"
+    return Question(number, question.question, texts, tuple(question.answers), where=place)
 
 
 def _distance(question: samples.Question, passage: tuple[str, str]) -> int:

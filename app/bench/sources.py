@@ -1,30 +1,22 @@
-"""Where a bench's questions come from: a file, a generator, the user's own documents, or the samples."""
+"""Where a bench's questions come from: a file, the user's own documents, or the samples."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ragblend.app.bench.data import Loaded, choose, without_repeats
+from ragblend.app.bench.data import Loaded, choose, load, without_repeats
 from ragblend.kvstore.errors import UsageError
 
-if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
-
 ALL_DOCUMENTS = "all"
-Make = Callable[["Engine"], Loaded]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What `--data`, `--generate`, `--docs` and their companions say; at most one of the three.
+    """What `--data`, `--docs` and their companions say; at most one of the two.
 
     home, collection: where the documents of `--docs` were ingested; docs: a folder or file of them, or `all`.
     """
 
     data: Path | None = None
-    form: str | None = None
-    generate: tuple[str, ...] = ()
     docs: str | None = None
     home: Path | None = None
     collection: str = "default"
@@ -36,61 +28,32 @@ class Source:
     @property
     def name(self) -> str:
         """What to call it in results."""
-        if self.generate:
-            return "; ".join(self.generate)
         if self.data is not None:
             return self.data.name
         return "samples" if self.docs is None else f"documents: {self.docs}"
 
 
-def prepare(source: Source) -> Make:
-    """Read and check what can be without a model; the function makes the questions, with the model's tokenizer.
+def read(source: Source) -> Loaded:
+    """The questions to measure, each once: records are kept under what a question says, its passages included.
 
     Raises UsageError.
     """
-    given = [name for name in ("data", "generate", "docs") if getattr(source, name)]
-    if len(given) > 1:
-        raise UsageError(f"--{' and --'.join(given)} name different questions; give one of them")
-    if source.form is not None and source.data is None:
-        raise UsageError("--format says how to read --data, which was not given")
-    if source.generate:
-        return _generated(source)
+    if source.data is not None and source.docs is not None:
+        raise UsageError("--data and --docs name different questions; give one of them")
+    choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense before it reads
+    found = _found(source)
     # Questions from documents have as many passages as asked for by now, and all of them that they need.
-    chosen = _chosen(_loaded(source), source, None if source.docs is not None else source.passages)
-    return lambda engine: chosen
+    passages = None if source.docs is not None else source.passages
+    once = without_repeats(choose(found.questions, passages=passages))
+    return Loaded(choose(once.questions, source.limit, source.seed), (*found.skipped, *once.skipped))
 
 
-def _chosen(loaded: Loaded, source: Source, passages: int | None = None) -> Loaded:
-    """Those to measure, each once: records are kept under what a question says, its passages included."""
-    once = without_repeats(choose(loaded.questions, passages=passages))
-    return Loaded(choose(once.questions, source.limit, source.seed), (*loaded.skipped, *once.skipped))
-
-
-def _generated(source: Source) -> Make:
-    from ragblend.app.bench.generate import generate, parse_specs
-
-    specs = parse_specs(source.generate)
-    choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense
-    if source.passages is not None:
-        raise UsageError(
-            "--passages would cut what is asked about; say tokens=... and chunk=... in --generate"
-        )
-
-    def make(engine: "Engine") -> Loaded:
-        return _chosen(Loaded(generate(specs, engine.count_tokens)), source)
-
-    return make
-
-
-def _loaded(source: Source) -> Loaded:
+def _found(source: Source) -> Loaded:
     if source.data is not None:
-        from ragblend.app.bench.data_formats import load
-
-        return load(source.data, source.form, source.passages, source.skip)
+        return load(source.data, source.skip)
     if source.docs is not None:
         from ragblend.app.bench.docs_questions import make_questions
 
-        choose([], source.limit, source.seed, source.passages)
         documents = ingested(source)
         return Loaded(make_questions(documents, source.limit, source.passages, source.seed or 0))
     from ragblend.app.bench.samples_data import sample_questions

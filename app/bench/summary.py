@@ -18,11 +18,14 @@ from ragblend.app.bench.variants import Variant
 
 # What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any
 # judgement.
-BASELINES = ("reuse", "random", "heads")
+BASELINES = ("reuse", "random", "epic")
 # Means over the questions of what all calls for one came to.
 COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
 # What choosing costs, beside `recomputed_fraction`, which has all of it that falls on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
+TASK_COLUMNS = (
+    "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
+)  # fmt: skip
 # Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
 SAME_COST = 0.01
 Row = dict[str, Any]
@@ -72,25 +75,12 @@ def by_task(
     tasks = list(dict.fromkeys(question.task for question in questions))
     if len(tasks) < 2:
         return []
-    names = (
-        "task",
-        "method",
-        "ratio",
-        "n",
-        "kl",
-        "kl_ci",
-        "accuracy",
-        "accuracy_ci",
-        "found",
-        "f1",
-        "exact_match",
-    )
     rows = []
     for task in tasks:
         own = [question for question in questions if question.task == task]
         for variant, found in _table(records, own, variants).items():
             row = _row(variant, found, None, seed) | {"task": task}
-            rows.append({name: row[name] for name in names})
+            rows.append({name: row[name] for name in TASK_COLUMNS})
     return rows
 
 
@@ -102,7 +92,7 @@ def _table(records: dict[Key, Record], questions: Sequence[Question], variants: 
 
 
 def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
-    """Every name is in every row; None is what the variant has not: a mode's prompts are not full prefill's."""
+    """Every name is in every row; None is what the variant has not: its prompts may not be full prefill's."""
     row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records)}
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
     for name in ("exact_match", "f1", "rouge_l"):
@@ -155,7 +145,7 @@ def _with_baselines(table: Table) -> list[tuple[Variant, Variant]]:
     return [
         (variant, other)
         for variant in table
-        if variant.ratio is not None and variant.mode is None
+        if variant.ratio is not None and _column("kl", table[variant]) is not None
         for other in (Variant(name, None if name == "reuse" else variant.ratio) for name in BASELINES)
         if other in table and other.method != variant.method
     ]

@@ -1,187 +1,180 @@
-"""Rows as tables for people."""
+"""Rows as tables, which a terminal and the report show alike."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Row = dict[str, Any]
 MEBIBYTE = 1 << 20
 FEWEST_PROMPTS = 60  # design.md section 8
 UNDEFINED = "–"
+TEXT_COLUMNS = ("task", "method", "against", "verdict")
 
 
-def print_quality(
-    console: Console, rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = ()
-) -> None:
-    """The rows, the tasks, the comparisons, and a warning where there are too few prompts to settle anything."""
-    console.print(_quality_table(rows))
+@dataclass(frozen=True)
+class Cell:
+    """What it says, and, in the report, how it looks (a class of its style) and what hovering over it says."""
+
+    text: str
+    kind: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading, the columns' names, and rows of as many cells."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def table_of(title: str, columns: Sequence[Column], rows: Iterable[Row], note: str = "") -> Table:
+    """A table with a line a row."""
+    cells = [[Cell(show(row)) for _, show in columns] for row in rows]
+    return Table(title, [name for name, _ in columns], cells, note)
+
+
+def print_tables(console: "Console", tables: Iterable[Table]) -> None:
+    """Each as people read it in a terminal, its note below it."""
+    from rich import table
+    from rich.text import Text
+
+    for each in tables:
+        shown = table.Table(title=Text(each.title))
+        for name in each.head:
+            shown.add_column(Text(name), justify="left" if name in TEXT_COLUMNS else "right")
+        for row in each.rows:
+            shown.add_row(*(Text(cell.text) for cell in row))
+        console.print(shown)
+        if each.note:
+            console.print(Text(each.note))
+
+
+def number(name: str, digits: int, unit: str = "") -> Callable[[Row], str]:
+    """Shows that field of a row with so many digits."""
+    return lambda row: UNDEFINED if row[name] is None else f"{row[name]:.{digits}f}{unit}"
+
+
+def share(name: str, undefined: str = UNDEFINED) -> Callable[[Row], str]:
+    """Shows that field of a row in percent."""
+    return lambda row: undefined if row[name] is None else f"{100 * row[name]:.1f}%"
+
+
+def interval(name: str) -> Callable[[Row], str]:
+    """Shows that field of a row, two ends or None."""
+    return lambda row: ends(row[name])
+
+
+def ends(value: Sequence[float] | None, digits: int = 4) -> str:
+    """An interval in words."""
+    return UNDEFINED if value is None else f"{value[0]:.{digits}f} to {value[1]:.{digits}f}"
+
+
+def text(name: str) -> Callable[[Row], str]:
+    """Shows that field of a row as it is."""
+    return lambda row: str(row[name])
+
+
+RATIO: Column = ("ratio", share("ratio", ""))
+QUALITY: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")),
+    ("all work", share("computed_fraction")), ("n", text("n")), ("KL", number("kl", 4)),
+    ("interval", interval("kl_ci")), ("top-1", share("top1")), ("same answer", share("exact_match")),
+    ("gold", share("gold_match")), ("exact", share("accuracy")), ("F1", number("f1", 3)),
+    ("ROUGE-L", number("rouge_l", 3)), ("recovery", share("recovery")), ("TTFT ms", number("ttft_ms", 0)),
+    ("choosing ms", number("select_ms", 1)),
+    ("speed-up", number("speedup", 1, "x")), ("tokens read", number("prompt_tokens", 0)),
+    ("said", number("generated_tokens", 0)),
+)  # fmt: skip
+TASKS: tuple[Column, ...] = (
+    ("task", text("task")), ("method", text("method")), RATIO, ("n", text("n")), ("KL", number("kl", 4)),
+    ("exact", share("accuracy")), ("found", share("found")), ("F1", number("f1", 3)),
+)  # fmt: skip
+COMPARISONS: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("against", text("against")), ("ratio", share("against_ratio", "")),
+    ("KL difference", lambda row: f"{row['kl_difference']:+.4f}"), ("interval", interval("kl_difference_ci")),
+    ("KL ratio", number("kl_ratio", 3)), ("interval", interval("kl_ratio_ci")), ("nearer on", share("nearer_on")),
+    ("verdict", lambda row: f"{row['verdict']}{' *' if row['same_cost'] is False else ''}"),
+)  # fmt: skip
+
+
+def quality_tables(rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = ()) -> list[Table]:
+    """The rows, the tasks and the comparisons, where there are any."""
+    costs = (
+        "spent: stored tokens that were computed again, selection included, averaged over layers. all work: every row "
+        "that was computed, as a share of full prefill. choosing: selection within the time to first token."
+    )
+    found = [table_of("Quality against full prefill (intervals: 95%)", QUALITY, rows, costs)]
     if tasks:
-        console.print(_task_table(tasks))
+        found.append(table_of("By task", TASKS, tasks))
     if comparisons:
-        console.print(_comparison_table(comparisons))
-        if any(row["same_cost"] is False for row in comparisons):
-            console.print(
-                "* not at one cost: their mean shares of recomputed tokens are more than a point apart"
-            )
-    for row in rows:
-        if row["unscored"]:
-            share = _share(row["unscored"] / row["calls"])
-            console.print(f"[yellow]{row['method']}: {share} of its answers came without a score.[/yellow]")
-    count = min((row["n"] for row in rows), default=0)
-    if count < FEWEST_PROMPTS:
-        console.print(f"[yellow]{count} prompts settle nothing; measure {FEWEST_PROMPTS} or more.[/yellow]")
+        unlike = any(row["same_cost"] is False for row in comparisons)
+        note = "* not at one cost: their mean shares of recomputed tokens are more than a point apart"
+        title = "In pairs, on the same prompts (a negative KL difference is better)"
+        found.append(table_of(title, COMPARISONS, comparisons, note if unlike else ""))
+    return found
 
 
-def _quality_table(rows: Sequence[Row]) -> Table:
-    table = _table(
-        "Quality against full prefill (intervals: 95%)",
-        [
-            "method",
-            "ratio",
-            "n",
-            "KL",
-            "interval",
-            "top-1",
-            "same answer",
-            "gold",
-            "exact",
-            "F1",
-            "ROUGE-L",
-            "recovery",
-        ],
+def matrix_table(matrix: Sequence[Row]) -> Table:
+    """Each row's method against each column's: mean KL of the first as a part of the second's."""
+    found = {((row["method"], row["ratio"]), (row["against"], row["against_ratio"])): row for row in matrix}
+    names = list(dict.fromkeys(name for pair in found for name in pair))
+    head = ["KL of row / KL of column", *map(_name, names)]
+    lines = [[Cell(_name(row)), *(_matrix_cell(found, row, column) for column in names)] for row in names]
+    note = (
+        "Below 1 the row's method is nearer to full prefill. Green and red: the paired 95% interval of the difference "
+        "excludes zero. Grey: the two did not cost the same (mean shares recomputed more than one point apart), so the "
+        "comparison is not one at matched cost. Hover over a cell for the interval."
     )
-    for name in ("TTFT ms", "speed-up", "spent", "tokens read", "said"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["method"],
-            _share(row["ratio"]),
-            str(row["n"]),
-            _number(row["kl"], 4),
-            _interval(row["kl_ci"]) or UNDEFINED,
-            *(_share(row[name]) or UNDEFINED for name in ("top1", "exact_match", "gold_match", "accuracy")),
-            *(_number(row[name], 3) for name in ("f1", "rouge_l")),
-            _share(row["recovery"]) or UNDEFINED,
-            _number(row["ttft_ms"], 0),
-            f"{row['speedup']:.1f}x",
-            _share(row["recomputed_fraction"]) or UNDEFINED,
-            *(_number(row[name], 0) for name in ("prompt_tokens", "generated_tokens")),
-        )
-    return table
+    return Table("Any two methods, in pairs", head, lines, note)
 
 
-def _task_table(tasks: Sequence[Row]) -> Table:
-    table = _table("By task", ["task", "method", "ratio", "n", "KL", "exact", "found", "F1"])
-    for row in tasks:
-        table.add_row(
-            row["task"],
-            row["method"],
-            _share(row["ratio"]),
-            str(row["n"]),
-            _number(row["kl"], 4),
-            *(_share(row[name]) or UNDEFINED for name in ("accuracy", "found")),
-            _number(row["f1"], 3),
-        )
-    return table
+def _name(variant: tuple[str, float | None]) -> str:
+    return variant[0] if variant[1] is None else f"{variant[0]} {100 * variant[1]:g}%"
 
 
-def _comparison_table(comparisons: Sequence[Row]) -> Table:
-    table = _table(
-        "In pairs, on the same prompts (a negative KL difference is better)",
-        [
-            "method",
-            "ratio",
-            "against",
-            "ratio",
-            "KL difference",
-            "interval",
-            "KL ratio",
-            "interval",
-            "nearer on",
-            "verdict",
-        ],
-    )
-    for row in comparisons:
-        table.add_row(
-            row["method"],
-            _share(row["ratio"]),
-            row["against"],
-            _share(row["against_ratio"]),
-            f"{row['kl_difference']:+.4f}",
-            _interval(row["kl_difference_ci"]),
-            _number(row["kl_ratio"], 3),
-            _interval(row["kl_ratio_ci"]),
-            _share(row["nearer_on"]),
-            f"{row['verdict']}{' *' if row['same_cost'] is False else ''}",
-        )
-    return table
+def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Cell:
+    forward = found.get((row, column))
+    cell = forward or found.get((column, row))
+    if cell is None or cell["kl_ratio"] is None or (forward is None and cell["kl_ratio"] <= 0):
+        return Cell(UNDEFINED)
+    ratio, around, said = cell["kl_ratio"], cell["kl_ratio_ci"], cell["verdict"]
+    if forward is None:
+        ratio, around = 1 / ratio, None if not around or min(around) <= 0 else (1 / around[1], 1 / around[0])
+        said = {"better": "worse", "worse": "better"}.get(said, said)
+    kind = f"{said if said != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
+    return Cell(f"{ratio:.2f}", kind, f"{said}; {ends(around, 3)}")
 
 
 PLACES = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}
 
 
-def print_ttft(console: Console, rows: Sequence[Row]) -> None:
+def _where(part: str) -> Column:
+    return part.replace("_", " "), lambda row: f"{row['where_ms'][part]:.1f}"
+
+
+TTFT: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("TTFT", number("ttft_ms", 0)), ("predicted", number("predicted_ttft_ms", 0)),
+    ("speed-up", number("speedup", 1, "x")), ("retrieve", number("retrieve_ms", 1)), ("load", number("load_ms", 1)),
+    *map(_where, ("stall", "move", "select", "compute", "first_token")),
+    ("peak MiB", lambda row: UNDEFINED if row["peak_bytes"] is None else f"{row['peak_bytes'] / MEBIBYTE:.0f}"),
+    ("of fused KV", number("peak_of_fused_kv", 2, "x")),
+)  # fmt: skip
+
+
+def ttft_tables(rows: Sequence[Row]) -> list[Table]:
     """One table a (chunks, tokens, cache): the medians, and where the time went."""
-    for case in dict.fromkeys((row["chunks"], row["tokens"], row["cache"]) for row in rows):
-        chunks, tokens, cache = case
-        console.print(
-            _ttft_table(
-                f"{chunks} chunks of {tokens} tokens, {PLACES[cache]} (milliseconds, medians)",
-                [row for row in rows if (row["chunks"], row["tokens"], row["cache"]) == case],
-            )
-        )
-
-
-def _ttft_table(title: str, rows: Sequence[Row]) -> Table:
-    columns = [
-        "method",
-        "ratio",
-        "TTFT",
-        "predicted",
-        "speed-up",
-        "retrieve",
-        "load",
-        "stall",
-        "move",
-        "select",
-        "compute",
-    ]
-    table = _table(title, [*columns, "first token", "peak MiB", "of fused KV"])
+    cases: dict[str, list[Row]] = {}
     for row in rows:
-        where = row["where_ms"]
-        table.add_row(
-            row["method"],
-            _share(row["ratio"]),
-            f"{row['ttft_ms']:.0f}",
-            "" if row.get("predicted_ttft_ms") is None else f"{row['predicted_ttft_ms']:.0f}",
-            "" if row["speedup"] is None else f"{row['speedup']:.1f}x",
-            "" if row["retrieve_ms"] is None else f"{row['retrieve_ms']:.1f}",
-            f"{row['load_ms']:.1f}",
-            *(f"{where[name]:.1f}" for name in ("stall", "move", "select", "compute", "first_token")),
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MEBIBYTE:.0f}",
-            "" if row["peak_of_fused_kv"] is None else f"{row['peak_of_fused_kv']:.2f}x",
-        )
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in ("task", "method", "against", "verdict") else "right"
-        )
-    return table
-
-
-def _number(value: float | None, digits: int) -> str:
-    return UNDEFINED if value is None else f"{value:.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"
-
-
-def _interval(value: tuple[float, float] | None) -> str:
-    return "" if value is None else f"{value[0]:.4f} to {value[1]:.4f}"
+        where = PLACES[row["cache"]]
+        title = f"{row['chunks']} chunks of {row['tokens']} tokens, {where} (milliseconds, medians)"
+        cases.setdefault(title, []).append(row)
+    return [table_of(title, TTFT, own) for title, own in cases.items()]

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import ttft
-from ragblend.app.bench.data import load_questions
+from ragblend.app.bench.data import load
 from ragblend.app.bench.environment import check_extra, environment
 from ragblend.app.bench.plots import plot_ttft
 from ragblend.app.bench.prefilling import model_digest
-from ragblend.app.bench.progress import progress_bar
-from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.records import make_folder, write_json
 from ragblend.app.bench.variants import parse_choices, parse_counts, parse_variants
+from ragblend.app.cli_progress import progress_bar
 from ragblend.app.timeline import SUFFIXES, write_timeline
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def _plan(request: TtftRequest) -> ttft.Plan:
 
 def _source(data: Path | None) -> str:
     if data is not None:
-        return "\n\n".join(passage for question in load_questions(data) for passage in question.passages)
+        return "\n\n".join(
+            passage for question in load(data, skip=True).questions for passage in question.passages
+        )
     from ragblend.app.bench.samples_data import sample_source
 
     return sample_source()
@@ -81,7 +84,7 @@ def _source(data: Path | None) -> str:
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
     """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
-    from ragblend.app.retrieval import Retriever
+    from ragblend.app.retrieval import nearest
     from ragblend.app.workspace import Workspace
 
     with Workspace.open(home) as workspace:
@@ -92,10 +95,10 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             yield None
             return
         workspace.embedder.load()
-        yield Retriever(workspace).retrieve
+        yield partial(nearest, workspace)
 
 
-def timelines(folder: Path) -> ttft.KeepTrace:
+def timelines(folder: Path) -> "Callable[[ttft.Row, Trace], None]":
     """Write each row's trace as a picture and for a trace viewer, under a name that tells the row."""
 
     def keep(row: ttft.Row, trace: "Trace") -> None:

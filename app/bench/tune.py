@@ -30,7 +30,7 @@ FEWEST_QUESTIONS = 6  # of fewer, an interval says nothing
 ANSWER_TOKENS = 16
 NEAR = 1.1  # times the lowest divergence: as good, if it costs less
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-CONTROLS = ("random", "heads")  # `heads` chooses as `epic` does; those of a fixed ratio are left out anyway
+CONTROLS = ("random",)  # those of a fixed ratio are left out anyway
 Row = dict[str, Any]
 Clock = Callable[[], float]
 
@@ -67,12 +67,7 @@ def standing(method: str, ratio: float | str) -> Variant:
     from ragblend.engine.selection import policy_named
 
     policy = policy_named(method)
-    found = Variant(method, None if policy.fixed_ratio is not None or isinstance(ratio, str) else ratio)
-    if found.oracle:
-        raise UsageError(
-            f"the method in the settings is {method!r}, which only a bench can run; set another one there"
-        )
-    return found
+    return Variant(method, None if policy.fixed_ratio is not None or isinstance(ratio, str) else ratio)
 
 
 def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> tuple[Variant, ...]:

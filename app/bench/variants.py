@@ -1,4 +1,4 @@
-"""Which methods at which ratios: the lists that `--methods` and `--ratios` name, checked before any work."""
+"""Which methods at which ratios, and which in pairs: what `--methods`, `--ratios` and `--compare` name, checked."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,17 +6,14 @@ from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
-# Frameworks' own ways to read passages, mostly in more than one call (`modes.py`), which are compared with the methods.
-LANGCHAIN_MODES = ("map_reduce", "map_rerank", "refine")
-LLAMA_INDEX_MODES = ("llama-tree_summarize", "llama-refine")
-MODES = LANGCHAIN_MODES + LLAMA_INDEX_MODES
+AT = "@"  # in --compare, between a method and its ratio
+# Other ways to read passages, and the oracle: what measures them is in benchmarks/.
+MOVED = ("map_reduce", "map_rerank", "refine", "llama-tree_summarize", "llama-refine", "transplant")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One method, at one ratio if it takes one; or a mode, whose calls are read in full (`refine`) or by a method
-    (`refine+cacheblend`).
-    """
+    """One method, at one ratio if it takes one."""
 
     method: str
     ratio: float | None = None
@@ -25,52 +22,33 @@ class Variant:
         return self.method if self.ratio is None else f"{self.method} {self.ratio:g}"
 
     @property
-    def mode(self) -> str | None:
-        """The mode's name, None for a method."""
-        name = _mode_and_method(self.method)[0]
-        return name if name in MODES else None
-
-    @property
-    def oracle(self) -> bool:
-        """Whether it needs the reference's KV, and so comes after it."""
-        return _base_name(self.method) == "transplant"
-
-    @property
     def arguments(self) -> dict[str, Any]:
-        """What to pass to `engine.prefill` beside the prompt, or to every call of a mode."""
-        method = self.method if self.mode is None else _mode_and_method(self.method)[1] or "full"
-        return {"method": method} if self.ratio is None else {"method": method, "ratio": self.ratio}
+        """What to pass to `engine.prefill` beside the prompt."""
+        return {"method": self.method} if self.ratio is None else {"method": self.method, "ratio": self.ratio}
 
 
 def parse_variants(
-    methods: str,
-    ratios: str,
-    known: Collection[str],
-    without_ratio: Collection[str],
-    modes: Collection[str] = (),
+    methods: str, ratios: str, known: Collection[str], without_ratio: Collection[str]
 ) -> tuple[Variant, ...]:
     """Every method in the list at every ratio in the list, in their order, without repeats.
 
-    methods, ratios: separated by commas; known: the methods there are; without_ratio: those of them that
-    spend the same whatever the ratio, and so run once; modes: what may stand beside or before a method
-    (`refine`, `refine+cacheblend`). A method's parameters come after a colon (`probe:passes=2,shift=none`).
-    Raises UsageError.
+    methods, ratios: separated by commas; known: the methods there are; without_ratio: those of them that spend the same
+    whatever the ratio, and so run once. A method's parameters come after a colon (`cacheblend:check_layer=2`). Raises
+    UsageError.
     """
-    names = _with_parameters(_items(methods, "--methods"))
+    names = split_methods(methods)
     for name in names:
-        _check_name(name, known, modes)
-    fixed = {
-        name for name in names if name in modes or _base_name(_mode_and_method(name)[1]) in without_ratio
-    }
+        _check_name(name, known)
+    fixed = {name for name in names if base_name(name) in without_ratio}
     values = [_ratio(item) for item in _items(ratios, "--ratios")] if set(names) - fixed else []
     found = [Variant(name, value) for name in names for value in ([None] if name in fixed else values)]
     return tuple(dict.fromkeys(found))
 
 
-def _with_parameters(items: list[str]) -> list[str]:
-    """Items such as `shift=none` belong to the method before them, which has a colon."""
+def split_methods(methods: str) -> list[str]:
+    """The names in a list; items such as `shares=3/1` belong to the method before them, which has a colon."""
     names: list[str] = []
-    for item in items:
+    for item in _items(methods, "--methods"):
         if names and ":" in names[-1] and "=" in item and ":" not in item:
             names[-1] += f",{item}"
         else:
@@ -78,30 +56,21 @@ def _with_parameters(items: list[str]) -> list[str]:
     return names
 
 
-def _base_name(method: str) -> str:
+def base_name(method: str) -> str:
+    """Without its parameters."""
     return method.partition(":")[0]
 
 
-def _check_name(name: str, known: Collection[str], modes: Collection[str]) -> None:
-    mode, method = _mode_and_method(name)
-    base = _base_name(method)
-    if name in modes:
-        return
-    # `refine+full` would be the mode alone, under another name.
-    if base in known and (method == name or (mode in modes and base != "full")):
-        if base != method:
-            from ragblend.engine.selection import policy_named
+def _check_name(name: str, known: Collection[str]) -> None:
+    if base_name(name) not in known:
+        moved = base_name(name).partition("+")[0] in MOVED
+        where = f"{name!r} is measured by `python -m benchmarks.quality`, in a checkout of the sources"
+        there = f"there is no method {name!r}; there are {', '.join(sorted(known))}"
+        raise UsageError(f"--methods: {where if moved else there}")
+    if ":" in name:
+        from ragblend.engine.selection import policy_named
 
-            policy_named(method)  # raises UsageError with the parameters that there are
-        return
-    also = f", the modes {', '.join(modes)}, and MODE+METHOD of them but full" if modes else ""
-    raise UsageError(f"--methods: there is no method {name!r}; there are {', '.join(sorted(known))}{also}")
-
-
-def _mode_and_method(name: str) -> tuple[str, str]:
-    """Either may be empty: of a method the first, of a mode by itself the second."""
-    mode, plus, method = name.partition("+")
-    return (mode, method) if (plus and ":" not in mode) or name in MODES else ("", name)
+        policy_named(name)  # raises UsageError with the parameters that there are
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
@@ -140,3 +109,52 @@ def _ratio(item: str) -> float:
             f"--ratios: {item!r} is not a number from 0 to 1 (0.15 recomputes 15% of the reused tokens)"
         )
     return value
+
+
+Pair = tuple[Variant, Variant]
+
+
+def parse_pairs(texts: Sequence[str], variants: Sequence[Variant]) -> tuple[Pair, ...]:
+    """Each text names two methods, `A,B`, either with its ratio, `A@0.05`; without one it is at every ratio of the run.
+
+    Unless both ratios are named, the two are compared at equal ones; what takes no ratio, with every one. Raises
+    UsageError if the run has no such variants.
+    """
+    found: dict[Pair, None] = {}
+    for text in texts:
+        first, second = _sides(text, variants)
+        both = text.count(AT) > 1
+        pairs = [(a, b) for a in first for b in second if a != b and (both or _equal_ratio(a, b))]
+        if not pairs:
+            raise UsageError(
+                f"--compare {text!r}: the two have no ratio in common; name them, as in A@0.05,B@0.15"
+            )
+        found |= dict.fromkeys(pairs)
+    return tuple(found)
+
+
+def _sides(text: str, variants: Sequence[Variant]) -> tuple[list[Variant], list[Variant]]:
+    """A method's own parameters may hold commas, so every comma is tried as the one between the two."""
+    commas = [place for place, letter in enumerate(text) if letter == ","]
+    for comma in commas:
+        first, second = (_named(side.strip(), variants) for side in (text[:comma], text[comma + 1 :]))
+        if first and second:
+            return first, second
+    there = ", ".join(str(each).replace(" ", AT) for each in variants)
+    raise UsageError(
+        f"--compare {text!r}: give two methods of this run as A,B or A{AT}RATIO,B{AT}RATIO; there are {there}"
+    )
+
+
+def _named(side: str, variants: Sequence[Variant]) -> list[Variant]:
+    method, at, ratio = side.rpartition(AT)
+    if not at:
+        return [each for each in variants if each.method == side]
+    try:
+        return [each for each in variants if each.method == method and each.ratio == float(ratio)]
+    except ValueError:
+        return []
+
+
+def _equal_ratio(first: Variant, second: Variant) -> bool:
+    return None in (first.ratio, second.ratio) or first.ratio == second.ratio

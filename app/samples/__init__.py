@@ -11,13 +11,15 @@ class Question:
     """A question that the samples answer.
 
     `answers` are spellings that count as right, each found in one of `documents` (file names in the folder).
-    `hops` is 1, or 2 when no single passage answers it.
+    `hops` is 1, or 2 when no single passage answers it. `suggested`: shown to a newcomer, because the bundled model
+    answers it rightly, with a citation.
     """
 
     question: str
     answers: tuple[str, ...]
     documents: tuple[str, ...]
     hops: int
+    suggested: bool = False
 
     def __post_init__(self) -> None:
         assert self.hops in (1, 2) and self.answers and len(self.documents) >= self.hops, self
@@ -32,5 +34,12 @@ def questions() -> list[Question]:
     """All questions, easy ones first; the first is the one that the demo asks."""
     rows = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
     return [
-        Question(row["question"], tuple(row["answers"]), tuple(row["documents"]), row["hops"]) for row in rows
+        Question(
+            row["question"],
+            tuple(row["answers"]),
+            tuple(row["documents"]),
+            row["hops"],
+            row.get("suggested", False),
+        )
+        for row in rows
     ]

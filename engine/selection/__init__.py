@@ -1,53 +1,79 @@
-"""Policies: which rows of a prompt are computed again. One table, by the name that users pass."""
+"""Policies: which rows of a prompt are computed again. Each method is a row of one table: a kind, and what it does.
 
-from ragblend.engine.selection.a3 import A3
-from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.baselines import Full, Heads, Naive, Prefix, Random, Recompute, Reuse
-from ragblend.engine.selection.cacheblend import CacheBlend, GradualCacheBlend
-from ragblend.engine.selection.epic import Epic
-from ragblend.engine.selection.evidence import Attention, Change, Evidence, Probed, Shift
-from ragblend.engine.selection.naming import base_name, find
-from ragblend.engine.selection.probe import Probe
-from ragblend.engine.selection.prophet import Prophet
-from ragblend.engine.selection.transplant import Transplant
+    Static(choose)                   rows known from the plan                            static.py
+    AfterLayer(deviation)            rows narrowed from what one layer shows              after_layer.py
+    ByAttention(layers, score)       rows by what the question attends to                 by_attention.py
+    ... shift=KernelShift()          and what to add to the rows that are not computed    shift.py
 
-METHODS: dict[str, Policy] = {
-    policy.name: policy
-    for policy in (
-        Full(),
-        Prefix(),
-        Recompute(),
-        Reuse(),
-        Naive(),
-        Random(),
-        Heads(),
-        Epic(),
-        CacheBlend(),
-        CacheBlend(measure="keys", name="cacheblend-k"),
-        GradualCacheBlend(),
-        A3(),
-        A3(heads="each", name="a3-heads"),
-        Prophet(),
-        Probe(),
-        Probe(shift="kernel", firsts=0.2, witnesses=48, name="probe-shift"),
-    )
+What each method is worth: docs/methods.md. How to add one: docs/add-a-policy.md.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ragblend.engine.selection import naming
+from ragblend.engine.selection.after_layer import AfterLayer, key_deviation, value_deviation
+from ragblend.engine.selection.base import Policy, every_row, inexact_rows, needed_rows
+from ragblend.engine.selection.by_attention import (
+    AveragePool,
+    ByAttention,
+    affordable_rows,
+    later_layers,
+    merged_heads,
+    rooted_squares,
+    second_layer,
+    summed_rows,
+)
+from ragblend.engine.selection.evidence import Attention, Evidence, Probed
+from ragblend.engine.selection.shift import Change, Delta, KernelShift
+from ragblend.engine.selection.static import Beginnings, Static, random_rows
+from ragblend.kvstore.errors import UsageError
+
+_TABLE: dict[str, Policy] = {
+    # The ends of the scale, and controls.
+    "full": Static(every_row, lambda span: False, fixed_ratio=1.0),
+    "prefix": Static(inexact_rows, lambda span: span.exact, fixed_ratio=1.0),
+    "recompute": Static(every_row, fixed_ratio=1.0),
+    "reuse": Static(needed_rows, fixed_ratio=0.0),
+    "naive": Static(needed_rows, fixed_ratio=0.0, moves_keys=False),
+    "random": Static(random_rows),
+    # Published.
+    "epic": Static(Beginnings()),
+    "cacheblend": AfterLayer(value_deviation),
+    "cacheblend-k": AfterLayer(key_deviation),
+    "cacheblend-gradual": AfterLayer(value_deviation, shares="1.5/0.5"),
+    "a3": ByAttention(second_layer, merged_heads, AveragePool(kernel=5)),
+    "prophet": ByAttention(range, summed_rows),
+    # Ours.
+    "probe": ByAttention(later_layers, rooted_squares, probe=affordable_rows),
+    "probe-shift": ByAttention(later_layers, rooted_squares, probe=affordable_rows, shift=KernelShift()),
 }
-# What only a bench can run, beside the others.
-ORACLES: dict[str, Policy] = {"transplant": Transplant()}
+METHODS: dict[str, Policy] = {name: replace(policy, name=name) for name, policy in _TABLE.items()}
+# For every policy that needs attention, where a model does not show it.
+BLIND: Policy = ByAttention(
+    later_layers, rooted_squares, None, lambda plan: None,
+    shift=KernelShift(), needs_attention=False, name="spread-shift",
+)  # fmt: skip
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
+_added: dict[str, Policy] = {}
 
 __all__ = [
+    "BLIND",
     "METHODS",
-    "ORACLES",
     "WITHOUT_RATIO",
+    "AfterLayer",
     "Attention",
+    "ByAttention",
     "Change",
+    "Delta",
     "Evidence",
+    "KernelShift",
     "Policy",
     "Probed",
-    "Shift",
-    "Transplant",
-    "base_name",
+    "Static",
+    "added",
+    "method_names",
     "policy_named",
 ]
 
@@ -56,7 +82,25 @@ def policy_named(method: str | Policy) -> Policy:
     """The policy of that name, `name:parameter=value,...` with parameters; or the policy itself. Raises UsageError."""
     if isinstance(method, Policy):
         return method
-    policy = find(method, METHODS | ORACLES)
-    if isinstance(policy, Transplant):
-        policy.check(METHODS)
-    return policy
+    name = method.partition(":")[0]
+    policy = METHODS.get(name) or _added.get(name) or naming.from_package(name)
+    if policy is None:
+        raise naming.unknown(name, method_names())
+    return naming.with_parameters(policy, method) if ":" in method else policy
+
+
+def method_names() -> list[str]:
+    """All that `policy_named` knows: ours, those that were added, and those of other packages."""
+    return list(dict.fromkeys([*METHODS, *_added, *naming.entry_point_names()]))
+
+
+@contextmanager
+def added(policy: Policy) -> Iterator[None]:
+    """Inside the block `policy_named` knows one more. Raises UsageError for a name that there is, or none."""
+    if not policy.name or policy.name in METHODS or policy.name in _added:
+        raise UsageError(f"a policy cannot be added under the name {policy.name!r}: it must be a new one")
+    _added[policy.name] = policy
+    try:
+        yield
+    finally:
+        del _added[policy.name]

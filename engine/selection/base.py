@@ -1,29 +1,37 @@
 """What a policy is: it names the rows to compute; the mechanism never asks which policy it has."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.controller import FLOOR_RATIO
-from ragblend.engine.plan import Plan, Span
-from ragblend.engine.selection.evidence import Attention, Change, Evidence, Probed, Shift
+from ragblend.engine.plan import Kind, Plan, Span
+from ragblend.engine.selection.evidence import Attention, Evidence, Probed
+from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.kvstore.errors import UsageError
+
+# Rows that are left after a selection that has spent the ratio by itself.
+FLOOR_RATIO = 0.01
 
 
 @dataclass(frozen=True)
 class Policy:
     """Base of all policies: computes what must be computed, and nothing more.
 
-    moves_keys: rotate stored keys to their new positions; looks: it must see attention, which not every model shows;
-    fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked.
+    moves_keys: rotate stored keys to their new positions; needs_attention: it collects attention, which not every model
+    shows; fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked; shift:
+    what predicts the change of rows that are not computed.
     """
 
     name: str = field(default="", kw_only=True)
     moves_keys: bool = field(default=True, kw_only=True)
-    looks: bool = field(default=False, kw_only=True)
+    needs_attention: bool = field(default=False, kw_only=True)
     fixed_ratio: float | None = field(default=None, kw_only=True)
+    shift: KernelShift | None = field(default=None, kw_only=True)
+    times_only: ClassVar[bool] = (
+        False  # how long rows take is asked, not what comes out: it may leave out any
+    )
 
     def checked(self, ratio: float | str) -> float:
         """The ratio. Raises UsageError if it makes no sense."""
@@ -35,29 +43,35 @@ class Policy:
         return ratio
 
     @property
-    def parameters(self) -> dict[str, object]:
-        """What `policy_named` may be told after a colon, with the values that stand."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in FIXED}
+    def parameters(self) -> dict[str, int | float | str]:
+        """What `policy_named` may be told after a colon, with the values that stand: its fields', and its parts'."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in FIXED}
+        parts = [part for part in own.values() if is_dataclass(part)]
+        own |= {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
+        return {name: value for name, value in own.items() if isinstance(value, int | float | str)}
 
-    def probe_rows(self, plan: Plan, probed: Probed | None) -> Tensor | None:
-        """(R,) ascending positions to run through the assembled cache before anything is chosen; None: choose now.
+    def probe_rows(self, plan: Plan) -> Tensor | None:
+        """(R,) ascending fresh positions to run through the stored KV before anything is chosen; None: choose now.
 
-        probed: None at first, then what the probes before have shown. Fresh rows that are left out are not there for
-        the others. Stored rows among them are computed for good.
+        Fresh rows that are left out are not there for the others.
         """
         return None
 
-    def watches(self, plan: Plan, layer: int) -> bool:
-        """Whether `look` is to see the attention of a probe in this layer. After the last such layer a probe ends."""
-        return False
+    def attention_layers(self, plan: Plan) -> range:
+        """The layers of a probe whose attention `layer_scores` is to see. After the last of them the probe ends."""
+        return range(0)
 
-    def look(self, plan: Plan, attention: Attention) -> Tensor:
-        """(K,) float32: what this layer says for each key that it looked at. Sums up what must not be kept whole."""
-        raise AssertionError(f"{self.name} watches no layer")
+    def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
+        """(K,) float32: what one layer's attention says for each of its keys. The attention itself is not kept."""
+        raise AssertionError(f"{self.name} collects no attention")
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        """(R,) ascending positions to compute from layer 0. probed: what the probes have shown, if there were any."""
-        return plan.always.nonzero().squeeze(1)
+        """(R,) ascending positions to compute from layer 0. probed: what the probe has shown, if there was one."""
+        return needed_rows(plan)
+
+    def passes(self, plan: Plan) -> list[tuple[float, float]]:
+        """What it will cost: rows, and the layers they are taken through, for each time that it computes some."""
+        return [(self.rows(plan).numel(), plan.layers)]
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """The chunks whose stored KV is used."""
@@ -77,20 +91,34 @@ class Policy:
 
     def corrects(self, plan: Plan) -> bool:
         """Whether `correct` is to be asked in every layer."""
-        return False
+        return self.shift is not None and chooses(plan)
 
-    def correct(self, plan: Plan, change: Change) -> Shift | None:
+    def correct(self, plan: Plan, change: Change) -> Delta | None:
         """What to add to the stored KV of one layer, from what changed on the rows that are computed there."""
-        raise AssertionError(f"{self.name} corrects nothing")
+        return self.shift.delta(change) if self.shift is not None else None
 
 
 FIXED = frozenset(each.name for each in fields(Policy))
 
 
-def one_of(method: str, parameter: str, value: str, choices: Sequence[str]) -> None:
-    """Raises UsageError if the parameter's value is none of the choices."""
-    if value not in choices:
-        raise UsageError(f"method {method!r}: {parameter} must be one of {', '.join(choices)}, not {value!r}")
+def every_row(plan: Plan) -> Tensor:
+    """(T,) all positions."""
+    return torch.arange(plan.tokens, device=plan.token_ids.device)
+
+
+def needed_rows(plan: Plan) -> Tensor:
+    """(R,) positions of what has no stored KV."""
+    return plan.always.nonzero().squeeze(1)
+
+
+def inexact_rows(plan: Plan) -> Tensor:
+    """(R,) positions of all but what is stored behind these very tokens."""
+    return (plan.always | plan.candidates).nonzero().squeeze(1)
+
+
+def fresh_rows(plan: Plan) -> Tensor:
+    """(R,) positions of the literals."""
+    return (plan.kinds == Kind.FRESH).nonzero().squeeze(1)
 
 
 def reach(plan: Plan) -> float:
@@ -104,7 +132,7 @@ def chooses(plan: Plan) -> bool:
 
 
 def budget_rows(plan: Plan, probed: Probed | None = None) -> int:
-    """Stored rows that the ratio pays for, after what the probes have cost."""
+    """Stored rows that the ratio pays for, after what the probe has cost."""
     spent = probed.cost_rows if probed is not None else 0.0
     least = min(FLOOR_RATIO, plan.ratio) * plan.stored_tokens
     return round(max(plan.ratio * plan.stored_tokens - spent, least))
@@ -122,20 +150,3 @@ def pick_top(plan: Plan, rows: Tensor, scores: Tensor, count: int) -> Tensor:
         ranked = scores.masked_fill(~candidates, -torch.inf)
         chosen[ranked.topk(min(count, rows.numel())).indices] = True
     return rows[(chosen & candidates) | plan.always[rows]]
-
-
-def spread_evenly(rows: Tensor, count: int) -> Tensor:
-    """`count` of the ascending rows (R,), evenly; all of them where there are no more."""
-    if count >= rows.numel():
-        return rows
-    each = rows.numel() / max(count, 1)
-    return rows[((torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * each).long()]
-
-
-def chunk_runs(plan: Plan, change: Change) -> list[tuple[int, int, int]]:
-    """The number of each chunk that is in the run of a change, and where its rows begin and end there."""
-    edges = (
-        (max(span.start, change.start) - change.start, min(span.stop, change.stop) - change.start)
-        for span in plan.spans
-    )
-    return [(number, start, stop) for number, (start, stop) in enumerate(edges) if start < stop]

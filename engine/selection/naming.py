@@ -1,44 +1,110 @@
-"""Policies by what users write: a name, and parameters after a colon (`probe:passes=2,shift=none`)."""
+"""Policies by what users write (`cacheblend`, `epic:first=16`), and those of other packages.
 
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+A package adds one by an entry point, `every-nth = "its.module:POLICY"` in the group `ragblend.policies`.
+It is imported once one of its names is asked for, and can take none of ours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ragblend.engine.selection.base import Policy
-from ragblend.kvstore.errors import UsageError
+from ragblend.engine.selection.base import FIXED, Policy
+from ragblend.kvstore.errors import UsageError, did_you_mean
+
+GROUP = "ragblend.policies"
+# What there was, and what to write now. Why each went: docs/methods.md.
+OLD_METHODS = {
+    "heads": "write `epic`, which without parameters is the same",
+    "a3-heads": "write `a3`, which chooses as well",
+    "transplant": "it is an oracle, which only `python -m benchmarks.quality` can run",
+}
+OLD_PARAMETERS = {
+    "shift": "`probe-shift` has the form that came nearest, `probe` has none",
+    "strength": "`probe-shift` adds 0.8 of what it foretells",
+    "firsts": "`probe-shift` spends 0.2 on the beginnings of chunks, `probe` nothing",
+    "witnesses": "`probe-shift` spends 48 rows on an even sample, `probe` none",
+    "passes": "`probe` has one, which was better at the same cost",
+    "norm": "`probe` has l2, and sums are `prophet`'s",
+    "since": "`probe` begins at 0.25 of the depth, and `prophet` at its first layer",
+    "until": "`probe` ends with the last layer, and `a3` with layer 1",
+    "heads": "`a3` has merged ones, as published",
+    "layer": "`a3` has layer 1, as published",
+    "measure": "`cacheblend` has values, and `cacheblend-k` has keys",
+    "floor_ratio": "`cacheblend` keeps 1%, where the ratio pays for no more",
+    "spread": "`cacheblend-gradual:shares=1.5/0.5` is what spread=0.5 was",
+    "last": "`epic:first=16` takes beginnings alone, as published",
+    "last_share": "`epic:first=16` takes beginnings alone, as published",
+}
 
 
-def base_name(method: str) -> str:
-    """The name without parameters."""
-    return method.partition(":")[0]
+def entry_point_names() -> list[str]:
+    """What other packages call their policies; none of them is imported."""
+    return sorted(entry_points(group=GROUP).names)
 
 
-def find(method: str, known: Mapping[str, Policy]) -> Policy:
-    """The policy of that name, with these parameters. Raises UsageError with what there is, and the nearest."""
-    name, colon, text = method.partition(":")
-    if name not in known:
-        raise UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{_near(name, known)}")
-    return _with(known[name], method, text) if colon else known[name]
+def from_package(name: str) -> Policy | None:
+    """The policy that a package added under that name; None if none did. Raises UsageError, which names the package."""
+    found = {_package(point): point for point in entry_points(group=GROUP, name=name)}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UsageError(f"the packages {' and '.join(found)} both add a method {name!r}; remove one of them")
+    ((package, point),) = found.items()
+    try:
+        policy = point.load()
+        if not isinstance(policy, Policy):
+            raise TypeError(f"{point.value} is a {type(policy).__name__}, not a Policy")
+        return replace(policy, name=name)
+    except Exception as error:  # it may be anything: the code is another package's
+        raise UsageError(
+            f"the method {name!r} of the package {package} cannot be used: {type(error).__name__}: {error}; "
+            "repair or remove that package"
+        ) from error
 
 
-def _with(policy: Policy, method: str, text: str) -> Policy:
-    there = {key: value for key, value in policy.parameters.items() if isinstance(value, int | float | str)}
-    wanted: dict[str, Any] = {}
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
-        key = key.strip()
-        names = ", ".join(f"{name}={standing}" for name, standing in there.items()) or "none"
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.module
+
+
+def unknown(name: str, known: Sequence[str]) -> UsageError:
+    """The error for a name that nobody knows: what it is called now, or what there is, and the nearest."""
+    if name in OLD_METHODS:
+        return UsageError(f"the method {name!r} is gone: {OLD_METHODS[name]}")
+    return UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}")
+
+
+def with_parameters(policy: Policy, method: str) -> Policy:
+    """The policy with the parameters behind the colon, and the whole as its name. Raises UsageError."""
+    there, wanted = policy.parameters, dict[str, Any]()
+    names = ", ".join(f"{name}={standing}" for name, standing in there.items()) or "none"
+    for item in method.partition(":")[2].split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UsageError(
                 f"method {method!r}: a parameter is written name=value behind the colon; there are {names}"
             )
         if key not in there:
-            raise UsageError(
-                f"method {policy.name!r} has no parameter {key!r}; there are {names}{_near(key, there)}"
-            )
-        wanted[key] = _value(method, key, value.strip(), there[key])
-    return replace(policy, name=method, **wanted)
+            why = f"; {OLD_PARAMETERS[key]}" if key in OLD_PARAMETERS else did_you_mean(key, there)
+            raise UsageError(f"method {policy.name!r} has no parameter {key!r}; there are {names}{why}")
+        wanted[key] = _value(method, key, value, there[key])
+    try:
+        return _replaced(policy, wanted | {"name": method})
+    except UsageError as error:
+        raise UsageError(f"method {method!r}: {error}") from None
+
+
+def _replaced(policy: Policy, wanted: dict[str, Any]) -> Policy:
+    """The policy with these values for fields of its own, or of its parts."""
+    changed = {}
+    for each in fields(policy):
+        part = getattr(policy, each.name)
+        if each.name in wanted:
+            changed[each.name] = wanted[each.name]
+        elif each.name not in FIXED and hasattr(part, "__dataclass_fields__"):
+            own = {key: value for key, value in wanted.items() if key in part.__dataclass_fields__}
+            changed[each.name] = replace(part, **own)
+    return replace(policy, **changed)
 
 
 def _value(method: str, key: str, text: str, standing: object) -> object:
@@ -51,8 +117,3 @@ def _value(method: str, key: str, text: str, standing: object) -> object:
     except ValueError:
         what = "whole number" if kind is int else "number"
         raise UsageError(f"method {method!r}: {key} must be a {what}, not {text!r}") from None
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

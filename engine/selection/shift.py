@@ -1,201 +1,198 @@
-"""Shifts: rows that are not computed again get a part of what changed where rows were.
+"""The shift: what stored rows that are not computed again get, foretold from those that are.
 
-What a chunk's KV lacks is in part the same for all its tokens: the text before it pulls every row's values and keys
-(turned back to position 0) the same way, and draws them away from what they had from the chunk alone. So the mean
-change of the computed rows is worth adding to the others (`common`, `chunk`, `mix`), and what a row's own stored key,
-value and place say about its change, by regression on the computed rows, is worth adding to that (`linear`); and how
-the rows changed that resemble it says more (`kernel`, in a file of its own). Nothing is learnt beforehand: every
-prompt, layer and head has its own regression. The computed rows were chosen for what the question looks at, so they say
-less about rows unlike them: the regression's part shrinks with how far a row is from them, and all of a shift with how
-few they are beside the numbers that they are to tell. Ours; measured in docs/methods.md. Cost: one pass over the
-layer's KV and, of `linear`, two systems of F = D + 3 unknowns a head and products (T, F) by (F, D).
+What an isolated chunk's KV lacks is not noise: the text before it pulls all its rows the same way, and draws them away
+from what they had from the chunk alone. So the change of a computed row says something of rows that resemble it, or
+that stand near it. In each layer of each prompt, with H key heads of D numbers, a run of n rows, C of them computed:
+
+1. Observed   dX (C, F), F = 2 H D: of the computed rows new minus stored, keys un-rotated to position 0, so that they
+              compare wherever they stand, beside values                                        `Change`
+2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `KernelShift.delta`
+3. Added      s(i, C) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
+4. Trusted    times 0.8 C / (C + D / 2): what is fitted to few rows is a guess, the more so the more there is to tell.
+              And far from all computed rows s is nothing, so that nothing is added there.
+
+    s(i, j) = (1 + 2 [same chunk] exp(-|i - j| / 128)) / sqrt(1 + d(i, j)^2)
+
+d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
+its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
+layer's input was. 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
+
+This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
+beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 4 n C F and
+a system of C unknowns a layer; of more than MOST_FITTED computed rows as many are fitted, evenly.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import chunk_runs
-from ragblend.engine.selection.evidence import Change, Shift
-from ragblend.engine.selection.kernel import kernel_shift
 
-FORMS = ("none", "common", "chunk", "mix", "linear", "kernel")
-# A chunk's own mean counts n / (n + this) beside the mean of all, where n of its rows were computed.
-SHRINK_ROWS = 16
-# The ridge of the linear form, in units of features / rows x the features' mean square.
-RIDGE = 4.0
-# How large a row's places stand beside its keys and values: what is large is shrunk less.
-PLACE_SCALE = 3.0
-# Where a row's squared distance from the computed rows' mean is k times theirs, the regression counts
-# 1 / (1 + 8 (k - 1)).
-CAUTION = 8.0
-# n computed rows count n / (n + 1.5 D): with few rows even their mean is a guess.
-SHRINK_SIZES = 1.5
-
-
-def shift_of(form: str, strength: float, plan: Plan, change: Change) -> Shift | None:
-    """The shift of that form; None where no row was computed."""
-    rows = change.rows.numel()
-    if rows == 0:
-        return None
-    if form == "kernel":
-        return kernel_shift(strength, plan, change)
-    places = _places(plan, change)
-    stored, changes = (change.stored_keys, change.stored_values), (change.keys, change.values)
-    weights = [strength * rows / (rows + SHRINK_SIZES * part.shape[-1]) for part in stored]
-    if form == "linear":
-        fits = _fits(stored, changes, places)
-        triples = zip(fits, stored, weights, strict=True)
-        return Shift(*(fit.shift(part, places, weight) for fit, part, weight in triples))
-    shrink = {"common": torch.inf, "chunk": 0.0, "mix": SHRINK_ROWS}[form]
-    parts = (
-        places.with_means(
-            torch.zeros_like(part),
-            torch.ones_like(part[..., :1]),
-            (weight * places.means(of, shrink)).to(part.dtype),
-        )
-        for part, of, weight in zip(stored, changes, weights, strict=True)
-    )
-    return Shift(*parts)
-
-
-def chunk_of(plan: Plan) -> Tensor:
-    """(T,) number of the chunk that each row belongs to, -1 for none."""
-    numbers = torch.full((plan.tokens,), -1)
-    for number, span in enumerate(plan.spans):
-        numbers[span.start : span.stop] = number
-    return numbers.to(plan.token_ids.device)
-
-
-def _places(plan: Plan, change: Change) -> "_Places":
-    """The same in all layers of a request."""
-    found = change.known.get("places")
-    if not isinstance(found, _Places):
-        found = change.known["places"] = _Places(plan, change)
-    return found
-
-
-class _Places:
-    """Where the rows of a change stand: in which chunk, and where in it."""
-
-    def __init__(self, plan: Plan, change: Change) -> None:
-        chunks, self._chunks = chunk_of(plan), len(plan.spans)
-        self.computed = change.rows - change.start  # (C,) where they are in the run
-        picked = chunks[change.rows]
-        self._members = (
-            picked[:, None] == torch.arange(self._chunks, device=chunks.device)
-        ).float()  # (C, chunks)
-        self._runs = chunk_runs(plan, change)
-        starts = torch.tensor([span.start for span in plan.spans], device=chunks.device)
-        where = torch.arange(change.start, change.stop, device=chunks.device)
-        place = (where - starts[chunks[where].clamp_min(0)]).clamp_min(0).float()
-        # (n, 3), each from 0 to about 1: nearness to the chunk's beginning, logarithm of its distance, position. About
-        # the computed rows' mean.
-        of_rows = torch.stack([1 / (1 + place), place.log1p() / 6, where / plan.tokens], dim=-1)
-        of_rows -= of_rows[self.computed].mean(0)
-        self.of_rows = of_rows.to(change.stored_keys.dtype)
-
-    def means(self, changes: Tensor, shrink: float) -> Tensor:
-        """(H, chunks, D): the mean change of each chunk, drawn to that of all as if `shrink` more rows had had it."""
-        common = changes.mean(1, keepdim=True)
-        if shrink == torch.inf:
-            return common.expand(-1, self._chunks, -1)
-        # By products, because index_add_ takes several times as long.
-        sums = self._members.T @ changes
-        return (sums + shrink * common) / (self._members.sum(0) + shrink).clamp_min(1)[:, None]
-
-    def of_computed(self, means: Tensor) -> Tensor:
-        """(H, C, D): of means (H, chunks, D), that of each computed row's chunk."""
-        return self._members @ means
-
-    def with_means(self, shift: Tensor, nearness: Tensor, means: Tensor) -> Tensor:
-        """Shift (H, n, D) of the run's rows, times nearness (H, n, 1), and each one's of means (H, chunks, D)."""
-        for number, start, stop in self._runs:
-            rows = shift[:, start:stop]
-            torch.addcmul(means[:, number, None], rows, nearness[:, start:stop], out=rows)
-        return shift
+STRENGTH = 0.8
+NEAR_GAIN = 2.0
+NEAR_TOKENS = 128.0
+# How much of a change neither similarity nor place explains: added to a computed row's own s, 1 + NEAR_GAIN.
+NOISE = 0.3
+LENGTH = 0.25
+SHRINK_SIZES = 0.5
+MOST_FITTED = 768
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """A regression of changes on what is stored, by ridge, for H heads; F = D + 3, with the places.
+class Run:
+    """Rows start to stop, which may be shifted, and computed (C,), positions: the same in all layers of a request.
 
-    centre (H, 1, D): the mean of what is stored for the computed rows; units (H, F, 1): what a feature's square about
-    the mean counts in a row's distance, which is 1 for the computed rows in the mean; weights (H, F, D); means
-    (H, chunks, D).
+    chunks: where each chunk in the run begins and ends, counted from start.
     """
 
-    centre: Tensor
-    units: Tensor
-    weights: Tensor
-    means: Tensor
+    start: int
+    stop: int
+    computed: Tensor
+    chunks: Sequence[tuple[int, int]]
 
-    def shift(self, stored: Tensor, places: _Places, weight: float) -> Tensor:
-        """(H, n, D), of stored's dtype: the chunk's mean, and what a row's own KV and place say beside that, by weight.
+    @classmethod
+    def of(cls, plan: Plan, start: int, stop: int, computed: Tensor) -> "Run":
+        edges = ((max(span.start, start) - start, min(span.stop, stop) - start) for span in plan.spans)
+        return cls(start, stop, computed, [(begin, end) for begin, end in edges if begin < end])
 
-        Most of a shift's cost: n is 10 to 20 times the computed rows. So it takes few passes, and in stored's dtype.
-        """
-        heads, rows, size = stored.shape
-        away = stored.new_empty(heads, rows, size + places.of_rows.shape[1])
-        torch.sub(stored, self.centre.to(stored), out=away[..., :size])
-        away[..., size:] = places.of_rows
-        shift = away @ (weight * self.weights).to(stored)
-        return places.with_means(shift, self._nearness(away), (weight * self.means).to(stored))
+    @cached_property
+    def picked(self) -> Tensor:
+        """(C',) places among the computed rows of those that are fitted."""
+        count = self.computed.numel()
+        return evenly_spread(torch.arange(count, device=self.computed.device), MOST_FITTED)
 
-    def _nearness(self, away: Tensor) -> Tensor:
-        """(H, n, 1), at most 1: how far the regression may be trusted about rows that are away (H, n, F) from centre.
+    @cached_property
+    def fitted(self) -> Tensor:
+        """(C',) ascending: where the fitted rows stand, counted from start."""
+        return self.computed[self.picked] - self.start
 
-        By their squared distance beside that of the computed rows, in the same units.
-        """
-        distance = away.square() @ self.units.to(away)
-        return 1 / (distance - 1).clamp_min_(0).mul_(CAUTION).add_(1)
-
-
-def _fits(stored: Sequence[Tensor], changes: Sequence[Tensor], places: _Places) -> list[_Fit]:
-    """A regression for each of stored (H, n, D), with changes (H, C, D) float32; at once where D is the same."""
-    if len({part.shape for part in stored}) > 1:
-        pairs = zip(stored, changes, strict=True)
-        return [fit for part, changed in pairs for fit in _fits([part], [changed], places)]
-    known = torch.stack([part[:, places.computed] for part in stored]).float()  # (P, H, C, D)
-    heads, size = known.shape[1], known.shape[-1]
-    scale = PLACE_SCALE * _spread(known)  # (P, 1, 1, 1), how large places stand beside what is stored
-    where = places.of_rows[places.computed].float() * scale  # (P, 1, C, 3)
-    where = where.expand(-1, heads, -1, -1)
-    # Rounded as it is where it is taken from all rows.
-    centre = known.mean(2, keepdim=True).to(stored[0].dtype).float()
-    known = torch.cat([known - centre, where], dim=-1).flatten(0, 1)  # (P H, C, F)
-    changed = torch.cat(list(changes))
-    means = places.means(changed, SHRINK_ROWS)
-    squares, gram = _system(known)
-    weights = torch.cholesky_solve(
-        known.transpose(1, 2) @ (changed - places.of_computed(means)), torch.linalg.cholesky(gram)
-    )
-    units = 1 / gram.diagonal(dim1=1, dim2=2)[..., None]
-    units /= (squares[:, None] @ units).clamp_min(1e-12)
-    # The scale is taken into what places are multiplied by, so that those of all rows are the same everywhere.
-    scales = scale.expand(-1, heads, 1, 1).flatten(0, 1)
-    weights[:, size:] *= scales
-    units[:, size:] *= scales.square()
-    whole = (centre.flatten(0, 1), units, weights, means)
-    return [_Fit(*parts) for parts in zip(*(part.chunk(len(stored)) for part in whole), strict=True)]
+    @cached_property
+    def nearness(self) -> list[tuple[slice, slice, Tensor]]:
+        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) float32, 1 + 2 exp(-distance / 128)."""
+        found = []
+        for begin, end in self.chunks:
+            first, last = (int(torch.searchsorted(self.fitted, edge)) for edge in (begin, end))
+            rows = torch.arange(begin, end, device=self.fitted.device)
+            apart = (rows[:, None] - self.fitted[first:last]).abs()
+            gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
+            found.append((slice(begin, end), slice(first, last), gain))
+        return found
 
 
-def _spread(known: Tensor) -> Tensor:
-    """(P, 1, 1, 1): the standard deviation of each part of known (P, H, C, D). std() takes 30 times as long."""
-    about = known - known.mean((1, 2, 3), keepdim=True)
-    norm: Tensor = torch.linalg.vector_norm(about, dim=(1, 2, 3), keepdim=True)
-    return norm / math.sqrt(max(known[0].numel() - 1, 1))
+@dataclass(frozen=True)
+class Change:
+    """What computing did to stored rows, in one layer, and what is stored there for all.
+
+    keys, values (H, C, D) float32: new minus stored, of run.computed; stored_keys, stored_values (H, n, D), bfloat16 in
+    a model of that dtype, else float32: what is stored for the rows of the run (zeros in rows among them that are not
+    stored). All keys are un-rotated, to position 0; unrotated(keys (H, m, D), positions (m,)) does that to others, of
+    the same layer.
+    """
+
+    layer: int
+    run: Run
+    keys: Tensor
+    values: Tensor
+    stored_keys: Tensor
+    stored_values: Tensor
+    unrotated: Callable[[Tensor, Tensor], Tensor]
 
 
-def _system(known: Tensor) -> tuple[Tensor, Tensor]:
-    """Of known (H, C, F), about its mean: mean squares of the features (H, F), and the ridged gram (H, F, F)."""
-    rows, size = known.shape[1:]
-    gram = known.transpose(1, 2) @ known
-    diagonal = gram.diagonal(dim1=1, dim2=2)  # a view
-    squares = diagonal / rows
-    diagonal += (RIDGE * size / rows * diagonal.mean(1) + 1e-6)[:, None]
-    return squares, gram
+@dataclass(frozen=True)
+class Delta:
+    """What to add to the stored KV of the rows of a run: keys (at position 0) and values, of any dtype, (H, n, D).
+
+    Rows that are computed, that nothing can change, or that have no stored KV, get nothing of it.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class KernelShift:
+    """The delta predictor of `probe-shift`; any policy may have it."""
+
+    def delta(self, change: Change) -> Delta | None:
+        """What to add in one layer; None where fewer than two rows were computed, which tell no distance."""
+        run, keys, values = change.run, change.stored_keys, change.stored_values
+        if run.computed.numel() < 2:
+            return None
+        observed = torch.cat([_flat(part[:, run.picked]) for part in (change.keys, change.values)], dim=1)
+        rows, fitted_rows, similarity = _compared(change)
+        nearness = [(chunk, fitted, gain.to(rows)) for chunk, fitted, gain in run.nearness]
+        for chunk, fitted, gain in nearness:
+            similarity[fitted, fitted] *= gain[run.fitted[fitted] - chunk.start].float()
+        similarity.diagonal().add_(NOISE)
+        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * keys.shape[-1])
+        factor, _ = torch.linalg.cholesky_ex(
+            similarity
+        )  # the other one waits for the device, to say what cannot be
+        weights = torch.cholesky_solve(trust * observed, factor).to(rows)  # (C, F)
+
+        # Chunk by chunk, so that what lies between the two products fits into a processor's cache.
+        added = rows.new_zeros(len(rows), weights.shape[1])  # (n, F)
+        room = rows.new_empty(max(end - begin for begin, end in run.chunks), len(fitted_rows))
+        for chunk, fitted, gain in nearness:
+            # 1 + d^2, of which rounding may leave less than 1.
+            near = torch.mm(rows[chunk], fitted_rows.T, out=room[: len(gain)]).clamp_min_(1).rsqrt_()
+            near[:, fitted] *= gain
+            torch.mm(near, weights, out=added[chunk])
+        of_keys = keys.shape[0] * keys.shape[-1]
+        return Delta(_by_head(added[:, :of_keys], keys), _by_head(added[:, of_keys:], values))
+
+
+def _compared(change: Change) -> tuple[Tensor, Tensor, Tensor]:
+    """rows (n, F + 4) and fitted rows (C, F + 4), whose products are 1 + d^2; and (C, C) 1 / sqrt(1 + d^2)."""
+    stored, at = (change.stored_keys, change.stored_values), change.run.fitted
+    fitted = [part[:, at].float() for part in stored]
+    means = [part.mean(1, keepdim=True) for part in fitted]
+    fitted = [part - mean for part, mean in zip(fitted, means, strict=True)]
+    scales = [(part.square().mean() + 1e-12).rsqrt() for part in fitted]
+    flat = torch.cat([_flat(part * scale) for part, scale in zip(fitted, scales, strict=True)], dim=1)
+    apart = torch.cdist(flat, flat, compute_mode="use_mm_for_euclid_dist").square_().fill_diagonal_(0)
+    count, size = flat.shape
+    unit = LENGTH * apart.sum() / (count * (count - 1)) + 1e-12
+
+    rows, filled = stored[0].new_empty(stored[0].shape[1], size + 4), 0
+    for part, mean, scale in zip(stored, means, scales, strict=True):
+        heads, _, width = part.shape
+        place = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
+        by = (scale * unit.rsqrt()).to(part)
+        torch.addcmul(-(mean * by).to(part), part, by, out=place)
+        filled += heads * width
+    # d^2 = |i|^2 - 2 i.j + |j|^2 as one product: i, |i|^2, 1 times -2 j, 1, |j|^2. In bfloat16 a square needs two
+    # numbers: rounded to one, a large row's distance to its like could be below 0.
+    squares = torch.linalg.vector_norm(rows[:, :size], dim=1, dtype=torch.float32).square_()
+    rows[:, size : size + 2] = _in_two(squares, rows)
+    rows[:, size + 2 :] = 1
+    others = rows[at]
+    squares = _in_two(squares[at] + 1, rows)
+    others = torch.cat([-2 * others[:, :size], others[:, size + 2 :], squares], dim=1)
+    return rows, others, (apart / unit + 1).rsqrt_()
+
+
+def _in_two(numbers: Tensor, like: Tensor) -> Tensor:
+    """(n, 2), of like's dtype: float32 numbers (n,) rounded, and what that left of them."""
+    rounded = numbers.to(like)
+    return torch.stack([rounded, (numbers - rounded.float()).to(like)], dim=1)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """(H, n, D) -> (n, H D)"""
+    return part.transpose(0, 1).flatten(1)
+
+
+def _by_head(flat: Tensor, like: Tensor) -> Tensor:
+    """(n, H D) -> (H, n, D), as a view."""
+    return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
+
+
+def evenly_spread(rows: Tensor, count: int) -> Tensor:
+    """`count` of the ascending rows (R,), evenly; all of them where there are no more."""
+    if count >= rows.numel():
+        return rows
+    each = rows.numel() / max(count, 1)
+    return rows[((torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * each).long()]

@@ -11,8 +11,8 @@ from langchain_core.exceptions import (
 )
 from langchain_core.exceptions import ModelNotFoundError as LangChainModelNotFoundError
 
+from ragblend.integrations import calls
 from ragblend.kvstore.errors import (
-    Cancelled,
     ModelNotFoundError,
     PromptError,
     PromptTooLongError,
@@ -37,13 +37,14 @@ class ModelMissing(ModelNotFoundError, LangChainModelNotFoundError):
     """There is no model at that place."""
 
 
-class TimedOut(Cancelled, ModelTimeoutError):
+class TimedOut(calls.TimedOut, ModelTimeoutError):
     """The answer took longer than `timeout`."""
 
 
 _MOST_SPECIFIC_FIRST: tuple[tuple[type[RagBlendError], type[RagBlendError]], ...] = (
     (PromptTooLongError, ContextOverflow),
     (ModelNotFoundError, ModelMissing),
+    (calls.TimedOut, TimedOut),
     (UsageError, InvalidRequest),
     (PromptError, InvalidPrompt),
 )

@@ -10,8 +10,8 @@ from langchain_core.utils import get_pydantic_field_names
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ragblend.integrations.backend import Backend
+from ragblend.integrations.calls import one_name_each
 from ragblend.integrations.langchain.errors import framework_errors
-from ragblend.kvstore.errors import UsageError
 
 PROVIDER = "ragblend"
 SYNONYMS = {
@@ -25,17 +25,6 @@ FOR_SERVICES = ("base_url", "max_retries")
 KEY = "api_key"  # openai_api_key, ...
 DECODING = ("temperature", "max_tokens", "top_p", "top_k", "repetition_penalty", "stop", "seed")
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
-def renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under one name each. Raises UsageError where two names say the same thing."""
-    result: dict[str, Any] = {}
-    for name, value in arguments.items():
-        known = SYNONYMS.get(name, name)
-        if known in result:
-            raise UsageError(f"{name} and {known} mean the same; pass one of them")
-        result[known] = value
-    return result
 
 
 class Parameters(BaseModel):
@@ -84,7 +73,7 @@ class Parameters(BaseModel):
             return values
         values = {
             name: value
-            for name, value in renamed(values).items()
+            for name, value in one_name_each(values, SYNONYMS).items()
             if value is not None and name not in FOR_SERVICES and not name.endswith(KEY)
         }
         known = get_pydantic_field_names(cls)
@@ -133,7 +122,9 @@ class Parameters(BaseModel):
     ) -> LangSmithParams:
         """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
         with framework_errors():
-            given = {name: value for name, value in renamed(arguments).items() if value is not None}
+            given = {
+                name: value for name, value in one_name_each(arguments, SYNONYMS).items() if value is not None
+            }
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = given.get("model", self.model)
         params["ls_temperature"] = given.get("temperature", self.temperature)

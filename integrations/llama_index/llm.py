@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -29,17 +29,23 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
 from ragblend.engine.prompt import Prompt
-from ragblend.integrations.backend import Turn, kv_statistics, usage
+from ragblend.integrations.backend import Turn, kv_statistics, marks, parts_of, usage
+from ragblend.integrations.calls import Call
 from ragblend.integrations.llama_index.errors import in_llama_index_words
-from ragblend.integrations.llama_index.messages import FilledMessages, FilledText, turns_of
+from ragblend.integrations.llama_index.messages import (
+    FilledMessages,
+    FilledText,
+    text_of,
+    turns_of,
+    with_text,
+)
 from ragblend.integrations.llama_index.nodes import named_passages
-from ragblend.integrations.llama_index.options import Call
 from ragblend.integrations.llama_index.parameters import Parameters
 from ragblend.integrations.llama_index.streams import astops_when_closed, begun, stops_when_closed
 from ragblend.integrations.passages import Passage
 
 if TYPE_CHECKING:  # torch comes with it
-    from ragblend.engine.results import Result, Stream
+    from ragblend.engine.results import Result
 
 log = logging.getLogger("ragblend")
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
@@ -140,12 +146,18 @@ class RAGBlendLLM(Parameters):
         return FilledMessages(super()._get_messages(prompt, **prompt_args), passages)
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """The same; and which of it are the template's own words."""
         passages = _taken(prompt, prompt_args)
-        return FilledText.of(super()._get_prompt(prompt, **prompt_args), passages)
+        texts = {
+            name: value for name, value in (prompt.kwargs | prompt_args).items() if isinstance(value, str)
+        }
+        marked = prompt_args | dict(zip(texts, marks(len(texts)), strict=True))
+        parts = parts_of(super()._get_prompt(prompt, **marked), list(texts.values()))
+        return FilledText.of(super()._get_prompt(prompt, **prompt_args), passages, parts)
 
     def _chat_request(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Request:
         passages = messages.passages if isinstance(messages, FilledMessages) else None
-        call = self._call(kwargs, {"passages": passages})
+        call = self._call(kwargs, passages)
         make_prompt = partial(self._chat_prompt, messages, turns_of(messages), call.named)
         return Request(make_prompt, call, from_template=passages is not None)
 
@@ -154,54 +166,60 @@ class RAGBlendLLM(Parameters):
     ) -> Prompt:
         """In the words of the user's `messages_to_prompt` if there is one, else of the model's chat template."""
         if self.messages_to_prompt not in (None, generic_messages_to_prompt):
-            return self.backend.text_prompt(self.messages_to_prompt(messages), named)
+            texts = [text_of(message) for message in messages]
+            marked = self.messages_to_prompt(list(map(with_text, messages, marks(len(texts)))))
+            return self.backend.text_prompt(self.messages_to_prompt(messages), named, parts_of(marked, texts))
         return self.backend.chat_prompt(turns, named)
 
     def _text_request(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Request:
         passages = prompt.passages if isinstance(prompt, FilledText) else None
-        call = self._call(kwargs, {"passages": passages})
+        call = self._call(kwargs, passages)
         make_prompt = partial(self._text_prompt, prompt, formatted, call.named)
         return Request(make_prompt, call, from_template=passages is not None)
 
     def _text_prompt(self, text: str, formatted: bool, named: tuple[Passage, ...]) -> Prompt:
         """As it stands if it is formatted; else the user's `completion_to_prompt`, or a message to a chat model."""
         if formatted:
-            return self.backend.text_prompt(text, named)
-        if self.completion_to_prompt not in (None, default_completion_to_prompt):
-            return self.backend.text_prompt(self.completion_to_prompt(text), named)
-        if not self._chats:
-            return self.backend.text_prompt(self._extend_prompt(text), named)
+            return self.backend.text_prompt(text, named, text.parts if isinstance(text, FilledText) else ())
+        given = self.completion_to_prompt
+        own = None if given is default_completion_to_prompt else given
+        if own is not None or not self._chats:
+            put = own or self._extend_prompt
+            [mark] = marks(1)
+            return self.backend.text_prompt(put(text), named, parts_of(put(mark), [text]))
         return self.backend.chat_prompt(turns_of(self._extend_messages([ChatMessage(text)])), named)
 
     # --- running them
 
     def _answer(self, request: Request, respond: Respond[Response]) -> Response:
         with request.errors():
-            result = self.backend.generate(request.make_prompt(), **request.call.arguments)
+            result = request.call.generate(request.make_prompt())
         return respond(result.text, None, self._finished(result))
 
     async def _aanswer(self, request: Request, respond: Respond[Response]) -> Response:
         with request.errors():
             prompt = await asyncio.to_thread(request.make_prompt)
-            result = await self.backend.agenerate(prompt, **request.call.arguments)
+            result = await request.call.agenerate(prompt)
         return respond(result.text, None, self._finished(result))
 
     def _stream(self, request: Request, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device begins at once; wrong arguments raise here."""
         with request.errors():
-            stream = self.backend.stream(request.make_prompt(), **request.call.arguments)
-        return begun(self._pieces(stream, request, respond))
+            items = request.call.stream(request.make_prompt())
+        return begun(self._pieces(items, request, respond))
 
     def _pieces(
-        self, stream: "Stream", request: Request, respond: Respond[Response]
+        self, items: "Generator[str | Result, None, None]", request: Request, respond: Respond[Response]
     ) -> Generator[Response, None, None]:
         """Closing it, or dropping it, stops the device."""
         text = ""
-        with request.errors(), closing(stream):
-            for piece in stream:
-                text += piece
-                yield respond(text, piece, None)
-            result = stream.result
+        with request.errors(), closing(items):
+            for item in items:
+                if not isinstance(item, str):
+                    result = item
+                    continue
+                text += item
+                yield respond(text, item, None)
         yield respond(result.text, "", self._finished(result))
 
     async def _astream(self, request: Request, respond: Respond[Response]) -> AsyncGenerator[Response, None]:
@@ -214,10 +232,7 @@ class RAGBlendLLM(Parameters):
     ) -> AsyncGenerator[Response, None]:
         text, result = "", None
         with request.errors():
-            stream = cast(
-                "AsyncGenerator[str | Result, None]", self.backend.astream(prompt, **request.call.arguments)
-            )
-            async with aclosing(stream) as pieces:
+            async with aclosing(request.call.astream(prompt)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, str):
                         text += piece

@@ -41,14 +41,18 @@ class FilledMessages(list[ChatMessage]):
 
 
 class FilledText(str):
-    """The same for a model without a chat template, for which `predict` makes a text."""
+    """The same for a model without a chat template, for which `predict` makes a text.
+
+    parts: as `Backend.text_prompt` wants them.
+    """
 
     passages: tuple[Passage, ...] = ()
+    parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, text: str, passages: Sequence[Passage]) -> "FilledText":
+    def of(cls, text: str, passages: Sequence[Passage], parts: Sequence[str] = ()) -> "FilledText":
         filled = cls(text)
-        filled.passages = tuple(passages)
+        filled.passages, filled.parts = tuple(passages), tuple(parts)
         return filled
 
 
@@ -57,6 +61,11 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     if not messages:
         raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
     return [Turn(ROLES[message.role], (text_of(message),)) for message in messages]
+
+
+def with_text(message: ChatMessage, text: str) -> ChatMessage:
+    """The same message with that text in the place of all its blocks."""
+    return message.model_copy(update={"blocks": [TextBlock(text=text)]})
 
 
 def text_of(message: ChatMessage) -> str:

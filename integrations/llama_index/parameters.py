@@ -8,15 +8,17 @@ from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.llm import LLM
 
+from ragblend.engine.config import DecodeOptions
 from ragblend.engine.prompt import Literal as Text
 from ragblend.engine.prompt import Prompt
 from ragblend.integrations.backend import Backend, Turn
+from ragblend.integrations.calls import Call, engine_options
 from ragblend.integrations.llama_index.learning import listen
-from ragblend.integrations.llama_index.nodes import Nodes, passages_of
-from ragblend.integrations.llama_index.options import Call
+from ragblend.integrations.llama_index.nodes import Nodes, named_passages, passages_of
 from ragblend.kvstore.errors import UsageError
 
-PER_CALL = ("max_new_tokens", "temperature", "top_p", "stop", "seed", "method", "ratio")
+DECODING = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop", "seed")
+PER_CALL = (*DECODING, "method", "ratio")
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -47,6 +49,13 @@ class Parameters(LLM):
     max_new_tokens: int = Field(default=256, gt=0, description="The longest answer, in tokens.")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(default=0, ge=0, description="Sample from so many tokens; 0 is off.")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="What was said counts less by it; 1 is off."
+    )
+    timeout: float | None = Field(
+        default=None, gt=0, description="Seconds after which an answer is given up."
+    )
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer.")
     seed: int | None = Field(default=None, description="Of the sampling; None for another each time.")
     generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="More options of decoding.")
@@ -97,7 +106,7 @@ class Parameters(LLM):
     @field_validator("generate_kwargs")
     @classmethod
     def _check_generate_kwargs(cls, options: dict[str, Any]) -> dict[str, Any]:
-        Call.of(options)
+        DecodeOptions.of(engine_options(options))
         return options
 
     def model_post_init(self, context: Any) -> None:
@@ -172,6 +181,9 @@ class Parameters(LLM):
         """Forget nodes that were deleted: their registration and the KV that no other node shares."""
         return self.backend.forget(node_ids)
 
-    def _call(self, kwargs: dict[str, Any], *more: dict[str, Any]) -> Call:
-        fields = {name: getattr(self, name) for name in PER_CALL}
-        return Call.of(fields, self.generate_kwargs, *more, kwargs)
+    def _call(self, kwargs: dict[str, Any], passages: Any = None) -> Call:
+        """The fields, then generate_kwargs, then the call's own arguments."""
+        given = dict(kwargs)
+        named = named_passages(given.pop("passages", passages), given.pop("nodes", None))
+        fields = {name: getattr(self, name) for name in (*PER_CALL, "timeout")}
+        return Call.of(self.backend, named, fields, self.generate_kwargs, given)

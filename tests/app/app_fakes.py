@@ -9,12 +9,13 @@ import numpy as np
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
-from ragblend.engine.results import EncodeReport, Result
+from ragblend.engine.results import Missing, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.kvstore.errors import Cancelled
 
 WORDS = 64  # dimensions of the fake embeddings
+BATCH_TEXTS = 8
 
 
 def _halves(text):
@@ -30,15 +31,18 @@ class FakeEmbedder:
     name = "fake"
 
     def __init__(self):
-        self.embedded = []
+        self.embedded, self.on_embed = [], lambda texts: None
 
     def load(self):
         pass
 
     def embed_passages(self, texts, progress=None):
-        self.embedded += texts
-        if progress:
-            progress(len(texts), len(texts))
+        for start in range(0, len(texts), BATCH_TEXTS):
+            batch = texts[start : start + BATCH_TEXTS]
+            self.on_embed(batch)
+            self.embedded += batch
+            if progress:
+                progress(start + len(batch), len(texts))
         return [np.stack([self.embed_question(half) for half in _halves(text)]) for text in texts]
 
     def embed_question(self, text):
@@ -51,11 +55,12 @@ class FakeEmbedder:
 class FakeEngine:
     """Counts words as tokens; "KV" is a file a node in the home, so that it outlives a killed process."""
 
-    model_name, device, dtype, context_window = "fake", "cpu", "float32", 4096
+    model_name, device, dtype, context_window, token_bytes = "fake", "cpu", "float32", 4096, 46_080
 
     def __init__(self, home):
-        self.folder = Path(home) / "fake-kv"
-        self.gate = GateVerdict(True)
+        self.folder, self.nodes = Path(home) / "fake-kv", Path(home) / "fake-nodes"
+        self.needs_conversion, self.room_bytes, self.weights_loaded = False, 1 << 30, False
+        self.verdict = GateVerdict(True)
         self.encoded, self.requests, self.waited = [], [], False
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.penalties = []
@@ -66,21 +71,43 @@ class FakeEngine:
     def count_tokens(self, text):
         return len(text.split())
 
-    def encode(self, texts, node_ids=None, progress=None, prefix=None):
+    @property
+    def gate(self):
+        self.weights_loaded = True
+        return self.verdict
+
+    def enter(self, texts, node_ids):
+        self.nodes.mkdir(exist_ok=True)
+        for text, node in zip(texts, node_ids, strict=True):
+            (self.nodes / node).write_text(text)
+
+    def missing(self, node_ids):
+        entered = [node for node in node_ids if (self.nodes / node).exists() and node not in self.stored()]
+        tokens = sum(self.count_tokens((self.nodes / node).read_text()) for node in entered)
+        return Missing(tuple(entered), tokens, tokens * 10, self.room_bytes)
+
+    def encode_nodes(self, node_ids, leave=lambda: False):
         self.folder.mkdir(exist_ok=True)
-        encoded = tokens = 0
-        for number, (text, node) in enumerate(zip(texts, node_ids, strict=True), start=1):
-            file = self.folder / node
-            if not file.exists():
+        self.weights_loaded = True
+        for node in node_ids:
+            if self.room_bytes <= 0:
+                return
+            text = (self.nodes / node).read_text() if (self.nodes / node).exists() else None
+            if text is not None:
                 self.on_encode(text)
-                file.write_text(text)
-                self.encoded.append(text)
-                encoded, tokens = encoded + 1, tokens + self.count_tokens(text)
-            if progress:
-                progress(number, len(texts))
-        return EncodeReport(encoded, len(texts) - encoded, tokens, (None,) * len(texts))
+                if leave():
+                    raise Cancelled("left")
+            if text is None or not (self.nodes / node).exists():  # deleted meanwhile
+                yield 0
+                continue
+            (self.folder / node).write_text(text)
+            self.encoded.append(text)
+            self.room_bytes -= 10 * self.count_tokens(text)
+            yield self.count_tokens(text)
 
     def forget(self, node_ids):
+        for node in node_ids:
+            (self.nodes / node).unlink(missing_ok=True)
         files = [self.folder / node for node in node_ids if (self.folder / node).exists()]
         freed = sum(file.stat().st_size for file in files)
         for file in files:
@@ -89,10 +116,6 @@ class FakeEngine:
 
     def stored(self):
         return {file.name for file in self.folder.iterdir()} if self.folder.exists() else set()
-
-    def chat_prompt(self, system, passages, question, history=()):
-        turns = [Literal(f"{asked} {answered} ") for asked, answered in history]
-        return Prompt([Literal(system or "Passages:"), *turns, *passages, Literal(question)])
 
     def chat(self, messages):
         turns = [[Literal(f"<{message.role}>"), *message.segments] for message in messages]
@@ -116,6 +139,7 @@ class FakeEngine:
         keep_tokens=None,
         temperature=0.0,
         repetition_penalty=1.0,
+        one_sentence=False,
         session=None,
     ):
         policy_named(method)

@@ -2,16 +2,17 @@
 
 import sys
 import zipfile
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+sys.path.insert(1, str(Path(__file__).parents[1] / "faults"))
 
 from app_fakes import FakeEmbedder, FakeEngine
 
-from ragblend.app.workspace import Workspace
-from ragblend.app.workspaces import Workspaces
+from ragblend.app.workspace import Workspace, Workspaces
 
 
 @pytest.fixture
@@ -20,15 +21,23 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def open_workspace(home):
+def fakes(home, monkeypatch):
+    """Every workspace has an engine of its own, and every home an embedder."""
+    engine, embedder = cached_property(lambda _: FakeEngine(home)), cached_property(lambda _: FakeEmbedder())
+    engine.__set_name__(Workspace, "engine")
+    embedder.__set_name__(Workspaces, "embedder")
+    monkeypatch.setattr(Workspace, "engine", engine)
+    monkeypatch.setattr(Workspaces, "embedder", embedder)
+
+
+@pytest.fixture
+def open_workspace(home, fakes):
     """Opens the home as a new process would: nothing is shared with earlier workspaces but the files."""
     opened = []
 
     def open_(**overrides):
-        workspace = Workspace.open(home, **{"chunk_tokens": 16, "max_new_tokens": 32} | overrides)
-        workspace.__dict__.update(engine=FakeEngine(home), embedder=FakeEmbedder())
-        opened.append(workspace)
-        return workspace
+        opened.append(Workspace.open(home, **{"chunk_tokens": 16, "max_new_tokens": 32} | overrides))
+        return opened[-1]
 
     yield open_
     for workspace in opened:
@@ -41,19 +50,10 @@ def workspace(open_workspace):
 
 
 @pytest.fixture
-def workspaces(home):
-    """All collections of a home, each with fakes of its own."""
-
-    def open_(folder, settings):
-        workspace = Workspace(folder, settings)
-        workspace.__dict__.update(engine=FakeEngine(home), embedder=FakeEmbedder())
-        return workspace
-
-    settings = {"chunk_tokens": 16, "max_new_tokens": 32}
-    first = Workspace.open(home, **settings)
-    opened = Workspaces(open_(first.home, first.settings), open_)
-    yield opened
-    opened.close()
+def workspaces(home, fakes):
+    """All collections of a home."""
+    with Workspaces.open(home, chunk_tokens=16, max_new_tokens=32) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -132,6 +132,14 @@ def write_epub(path, chapters):
             f"<package {namespace}><manifest>{items}</manifest><spine>{spine}</spine></package>",
         )
     return path
+
+
+@pytest.fixture
+def documents_of():
+    """The makers of documents whose size or shape is an attack."""
+    import fault_documents
+
+    return fault_documents
 
 
 @pytest.fixture

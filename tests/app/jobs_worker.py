@@ -9,8 +9,7 @@ from app_fakes import FakeEmbedder, FakeEngine
 from ingest_worker import die_at
 
 from ragblend.app.jobs import JobQueue
-from ragblend.app.workspace import Workspace
-from ragblend.app.workspaces import Workspaces
+from ragblend.app.workspace import Workspace, Workspaces
 
 if __name__ == "__main__":
     import signal
@@ -18,7 +17,7 @@ if __name__ == "__main__":
     home, point, path = sys.argv[1:]
     Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
     die_at(point, signal.SIGKILL)
-    jobs = JobQueue.open(Workspaces.open(home, chunk_tokens=16))
+    jobs = JobQueue(Workspaces.open(home, chunk_tokens=16))
     jobs.add([Path(path)], "default")
     jobs.start()
     jobs.wait_idle(60)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Chats
-from ragblend.app.citations import SourceRow
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 
@@ -22,7 +22,7 @@ def chats(path):
 
 
 def source(number=1, document="d1", text="The sky is blue."):
-    return SourceRow(number, f"node{number}", document, "default", "sky.txt", "p. 3", 0.71, text)
+    return Source(number, f"node{number}", document, "default", "sky.txt", "p. 3", 0.71, text)
 
 
 def talk(chats, question="What colour has the sky?", answer="Blue [1]."):
@@ -115,22 +115,23 @@ def test_a_branch_is_replaced(path, chats):
 
 def test_a_deleted_document_is_forgotten_in_the_sources(path, chats):
     segments = [
-        {"number": 1, "text": "CANARY begins"},
+        {"number": 3, "text": "CANARY begins"},
         {"number": 2, "text": "other"},
         {"number": None, "text": "x"},
     ]
     chat_id, *_ = talk(chats)
     answer = chats.add(
-        chat_id, "assistant", "Yes.", [source(1, "d9", "CANARY"), source(2, "d1")], {"segments": segments}
+        chat_id, "assistant", "Yes.", [source(3, "d9", "CANARY"), source(2, "d1")], {"segments": segments}
     )
-    assert [chat.id for chat in chats.citing("d9")] == [chat_id] and chats.citing("d8") == []
-    assert chats.forget_document("d9") == 1
+    later = chats.add(chat_id, "assistant", "It stays.", [source(2, "d1")], {"segments": segments})
+    assert chats.forget_removed(lambda nodes: {"node1", "node2"})
+    beginnings = [s["text"] for s in chats.message(later.id).report["segments"]]
+    assert beginnings == ["", "other", "x"], "what an earlier turn brought stands in later reports too"
     gone, other = chats.message(answer.id).sources
     assert (gone.text, gone.document, gone.location) == (DELETED_TEXT, "sky.txt", "p. 3")
     assert other == source(2, "d1")
     assert [s["text"] for s in chats.message(answer.id).report["segments"]] == ["", "other", "x"]
     assert all(b"CANARY" not in file.read_bytes() for file in path.parent.iterdir())
-    assert chats.forget_document("d9") == 0
 
 
 def test_exports(chats):
@@ -145,6 +146,13 @@ def test_exports(chats):
     assert text.startswith("# What colour has the sky?\n")
     assert "## Answer\n\nBlue [1].\n\n- [1] sky.txt, p. 3 (similarity 0.71)" in text
     assert "> Two passages did not fit." in text
+
+
+def test_the_written_conversation_has_the_numbers_that_were_found(chats):
+    chat = chats.create()
+    rows = [source(4, text="The sky over the harbour is blue in the morning.")]
+    chats.add(chat.id, "assistant", "The sky over the harbour is blue. Nobody knows more.", rows)
+    assert "The sky over the harbour is blue. [4] Nobody knows more." in chats.export_markdown(chat.id)
 
 
 def test_what_cannot_be_encoded_is_kept_as_far_as_it_can(chats):

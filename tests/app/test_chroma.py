@@ -1,11 +1,13 @@
 """The vector index: exact cosine, our embeddings only, one collection each, rebuilt from nothing."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from ragblend.integrations.chroma import VectorIndex
+from ragblend.integrations.chroma_sweep import HEADER
 from ragblend.kvstore.errors import LibraryError
 
 
@@ -147,3 +149,66 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
         assert failures == []
         for index in indexes:
             index.close()
+
+
+@pytest.mark.parametrize("left", [5, 0], ids=["some stay", "none stays"])
+@pytest.mark.parametrize("count", [60, 1300], ids=["all in the log", "in the graph too"])
+def test_what_was_deleted_leaves_no_byte(index, tmp_path, count, left):
+    """Chroma kept vectors and ids in its log, its graph, free pages and folders that nothing named any more."""
+    names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
+    other = VectorIndex(tmp_path / "chroma", "other")
+    other.upsert(["kept"], unit(1, seed=9))
+    index.upsert(names, list(rows[:, None, :]))
+    bare = count - left
+    assert _found_in(index.folder, names[:1], rows[:1]) >= {"id", "vector"}, "the search sees what is there"
+    index.delete(names[:bare])
+    index.erase()
+    assert _found_in(index.folder, names[:bare], rows[:bare]) == set()
+    assert index.node_ids() == set(names[bare:]) and other.node_ids() == {"kept"}
+    index.close()
+    index.upsert(names[:1], list(rows[:1, None, :]))
+    assert index.query(rows[0], 1)[0].node_id == names[0] and index.count() == left + 1
+    other.close()
+
+
+def test_a_rebuild_leaves_no_byte_of_before(index):
+    names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(1300)], rows_of(1300)
+    index.upsert(names, list(rows[:, None, :]))
+    index.rebuild([(names[1200:], list(rows[1200:, None, :]))])
+    assert _found_in(index.folder, names[:1200], rows[:1200]) == set() and index.count() == 100
+
+
+def _found_in(folder, names, rows):
+    """What of these stands in the files: 'id', 'vector' (a run of four of its numbers, to one in 10,000)."""
+    found = set()
+    wanted = {tuple(np.round(row[:4], 4)) for row in rows}
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        if any(name.encode() in content for name in names):
+            found.add("id" if path.name == "chroma.sqlite3" else f"id in {path.name}")
+        for offset in range(4):
+            with np.errstate(all="ignore"):
+                numbers = np.frombuffer(content[offset:], "<f4", (len(content) - offset) // 4).round(4)
+            starts = np.flatnonzero(np.isin(numbers, [row[0] for row in wanted]))
+            if wanted & {tuple(numbers[at : at + 4]) for at in starts}:
+                found.add("vector")
+    return found
+
+
+def test_the_room_in_a_graphs_file_is_blanked(tmp_path):
+    """Chroma writes a new graph with room for a hundred vectors, and that room as it comes from the allocator."""
+    rows = rows_of(3)
+    with closing(VectorIndex(tmp_path / "chroma", "notes")) as index:
+        index.upsert(["one", "two", "three"], list(rows[:, None, :]))
+        index.delete(["one"])
+        index.erase()
+        (vectors,) = index.folder.rglob("data_level0.bin")
+        _, _, _, count, nbytes = HEADER.unpack_from(vectors.with_name("header.bin").read_bytes())
+        filled = vectors.read_bytes()[: count * nbytes]
+        vectors.write_bytes((filled + b"CANARY" * 3000)[: vectors.stat().st_size])
+        index.delete(["three"])
+        index.erase()
+        assert b"CANARY" not in vectors.read_bytes() and vectors.read_bytes().strip(b"\0")
+        assert [hit.node_id for hit in index.query(rows[1], 3)] == ["two"]
+    with closing(VectorIndex(tmp_path / "chroma", "notes")) as index:
+        assert [hit.node_id for hit in index.query(rows[1], 3)] == ["two"]

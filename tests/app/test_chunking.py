@@ -1,7 +1,11 @@
 """Passages: within the size, nothing lost, nothing twice, each with its place."""
 
+import pytest
+
+from ragblend.app import chunking
 from ragblend.app.chunking import Cut, cut_document
 from ragblend.app.readers import Part
+from ragblend.kvstore.errors import OversizedDocumentError
 
 
 def words(text):
@@ -67,3 +71,40 @@ def test_node_ids_survive_an_edit_elsewhere():
     )
     assert [p.node_id for p in before[:-1]] == [p.node_id for p in after[:-1]]
     assert before[-1].node_id != after[-1].node_id
+
+
+@pytest.mark.parametrize("border", ["\n\n", "\n", " ", ""])
+def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
+    """What is tokenized and split at once does not grow with the text, which has no sentence that ends."""
+    monkeypatch.setattr(chunking, "STRETCH_CHARACTERS", 200)
+    monkeypatch.setattr(chunking, "MAX_TOKEN_CHARACTERS", 2)
+    parts = [
+        Part(border.join(f"word{n:03}" for n in range(page, page + 60)), f"p. {page}") for page in (0, 60)
+    ]
+    seen = []
+
+    def count(piece):
+        seen.append(len(piece))
+        return len(piece) // 4 + 1
+
+    passages = cut_document("d", parts, count, Cut(chunk_tokens=20))
+    assert max(seen) <= 40
+    assert "".join("".join(p.text for p in passages).split()) == "".join(
+        "".join(part.text for part in parts).split()
+    )
+    assert {"p. 0", "p. 60"} <= {passage.location for passage in passages}
+    assert all(count(passage.text) <= 20 for passage in passages)
+
+
+def test_the_passages_of_one_document_are_bounded(monkeypatch):
+    monkeypatch.setattr(chunking, "MAX_PASSAGES", 3)
+    with pytest.raises(OversizedDocumentError, match="more than 3 passages"):
+        cut_document("d", [Part(sentences("a", 40), "")], words, Cut(chunk_tokens=40))
+
+
+def test_a_busy_machine_may_take_its_time_for_sentences(monkeypatch):
+    """NLTK's regular expressions give up after five seconds of the clock, with an OSError that ended the whole run."""
+    redos = pytest.importorskip("nltk.redos")
+    monkeypatch.setattr(redos, "DEFAULT_TIMEOUT", 1e-6)
+    assert len(cut_document("d", [Part(sentences("a", 2000), "")], words, Cut(chunk_tokens=40))) > 300
+    assert redos.DEFAULT_TIMEOUT == 1e-6, "for others it is as it was"

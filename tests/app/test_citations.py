@@ -1,12 +1,19 @@
 """Citations: numbers are found where they stand, made-up ones are flagged, and nothing is matched by accident."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from ragblend.app.citations import Citation, SourceRow, cite, snippet
+from ragblend.app import samples
+from ragblend.app.answer import Source
+from ragblend.app.citations import Citation, cite, with_marks
+from ragblend.app.ingest import ingest
+from ragblend.app.support import sentences, supporting
 
 
 def source(number, text):
-    return SourceRow(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
+    return Source(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
 
 
 SKY = source(1, "The sky over the harbour is blue in the morning.")
@@ -57,14 +64,142 @@ def test_sentences_without_numbers_are_matched_by_their_words():
 def test_no_match_is_better_than_a_guess():
     assert found("Boats are blue.", SKY, BOATS) == [], "too few words stand in either"
     twin = source(3, BOATS.text)
-    assert found("The red boat belongs to Ada.", BOATS, twin) == [], "two are as good"
+    assert found("The red boat belongs to Ada.", twin, BOATS) == [(2, "", BOATS, "match")], "ranked first"
     assert found("The red boat belongs to Ada.") == []
     assert found("The red boat belongs to Ada [9].", BOATS) == [(9, "[9]", None, "model")], "not corrected"
 
 
-def test_a_run_of_sentences_from_one_source_is_marked_once():
-    text = "Three boats lie at the quay. The red boat belongs to Ada."
-    assert [(c.number, c.start) for c in cite(text, [SKY, BOATS]).citations] == [(2, len(text))]
+def test_every_sentence_keeps_its_mark():
+    """A mark went to the next sentence of the same source, over one that nothing supports."""
+    true, invented, also = (
+        "Three boats lie at the quay.",
+        "The mayor sank one.",
+        "The red boat belongs to Ada.",
+    )
+    text = f"{true} {invented} {also}"
+    assert [c.start for c in cite(text, [SKY, BOATS]).citations] == [len(true), len(text)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "The red boat never belongs to Ada.",
+        "The red boat doesn't belong to Ada.",
+        "The red boat belongs to Eve.",
+        "The blue boat belongs to Ada.",
+        "Seven boats lie at the quay.",
+        "Ada belongs to the red boat, three boats and the quay.",
+    ],
+)
+def test_a_sentence_that_says_something_else_is_not_cited(changed):
+    assert found(changed, SKY, BOATS) == []
+
+
+@pytest.mark.parametrize(
+    ("passage", "changed"),
+    [
+        ("The fare rises from 11 to 12 pounds in May.", "The fare rises from 12 to 11 pounds in May."),
+        ("Ann Lee trained Bob Hay for two years.", "Bob Hay trained Ann Lee for two years."),
+        ("The lock was opened before the flood.", "The lock was opened after the flood."),
+        ("Engine four is not in the shed.", "Engine four is in the shed."),
+    ],
+)
+def test_exchanged_and_opposite(passage, changed):
+    assert supporting(passage, passage) is not None and supporting(changed, passage) is None
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage"),
+    [
+        ("It weighs 310 pounds in all.", "It weighs three hundred and ten pounds in all."),
+        ("The toll was 1200 crowns.", "The toll was 1,200 crowns."),
+        ("The bell came from Hull in 1926.", "The bell is new. It came from Hull in 1926 by cart."),
+        ("According to the passages, Ada owns the red boat.", "The red boat which Ada owns is old."),
+    ],
+)
+def test_the_same_in_other_words(sentence, passage):
+    assert supporting(sentence, passage) is not None
+
+
+def test_the_place_is_the_sentence_that_says_it():
+    (citation,) = cite("The red boat belongs to Ada.", [SKY, BOATS]).citations
+    assert BOATS.text[slice(*citation.place)] == "The red boat belongs to Ada."
+    wrapped = "# Boats\n\nThree boats lie at\nthe quay of Hull. A\nred boat belongs to Ada."
+    place = supporting("The red boat belongs to Ada.", wrapped)
+    assert wrapped[place.start : place.stop] == "A\nred boat belongs to Ada."
+
+
+def test_what_the_model_cites_is_looked_for_there():
+    text = (
+        "The red boat belongs to Ada [2]. The red boat belongs to Eve [2]. Three boats lie at the quay. [2]"
+    )
+    right, wrong, behind = cite(text, [SKY, BOATS]).citations
+    assert (right.by, wrong.by, behind.by) == ("model",) * 3
+    assert BOATS.text[slice(*right.place)] == "The red boat belongs to Ada." and wrong.place is None
+    assert BOATS.text[slice(*behind.place)] == "Three boats lie at the quay."
+
+
+def test_ends_of_sentences():
+    text = 'Mr. Orr paid 3.50 to R. A. Lee. [1] "Good," he said. [2, 3]\n- Then? No'
+    ends = ["Mr. Orr paid 3.50 to R. A. Lee. [1]", '"Good," he said. [2, 3]', "- Then?", "No"]
+    assert [text[start:stop] for start, stop in sentences(text)] == ends
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The red boat belongs to Ada. It costs 3.50. Three boats lie at the quay.\n\nNo more.\n",
+        "Three boats lie at the quay. [2] The red boat belongs to Ada.[1] And [not] so",
+        "The red boat belongs to Ada [2]. Mr. Orr [so] left.",
+    ],
+)
+def test_marks_while_the_text_comes(text):
+    """What was shown once stays, whatever comes behind it."""
+    shown = ""
+    for stop in range(len(text) + 1):
+        marked = with_marks(text[:stop], [SKY, BOATS], finished=False)
+        if marked.startswith(shown):
+            shown = marked
+    whole = with_marks(text, [SKY, BOATS])
+    assert whole.startswith(shown) and len(shown) > len(text) / 2
+    assert (
+        with_marks("The red boat belongs to Ada. It sank.", [BOATS])
+        == "The red boat belongs to Ada. [2] It sank."
+    )
+    assert with_marks("The red boat belongs to Ada [2].", [BOATS]) == "The red boat belongs to Ada [2]."
+
+
+SENTENCES = json.loads(Path(__file__).with_name("citation_sentences.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def sample_sources(open_workspace):
+    """All passages of the samples."""
+    workspace = open_workspace(chunk_tokens=256)
+    ingest(workspace, [samples.documents_folder()])
+    documents = workspace.library.documents("default")
+    passages = [(each, p) for each in documents for p in workspace.library.passages_of(each.id)]
+    return [
+        Source(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
+        for n, (each, p) in enumerate(passages, start=1)
+    ]
+
+
+@pytest.mark.parametrize("part", ["tuned", "held out"])
+def test_of_180_sentences_the_true_are_cited_and_the_changed_and_foreign_are_not(part, sample_sources):
+    """A third is true, a third changed in a word, a third foreign; the held-out ones were never tuned on."""
+
+    def cited(sentence):
+        return {citation.source.document for citation in cite(sentence, sample_sources).citations}
+
+    true, changed, foreign = SENTENCES[part].values()
+    close = [each for form in ("verbatim", "near", "rearranged") for each in true[form]]
+    every = [each for form in true.values() for each in form]
+    assert sum(document in cited(sentence) for document, sentence in close) >= 0.9 * len(close)
+    assert sum(document in cited(sentence) for document, sentence in every) >= 0.8 * len(every)
+    for kind in (changed, foreign):
+        wrong = [sentence for form in kind.values() for sentence in form if cited(sentence)]
+        assert len(wrong) <= 0.1 * sum(map(len, kind.values())), wrong
 
 
 def test_a_decimal_point_ends_no_sentence():
@@ -85,14 +220,4 @@ def test_pieces_lose_no_text(text):
 
 
 def test_json_round_trip_and_unknown_keys_of_later_versions():
-    assert SourceRow.from_json({**BOATS.to_json(), "later": 1}) == BOATS
-    assert BOATS.plain.document == "a.txt"
-
-
-def test_the_snippet_is_where_the_questions_words_are():
-    text = "Nothing here. " * 40 + "The red boat belongs to Ada. " + "Nothing there. " * 40
-    piece = snippet(source(1, text), "Who owns the red boat, Ada?", 60)
-    assert "red boat belongs to Ada" in piece and piece.startswith("… ") and piece.endswith(" …")
-    assert len(piece) <= 64
-    assert snippet(SKY, "anything") == SKY.text
-    assert snippet(source(1, "x" * 500), "q", 50).startswith("x")
+    assert Source.from_json({**BOATS.to_json(), "later": 1}) == BOATS

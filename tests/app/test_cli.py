@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.app.chats import INTERRUPTED, Chats
 from ragblend.app.cli import main
-from ragblend.app.lock import writer_lock
+from ragblend.kvstore.lock import writer_lock
 
 
 @pytest.fixture
@@ -84,6 +86,15 @@ def test_ask_streams_answer_and_sources(filled, capfd):
     shown = capfd.readouterr()
     assert shown.out.startswith("It is blue.\n") and "[1] sky.txt" in shown.out
     assert "first token after" in shown.err
+
+
+def test_ask_writes_the_numbers_of_the_list_into_the_answer_and_says_what_the_model_is(filled, capfd):
+    filled.engine.reply = ["The sky over the har", "bour is blue. ", "Nobody knows more."]
+    assert filled("ask", "What colour has the sky?") == 0
+    shown = capfd.readouterr()
+    number = re.search(r"\[(\d)\] sky.txt", shown.out)[1]
+    assert shown.out.startswith(f"The sky over the harbour is blue. [{number}] Nobody knows more.\n")
+    assert "The model that comes with RAGBlend is small" in shown.err
 
 
 def test_ask_json(filled, read):
@@ -250,7 +261,7 @@ def test_demo_compares_both_ways(cli, capfd):
     for words in (
         "Full prefill, first token after",
         "Fused (probe-shift, ratio 0.15)",
-        "times sooner",
+        "times faster",
         "Sources:",
         "Next:",
     ):
@@ -259,13 +270,83 @@ def test_demo_compares_both_ways(cli, capfd):
     assert methods.count("full") == 3 and methods.count("probe-shift") == 4
 
 
-def test_chat_remembers_the_last_turns(filled, capfd, monkeypatch):
-    questions = iter(["How many boats?\n", "Whose is the red one?\n", ""])
-    monkeypatch.setattr("sys.stdin.readline", lambda: next(questions), raising=False)
-    assert filled("chat") == 0
-    assert capfd.readouterr().out.count("It is blue.") == 2
-    second = filled.engine.requests[1][0]
-    assert any("How many boats? It is blue." in (segment.text or "") for segment in second.segments)
+@pytest.fixture
+def say(filled, monkeypatch):
+    """Runs `ragblend chat` with these lines typed into it."""
+
+    def run(*questions, arguments=()):
+        lines = iter([*(f"{question}\n" for question in questions), ""])
+        monkeypatch.setattr("sys.stdin.readline", lambda: next(lines), raising=False)
+        return filled("chat", *arguments)
+
+    return run
+
+
+HARBOUR, RED = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
+
+
+def test_chat_goes_on_and_is_kept(filled, say, read, capfd):
+    assert say(HARBOUR, arguments=["--top-k", "1"]) == 0
+    shown = capfd.readouterr()
+    assert "It is blue." in shown.out and "[1] sky.txt" in shown.out and "ragblend chat 1" in shown.err
+    filled.engine.reply = ("The red boat belongs to Ada [2] under a blue sky [1].",)
+    assert say(RED, arguments=["--continue", "--top-k", "1"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith("# What colour has the sky"), "what was said is shown first"
+    assert "[2] boats.txt" in shown and "[1] sky.txt" in shown.partition("Ada [2]")[2], (
+        "cited of the first question"
+    )
+    before, after = ([s.text for s in request[0].segments] for request in filled.engine.requests)
+    assert after[: len(before)] == before
+    assert say(HARBOUR, arguments=["what colour has the sky over the harbour?", "--json"]) == 0
+    value = read()
+    assert (value["chat"], value["numbers"]) == (1, [s + 1 for s in range(len(value["sources"]))])
+    assert filled("chat", "--list", "--json") == 0
+    (row,) = read()["chats"]
+    assert (row["id"], row["title"], row["messages"]) == (1, HARBOUR, 6)
+
+
+def test_chats_have_names_and_are_deleted(filled, say, read, capfd):
+    assert say(HARBOUR, arguments=["--name", "Harbour"]) == say(RED, arguments=["--name", "Boats"]) == 0
+    assert filled("chat", "--list") == 0
+    listed = capfd.readouterr().out
+    assert listed.index("Boats") < listed.index("Harbour"), "the latest first"
+    assert filled("chat", "harbour", "--delete", "--json") == 0
+    assert read()["deleted"] == 1
+    assert filled("chat", "Harbour") == 1 and "ragblend chat --list" in capfd.readouterr().err
+    assert filled("chat", "1") == 1 and "not there any more" in capfd.readouterr().err
+
+
+def test_an_answer_that_a_kill_cut_off_is_shown_as_far_as_it_came(filled, say, home, capfd):
+    assert say(HARBOUR) == 0
+    with Chats.open(home / "chats.sqlite") as chats:
+        chats.add(1, "user", RED)
+        chats.add(1, "assistant", "It is o", report={"unfinished": True})
+    capfd.readouterr()
+    assert say(arguments=["--continue"]) == 0
+    shown = capfd.readouterr().out
+    assert "It is o" in shown and INTERRUPTED in shown
+
+
+def test_chat_keeps_nothing_if_asked_to(filled, say, read, capfd):
+    assert say(HARBOUR, RED, arguments=["--no-save"]) == 0
+    before, after = ([s.text for s in request[0].segments] for request in filled.engine.requests)
+    assert after[: len(before)] == before, "but it remembers while it lasts"
+    capfd.readouterr()
+    assert filled("chat", "--list", "--json") == 0
+    assert read() == {"chats": [], "total": 0}
+    assert say() == 0 and filled("chat", "--continue") == 1, "nothing said, nothing kept"
+
+
+@pytest.mark.parametrize("arguments", [["1", "--continue"], ["--name", "x", "--no-save"], ["--delete"]])
+def test_chat_is_told_which_one_once(filled, arguments):
+    assert filled("chat", *arguments) == 2
+
+
+def test_chat_says_when_it_finds_nothing(filled, say, capfd):
+    assert say("Photosynthesis?") == 0
+    assert "Nothing about this was found in 'default'." in capfd.readouterr().out
+    assert filled.engine.requests == []
 
 
 def test_everything_in_the_home_is_private(filled, home):
@@ -286,14 +367,3 @@ def test_library_output_cannot_spoil_the_json(filled, read, monkeypatch):
     )
     assert filled("ask", "Sky?", "--json") == 0
     assert read()["answer"] == "It is blue."
-
-
-def test_closed_pipe_is_no_traceback(home):
-    code = "from ragblend.app.cli import main; import sys; sys.exit(main(['docs', 'list', '--home', sys.argv[1]]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.close()
-    message = process.stderr.read()
-    process.stderr.close()
-    assert process.wait() == 1 and "Traceback" not in message and "BrokenPipe" not in message

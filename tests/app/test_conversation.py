@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from ragblend.app.chats import Chats
-from ragblend.app.conversation import AskOptions, Conversations
+from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats
+from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.app.desk import Desk
 from ragblend.app.hood import Hood
 from ragblend.app.ingest import ingest
 from ragblend.engine.prompt import Chunk
@@ -15,15 +16,14 @@ SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boa
 
 
 @pytest.fixture
-def chats(home, workspaces):
-    with Chats.open(home / "chats.sqlite") as opened:
-        yield opened
+def chats(workspaces):
+    return workspaces.chats
 
 
 @pytest.fixture
-def talks(workspaces, chats, documents):
-    ingest(workspaces.of("default"), [documents])
-    return Conversations(workspaces, chats)
+def talks(workspaces, documents):
+    ingest(workspaces.first, [documents])
+    return Conversations(workspaces)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_conversations_do_not_share_a_context(talks, chats, chat, engine):
 
 def test_it_goes_on_after_a_restart(talks, workspaces, chats, chat, engine):
     asked(talks, chat, SKY)
-    asked(Conversations(workspaces, chats), chat, BOATS)
+    asked(Conversations(workspaces), chat, BOATS)
     before, after = (texts(request[0]) for request in engine.requests)
     assert after[: len(before)] == before
     assert engine.sessions[0] is not engine.sessions[1]
@@ -121,6 +121,7 @@ def test_nothing_found_is_said_without_asking_the_model(talks, workspaces, chat,
 def test_passages_about_other_things_are_not_found(talks, chat, engine):
     answer = asked(talks, chat, "Photosynthesis?")
     assert answer.text == "Nothing about this was found in 'default'." and engine.requests == []
+    assert "notice" not in answer.report, "said once"
     answer = asked(talks, chat, "Photosynthesis?", mode="chat")
     assert answer.text == "It is blue." and not engine.requests[0][0].chunks
     assert answer.report["notice"].endswith("The answer is the model's own.")
@@ -189,6 +190,51 @@ def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat
     assert "was not kept" in turn.message.report["notice"]
 
 
+def cut_off(talks, home, chat, question):
+    """What a kill leaves of an answer after its first piece; gives what was shown of it."""
+    pieces = iter(talks.ask(chat, question, AskOptions(top_k=2)))
+    shown = next(pieces)
+    with Chats.open(home / "chats.sqlite") as other:  # another connection sees what is on the disk
+        assert [message.role for message in other.messages(chat)][-1:] == ["user"], "it may still be written"
+        assert other.end_unfinished() == 1
+        assert other.end_unfinished() == 0
+    return shown, pieces
+
+
+def test_the_page_marks_it_when_it_starts(talks, chats, home, chat):
+    pieces = iter(talks.ask(chat, SKY, AskOptions(top_k=2)))
+    next(pieces)
+    with Desk.open(home) as desk:
+        desk.start()
+        assert chats.messages(chat)[1].report["interrupted"] is True
+
+
+def test_a_kill_in_mid_answer_leaves_what_was_shown(talks, chats, home, chat, engine):
+    """It used to leave the question without a word."""
+    shown, pieces = cut_off(talks, home, chat, SKY)
+    left = chats.messages(chat)[1]
+    assert (left.text, left.report["interrupted"]) == (shown, True)
+    assert [source.number for source in left.sources] == [1, 2]
+    assert INTERRUPTED in chats.export_markdown(chat)
+    asked(talks, chat, BOATS)
+    assert shown in texts(engine.requests[-1][0]), "what the reader has seen is before the model"
+    with talks.regenerate(chat) as turn:
+        list(turn)
+    assert [m.text for m in chats.messages(chat)][1:] == [shown, BOATS, "It is blue."]
+    pieces.close()
+
+
+def test_a_document_deleted_while_it_is_cited_is_not_stored_again(talks, chats, chat):
+    turn = talks.ask(chat, SKY, AskOptions(top_k=2))
+    pieces = iter(turn)
+    next(pieces)
+    gone = turn.sources[0]
+    chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
+    list(pieces)
+    assert [source.text == DELETED_TEXT for source in chats.messages(chat)[1].sources] == [True, False]
+    assert gone.text not in json.dumps(chats.export_json(chat))
+
+
 def test_editing_replaces_the_branch(talks, chats, chat, engine):
     asked(talks, chat, SKY)
     asked(talks, chat, BOATS)
@@ -232,10 +278,10 @@ def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
     assert texts(engine.requests[-1][0])[: len(prompt.segments)] == texts(prompt)
 
 
-def test_passages_that_do_not_fit_are_left_out_and_it_is_said(talks, chat, engine):
+def test_passages_that_do_not_fit_are_left_out_and_it_is_said(talks, chats, chat, engine):
     asked(talks, chat, SKY, top_k=3)
     engine.context_window = 32 + len(engine.requests[0][0].token_ids) - 1
-    answer = asked(talks, Chats.create(talks._chats).id, SKY, top_k=3)
+    answer = asked(talks, chats.create().id, SKY, top_k=3)
     assert "1 lowest-ranked of 3 passages" in answer.report["notice"]
     assert [s.number for s in answer.sources] == [1, 2]
     assert len(engine.requests[1][0].chunks) == 2
@@ -267,7 +313,7 @@ def test_what_an_answer_cites_of_earlier_turns_is_among_its_sources(talks, chat,
 
 def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
     first = asked(talks, chat, SKY, top_k=1)
-    chats.forget_document(first.sources[0].document_id)
+    chats.forget_removed(lambda nodes: set(nodes) - {first.sources[0].node_id})
     asked(talks, chat, BOATS, top_k=1)
     assert [chunk.text for chunk in engine.requests[1][0].chunks if "sky" in chunk.text] == []
 
@@ -277,6 +323,7 @@ def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
     [
         (" ", {}, UsageError),
         ("?", {"ratio": 2.0}, SettingsError),
+        ("?", {"method": "magic", "mode": "chat"}, UsageError),
         ("?", {"collections": ("other",)}, UsageError),
     ],
 )
@@ -309,3 +356,63 @@ def test_reports_are_json(talks, chat):
 def test_chunks_are_given_with_their_texts(talks, chat, engine):
     asked(talks, chat, SKY)
     assert all(isinstance(c, Chunk) and c.text and c.node_id for c in engine.requests[0][0].chunks)
+
+
+def test_what_is_not_kept_is_answered_the_same_way(talks, chats, chat, engine):
+    kept = asked(talks, chat, SKY)
+    answer = talks.answer(SKY, AskOptions(top_k=2)).whole()
+    assert (answer.text, answer.sources) == (kept.text, kept.sources)
+    assert texts(engine.requests[0][0]) == texts(engine.requests[1][0])
+    assert engine.sessions[1] is None and len(chats.messages(chat)) == 2 and chats.page().total == 1
+
+
+def test_earlier_messages_that_nobody_keeps_are_context_too(talks, engine):
+    said = []
+    for question in (SKY, BOATS):
+        turn = talks.answer(question, AskOptions(top_k=1), said)
+        turn.whole()
+        said += [turn.question, turn.message]
+    before, after = (texts(request[0]) for request in engine.requests)
+    assert after[: len(before)] == before and [s.number for s in said[3].sources] == [2]
+
+
+def test_json_is_the_one_that_was_promised(talks):
+    value = talks.answer(SKY, AskOptions(top_k=2)).whole().to_json()
+    assert list(value) == [
+        "answer", "model", "device", "method", "ratio", "sources", "tokens", "timings", "store",
+    ]  # fmt: skip
+    assert list(value["sources"][0]) == ["node_id", "document", "location", "score", "text"]
+    assert list(value["tokens"]) == ["prompt", "reused", "recomputed", "fresh", "missing", "generated"]
+    promised = {"retrieve_ms", "load_ms", "stall_ms", "prefill_ms", "ttft_ms", "total_ms", "tokens_per_s"}
+    assert promised <= value["timings"].keys()
+    assert value["timings"]["ttft_ms"] == pytest.approx(10 + value["timings"]["retrieve_ms"], abs=0.02)
+    assert value["store"] == {"hits": 2, "misses": 0}
+    nothing = talks.answer("Photosynthesis?").whole().to_json()
+    assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
+
+
+def test_options_of_one_question(talks, workspaces, engine):
+    workspaces.change(keep_tokens=9, repetition_penalty=1.4)
+    options = AskOptions(
+        method="reuse", ratio=0.5, top_k=1, max_new_tokens=7, temperature=0.3, least_score=ANY
+    )
+    engine = workspaces.first.engine
+    talks.answer("Photosynthesis?", options).whole()
+    prompt, *rest = engine.requests[0]
+    assert rest == ["reuse", 0.5, 7, 9, 0.3] and engine.penalties == [1.4]
+    assert len(prompt.chunks) == 1, "whatever is nearest"
+    assert workspaces.settings.top_k == 6, "one question changes no settings"
+
+
+def test_lost_index_says_what_to_do(talks, workspaces):
+    index = workspaces.first.index
+    index.delete(list(index.node_ids()))
+    with pytest.raises(LibraryError, match="store repair"):
+        talks.answer(SKY)
+
+
+def test_same_passage_in_two_files_is_read_once(talks, workspaces, documents):
+    (documents / "copy.txt").write_text((documents / "sky.txt").read_text())
+    ingest(workspaces.first, [documents])
+    found = [source.text for source in talks.answer(SKY, AskOptions(least_score=ANY)).whole().sources]
+    assert len(found) == len(set(found)) == 4

@@ -45,5 +45,17 @@ def test_a_long_question_is_one_vector(embedder):
     assert embedder.embed_question("Why is the harbour closed? " * 60).shape == (384,)
 
 
+def test_vectors_of_bfloat16_stand_beside_those_of_float32():
+    """A home that moves to another processor is searched with the other ones."""
+    texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
+    rows = {
+        dtype: np.concatenate(MiniLMEmbedder(dtype).embed_passages(texts))
+        for dtype in ("bfloat16", "float32")
+    }
+    assert np.linalg.norm(rows["bfloat16"], axis=1) == pytest.approx(1, abs=1e-5)
+    near = (rows["bfloat16"] * rows["float32"]).sum(axis=1)
+    assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])
+
+
 def test_no_texts(embedder):
     assert embedder.embed_passages([]) == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.citations import SourceRow
+from ragblend.app.answer import Source
 from ragblend.app.highlight import NotLocated, PageHighlight, TextHighlight, locate_source
 from ragblend.app.ingest import ingest
 from ragblend.app.matching import find, fold
@@ -35,7 +35,7 @@ def sources(open_workspace):
         document = workspace.library.find("default", str(paths[0]))
         passages = workspace.library.passages_of(document.id)
         rows = [
-            SourceRow(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
+            Source(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
             for n, p in enumerate(passages, start=1)
         ]
         return workspace.library, rows
@@ -102,6 +102,26 @@ def test_only_the_passage_is_marked(sources, tmp_path):
         assert outside > 500 and inside > 300
         tops.append(min(box.top for box in page.boxes))
     assert tops == sorted(tops)
+
+
+def test_of_a_cited_passage_only_the_sentence_is_marked(sources, tmp_path):
+    """Also where the same letters stand on the page before it, and across lines."""
+    path = write_page(tmp_path / "a.pdf", [["both of the ledgers", *LINES]])
+    library, rows = sources(path, chunk_tokens=64)
+    begin = rows[0].text.index("the lamp room")
+    wanted = begin, begin + len("the lamp room")
+    (page,) = locate_source(library, rows[0], wanted).pages
+    (all_of_it,) = locate_source(library, rows[0]).pages
+    assert len(page.boxes) == 1 and len(all_of_it.boxes) == 5
+    assert page.boxes[0].right - page.boxes[0].left < 0.5 * (
+        all_of_it.boxes[-1].right - all_of_it.boxes[-1].left
+    )
+    assert abs(page.boxes[0].top - all_of_it.boxes[-1].top) < 5
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(LINES))
+    library, rows = sources(text, chunk_tokens=64)
+    found = locate_source(library, rows[0], (4, 11))
+    assert found.text[found.start : found.stop] == rows[0].text[4:11] == "harbour"
 
 
 def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
@@ -209,3 +229,12 @@ def test_a_damaged_document_says_so(sources, tmp_path, make):
 )
 def test_matching(text, page, found):
     assert find(text, fold(page)) == found
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [((0, 11), [(11, 21)]), ((6, 20), [(17, 21), (0, 8)]), ((11, 22), [(0, 10)]), ((5, 6), None)],
+)
+def test_matching_a_part_where_lines_stand_in_another_order(part, found):
+    """The part may not be looked for by itself: `line` stands twice."""
+    assert find("first line\nother lines", fold("otherlines first line"), part) == found

@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from ragblend.app.home import Home, make_private
-from ragblend.app.lock import read_holder, writer_lock
 from ragblend.kvstore.errors import LibraryError, StoreLockedError
+from ragblend.kvstore.lock import read_holder, writer_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ragblend.app.lock import writer_lock
+from ragblend.kvstore.lock import writer_lock
 with writer_lock(Path(sys.argv[1]), "ragblend ingest letters"):
     print("held", flush=True)
     time.sleep(60)

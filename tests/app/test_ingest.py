@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.app import readers
 from ragblend.app.discovery import discover
 from ragblend.app.documents import State
-from ragblend.app.ingest import ingest
+from ragblend.app.encoding import encode_missing
+from ragblend.app.ingest import ingest, take_in
+from ragblend.app.removal import remove_document
+from ragblend.app.retrieval import nearest
+from ragblend.engine.gate import GateVerdict
 from ragblend.integrations.finding import MINIMUM
 from ragblend.kvstore.errors import LibraryError, StoreFullError, StoreLockedError
 
@@ -47,8 +52,10 @@ def test_everything_comes_in(workspace, documents):
     assert len(report.added) == 3 and not report.failed and not report.interrupted
     assert report.passages == report.embedded == report.encoded == len(nodes_of(workspace)) > 3
     assert_consistent(workspace)
-    final = {stage: (done, total) for stage, done, total in seen}
+    seen = [(*progress, "")[:4] for progress in seen]
+    final = {stage: (done, total) for stage, done, total, _ in seen}
     assert final == {"parse": (3, 3), "embed": (report.passages,) * 2, "encode": (report.passages,) * 2}
+    assert {name for stage, _, _, name in seen if stage == "embed"} == {"sky.txt", "bread.md", "boats.txt"}
 
 
 def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
@@ -169,15 +176,70 @@ def test_full_store_ends_the_run_and_keeps_what_is_done(open_workspace, document
     first.engine.on_encode = fill_up
     with pytest.raises(StoreFullError):
         ingest(first, [documents])
-    states = {d.name: d.state for d in first.library.documents("default")}
-    assert states == {"boats.txt": State.DONE, "bread.md": State.DONE, "sky.txt": State.PENDING}
+    assert {d.state for d in first.library.documents("default")} == {State.DONE}, "all can be asked"
     second = open_workspace()
     ingest(second, [documents])
     assert second.embedder.embedded == [], "embeddings are in the registry already"
     assert_consistent(second)
 
 
-def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, documents):
+def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, documents, monkeypatch):
+    first, read = open_workspace(), readers.read_document
+
+    def interrupt(path, *rest):
+        if path.name == "bread.md":
+            raise KeyboardInterrupt
+        return read(path, *rest)
+
+    monkeypatch.setattr(readers, "read_document", interrupt)
+    report = ingest(first, [documents])
+    assert report.interrupted and report.added == [str(documents / "boats.txt")]
+    monkeypatch.setattr(readers, "read_document", read)
+    second = open_workspace()
+    report = ingest(second, [documents])
+    assert report.added == [str(documents / "bread.md"), str(documents / "sky.txt")]
+    assert len(report.unchanged) == 1
+    assert_consistent(second)
+
+
+def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents):
+    report = take_in(workspace, [documents])
+    assert len(report.added) == 3 and workspace.engine.stored() == set()
+    assert not workspace.engine.weights_loaded, "the model is not needed for that"
+    assert {d.state for d in workspace.library.documents("default")} == {State.DONE}
+    found = nearest(workspace, "To whom does the red boat belong?", 1)
+    assert "Ada" in found[0].text
+    encode_missing(workspace)
+    assert_consistent(workspace)
+
+
+def test_kv_is_announced_and_encoded_in_the_order_of_ingest(workspace, documents):
+    take_in(workspace, [documents])
+    seen = []
+    report = encode_missing(workspace, seen.append)
+    assert [kv.phase for kv in seen[:2]] == ["loading", "encoding"] and seen[1].done == 0
+    assert (seen[1].total, seen[1].nbytes) == (report.planned_passages, report.planned_bytes) != (0, 0)
+    assert report.with_kv == report.passages == report.encoded == len(nodes_of(workspace))
+    assert seen[-1].done == seen[-1].total and seen[-1].seconds_left == 0.0 and seen[-1].tokens_per_s > 0
+    order = [
+        text for d in workspace.library.nodes("default") for text in [workspace.library.passages([d])[d].text]
+    ]
+    assert workspace.engine.encoded == order
+    assert encode_missing(workspace).encoded == 0
+
+
+def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
+    take_in(workspace, [documents])
+    workspace.engine.room_bytes = 100
+    report = encode_missing(workspace)
+    assert report.stopped == "budget" and 0 < report.encoded < report.passages
+    assert report.message.startswith(
+        f"budget reached: {report.encoded} of {report.passages} passages have KV"
+    )
+    assert len(workspace.engine.stored()) == report.encoded
+
+
+def test_interrupted_encoding_is_gone_on_with(open_workspace, documents):
     first = open_workspace()
 
     def interrupt(text):
@@ -186,15 +248,68 @@ def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, d
 
     first.engine.on_encode = interrupt
     report = ingest(first, [documents])
-    assert report.interrupted and report.added == [str(documents / "boats.txt")]
+    assert (
+        report.interrupted and report.kv.stopped == "left" and len(report.added) == 3 and report.encoded > 0
+    )
     second = open_workspace()
-    report = ingest(second, [documents])
-    assert report.resumed == [str(documents / "bread.md")] and report.added == [str(documents / "sky.txt")]
-    assert len(report.unchanged) == 1
+    again = ingest(second, [documents])
+    assert len(again.unchanged) == 3 and again.encoded == report.kv.passages - report.encoded
     assert_consistent(second)
 
 
-@pytest.mark.parametrize("point", ["before-passages", "before-index", "before-encoding", "before-done"])
+def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_workspace, documents):
+    first, second = open_workspace(), open_workspace()
+    take_in(first, [documents])
+
+    def delete(text):
+        if "Ada" in text:
+            with second.workspaces.writing():
+                remove_document(second, second.library.find("default", "boats.txt"))
+
+    first.engine.on_encode = delete
+    encode_missing(first)
+    assert {d.name for d in first.library.documents("default")} == {"sky.txt", "bread.md"}
+    assert first.engine.stored() == nodes_of(first)
+
+
+def test_one_process_encodes_at_a_time(open_workspace, documents):
+    first, second = open_workspace(), open_workspace()
+    take_in(first, [documents])
+    reports = []
+    first.engine.on_encode = lambda text: reports.append(encode_missing(second))
+    encode_missing(first)
+    assert {report.stopped for report in reports} == {"elsewhere"}
+    assert f"process {os.getpid()}" in reports[0].message and second.engine.encoded == []
+
+
+def test_a_model_that_cannot_be_fused_is_said(workspace, documents):
+    workspace.engine.verdict = GateVerdict(False, (), "its keys are not moved")
+    report = ingest(workspace, [documents])
+    assert (
+        len(report.added) == 3 and report.kv.stopped == "model" and "its keys are not moved" in report.notice
+    )
+
+
+def test_prune_takes_out_what_is_gone_and_nothing_else(open_workspace, documents, tmp_path):
+    outside = tmp_path / "outside.txt"
+    outside.write_text("This file lies in another folder and goes as well.")
+    ingest(open_workspace(), [documents, outside])
+    (documents / "sky.txt").unlink()
+    outside.unlink()
+    second = open_workspace()
+    report = take_in(second, [documents], prune=True)
+    assert (report.pruned, report.gone) == ([str(documents / "sky.txt")], [])
+    assert {d.name for d in second.library.documents("default")} == {"boats.txt", "bread.md", "outside.txt"}
+    assert_consistent(second)
+
+
+def test_what_was_never_read_is_not_gone(open_workspace, documents):
+    (documents / "nowhere.txt").symlink_to(documents / "never-there.txt")
+    ingest(open_workspace(), [documents])
+    assert ingest(open_workspace(), [documents]).gone == []
+
+
+@pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
 def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, point):
     done = run_worker(home, "SIGKILL", point, documents)
     assert done.returncode == -signal.SIGKILL
@@ -210,8 +325,26 @@ def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, p
     ]
 
 
+def test_killed_while_encoding_the_next_run_goes_on(open_workspace, home, documents):
+    done = run_worker(home, "SIGKILL", "while-encoding", documents)
+    assert done.returncode == -signal.SIGKILL
+    second = open_workspace()
+    assert {document.state for document in second.library.documents("default")} == {State.DONE}
+    assert len(second.engine.stored()) == 1
+    report = ingest(second, [documents])
+    assert len(report.unchanged) == 3 and report.encoded == report.kv.passages - 1
+    assert_consistent(second)
+
+
+def test_ctrl_c_while_encoding_in_a_real_process(home, documents):
+    done = run_worker(home, "SIGINT", "while-encoding", documents)
+    value = json.loads(done.stdout)
+    assert done.returncode == 1 and value["interrupted"] and value["kv"]["stopped"] == "left"
+    assert "Askable now" in done.stderr and "on the disk" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
-    done = run_worker(home, "SIGINT", "before-encoding", documents)
+    done = run_worker(home, "SIGINT", "before-entering", documents)
     assert done.returncode == 1 and "Interrupted" in done.stderr and "Traceback" not in done.stderr
     assert json.loads(done.stdout)["interrupted"] is True
     second = open_workspace()
@@ -232,7 +365,7 @@ def test_killed_while_replacing_leaves_no_stale_node(open_workspace, home, docum
 
 def test_second_writer_is_refused(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
-    with first.writing(), pytest.raises(StoreLockedError, match=f"process {os.getpid()}"):
+    with first.workspaces.writing(), pytest.raises(StoreLockedError, match=f"process {os.getpid()}"):
         ingest(second, [documents])
     assert second.library.documents("default") == []
 
@@ -258,6 +391,25 @@ def test_discovery_order_and_rules(tmp_path):
     names = [str(path.relative_to(tmp_path)) for path in found.files]
     assert names == ["a.md", "b.txt", "sub/c.PDF", ".git/x.txt"]
     assert [path.name for path in found.skipped] == ["d.exe"] and found.failed == ()
+
+
+def test_links_in_a_folder_are_not_followed_and_a_users_own_are(tmp_path):
+    """A folder that others write to could have any file of the account read."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    for each in (folder, outside):
+        each.mkdir()
+        (each / "a.txt").write_text("x")
+    (folder / "passwd.txt").symlink_to("/etc/passwd")
+    (folder / "inside.txt").symlink_to(folder / "a.txt")
+    (folder / "gone.txt").symlink_to(folder / "none.txt")
+    (folder / "linked").symlink_to(outside)
+    found = discover([folder])
+    assert found.files == (folder / "a.txt",)
+    assert [path.name for path in found.skipped] == ["gone.txt", "inside.txt", "passwd.txt"]
+    assert discover([folder / "inside.txt", folder / "linked"]).files == (
+        folder / "inside.txt",
+        folder / "linked" / "a.txt",
+    )
 
 
 def run_worker(home, signal_name, point, path):

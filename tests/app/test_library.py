@@ -94,7 +94,7 @@ def test_interrupt_inside_a_transaction_rolls_back(library):
     def replace():
         with library._database.transaction() as connection:
             connection.execute("DELETE FROM chunks")
-            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?)", passages())
+            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?, NULL)", passages())
 
     with pytest.raises(KeyboardInterrupt):
         replace()
@@ -143,3 +143,21 @@ def test_damaged_file_is_named_and_kept(tmp_path):
     with pytest.raises(LibraryError, match="backup"):
         Library.open(path)
     assert path.read_bytes().startswith(b"this is no database")
+
+
+def test_a_registry_of_version_one_gets_checksums_once(tmp_path):
+    """Homes of before go on working; what Chroma and the conversations may hold of them is to be erased."""
+    from ragblend.app.library import TABLES
+
+    path = tmp_path / "old.sqlite"
+    sql = sqlite3.connect(path)
+    sql.executescript(TABLES + ";PRAGMA user_version = 1")
+    sql.execute("INSERT INTO documents VALUES ('d', '/a', 'default', 'done', '', 1, 2, 'x', 'r', 'now')")
+    sql.execute("INSERT INTO chunks VALUES ('n', 'd', 0, 'one', '', 1, ?)", (np.ones(3, "<f4").tobytes(),))
+    sql.commit()
+    sql.close()
+    for _ in range(2):
+        library = Library.open(path)
+        assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
+        assert library.unerased() == {"default": True} and library.collections() == ["default"]
+        library.close()

@@ -5,7 +5,6 @@ import pytest
 from ragblend.app import ocr
 from ragblend.app.ingest import ingest
 from ragblend.app.library import Library
-from ragblend.app.listing import list_documents
 
 
 @pytest.fixture
@@ -34,22 +33,22 @@ def fill(library, count):
 def test_pages_searches_and_states(library):
     fill(library, 100)
     library.begin("other", "/docs/x.txt")
-    page = list_documents(library, "default", limit=10)
+    page = library.page("default", limit=10)
     assert (len(page.documents), page.total) == (10, 100)
     assert page.counts == {"pending": 0, "done": 90, "failed": 10}
     paths = [document.path for document in page.documents]
     assert paths == sorted(paths) and page.documents[0].name == "Größe 00000.pdf"
-    following = list_documents(library, "default", offset=10, limit=10)
+    following = library.page("default", offset=10, limit=10)
     assert following.documents[0].path > paths[-1]
-    found = list_documents(library, "default", search="größe 0004")
+    found = library.page("default", search="größe 0004")
     assert found.total == 11 and found.counts == page.counts
-    assert list_documents(library, "default", search="GRÖSSE /3/").total == 14
-    assert list_documents(library, "default", search="100%").total == 0
-    assert list_documents(library, "default", search="'; --").total == 0
-    assert {d.state for d in list_documents(library, "default", state="failed").documents} == {"failed"}
-    newest = list_documents(library, "default", order="newest", limit=3).documents
+    assert library.page("default", search="GRÖSSE /3/").total == 14
+    assert library.page("default", search="100%").total == 0
+    assert library.page("default", search="'; --").total == 0
+    assert {d.state for d in library.page("default", state="failed").documents} == {"failed"}
+    newest = library.page("default", order="newest", limit=3).documents
     assert [d.updated_at for d in newest] == ["2026-01-28"] * 3
-    assert [document.name for document in list_documents(library, "other").documents] == ["x.txt"]
+    assert [document.name for document in library.page("other").documents] == ["x.txt"]
 
 
 def test_only_what_is_shown_is_read(library):
@@ -57,9 +56,9 @@ def test_only_what_is_shown_is_read(library):
     fill(library, 3000)
     steps = []
     library._database._sql.set_progress_handler(lambda: steps.append(1) and None, 1000)
-    list_documents(library, "default", limit=50)
+    library.page("default", limit=50)
     first = len(steps)
-    list_documents(library, "default", search="größe 01", limit=50)
+    library.page("default", search="größe 01", limit=50)
     library._database._sql.set_progress_handler(None, 0)
     assert first < 100 and len(steps) - first < 300
 
@@ -69,7 +68,7 @@ def test_failures_have_reasons_and_scans_are_named(workspace, documents, make, m
     make["pdf"](documents / "scan.pdf", ["", ""])
     (documents / "bad.pdf").write_bytes(b"%PDF-1.4 no")
     ingest(workspace, [documents])
-    rows = {document.name: document for document in list_documents(workspace.library, "default").documents}
+    rows = {document.name: document for document in workspace.library.page("default").documents}
     assert rows["scan.pdf"].scanned and "ocrmypdf" in rows["scan.pdf"].reason
     assert not rows["bad.pdf"].scanned and "damaged" in rows["bad.pdf"].reason
     assert rows["sky.txt"].passages == 1 and rows["sky.txt"].size > 10 and not rows["sky.txt"].uploaded

@@ -90,3 +90,24 @@ def test_the_codecs_are_the_stores():
     from ragblend.kvstore.codec import CODECS
 
     assert set(KV_CODECS) == set(CODECS)
+
+
+def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(tmp_path):
+    """It invents what it says after that."""
+    path = tmp_path / "settings.toml"
+    bundled, other = Settings.load(path, {}), Settings.load(path, {}, {"model": "owner/large"})
+    assert (bundled.answering["max_new_tokens"], bundled.answering["one_sentence"]) == (48, True)
+    assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
+    longer = bundled.changed({"max_new_tokens": 200})
+    assert longer.answering["max_new_tokens"] == 200 and "one_sentence" not in longer.answering
+    assert "135M" in Settings(model="x/SmolLM2-135M-Instruct-Q8.gguf").manner.note and not other.manner.note
+
+
+@pytest.mark.parametrize("name", [None, "", 7, "../up", ["default"]])
+def test_what_is_no_name_opens_no_collection(workspaces, name):
+    """None took the settings as they were: it became a collection, and nothing could be saved or made after that."""
+    with pytest.raises(SettingsError, match="collection"):
+        workspaces.of(name)
+    assert workspaces.names() == ["default"]
+    workspaces.create("letters")
+    assert workspaces.change(top_k=3).top_k == 3

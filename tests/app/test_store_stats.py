@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from ragblend.app.cli import app
 from ragblend.app.cli_store import stats_value
 from ragblend.app.workspace import Workspace
-from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.store import KVStore
 

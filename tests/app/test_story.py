@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.ingest import ingest
-from ragblend.app.rag import Rag
 from ragblend.app.removal import remove_document
 from ragblend.app.upkeep import check, repair
 from ragblend.app.workspace import Workspace
@@ -20,6 +20,11 @@ BELL = (
     "weighs forty stone. The ringer is paid in herring, one barrel a month, and may keep a goat on the green. "
 )
 QUESTION = "What is the ringer of the bell paid in?"
+
+
+def asked(workspace, question, **options):
+    talks = Conversations(workspace.workspaces)
+    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,7 @@ def test_second_run_encodes_nothing(workspace, folder):
 
 
 def test_stored_kv_is_reused_for_the_same_prompt(workspace):
-    rag = Rag(workspace)
-    fused, full = rag.ask(QUESTION), rag.ask(QUESTION, method="full")
+    fused, full = asked(workspace, QUESTION), asked(workspace, QUESTION, method="full")
     assert fused.sources[0].document == "bell.md" and any(
         "herring" in source.text for source in fused.sources
     )
@@ -64,15 +68,14 @@ def test_stored_kv_is_reused_for_the_same_prompt(workspace):
 def test_a_lost_kv_is_a_miss_once(workspace):
     key = next(iter(workspace.engine.store.keys()))
     assert workspace.engine.store.delete(key) > 0
-    rag = Rag(workspace)
-    assert rag.ask(QUESTION).report.misses == 1
+    assert asked(workspace, QUESTION).report.misses == 1
     assert workspace.engine.finish_background(timeout_s=120)
-    assert rag.ask(QUESTION).report.misses == 0
+    assert asked(workspace, QUESTION).report.misses == 0
 
 
 def test_question_longer_than_the_window(workspace):
     with pytest.raises(PromptTooLongError, match="Shorten the question"):
-        Rag(workspace).ask("why " * 9000)
+        asked(workspace, "why " * 9000)
 
 
 def test_repair_after_losing_index_and_kv(workspace):
@@ -80,11 +83,11 @@ def test_repair_after_losing_index_and_kv(workspace):
         workspace.engine.store.delete(key)
     workspace.index.close()
     shutil.rmtree(workspace.home.chroma)
-    with workspace.writing():
+    with workspace.workspaces.writing():
         repaired = repair(workspace, lambda text: None)
     assert repaired.vectors == repaired.encoded == workspace.library.count_passages("default")
     assert check(workspace) == []
-    assert Rag(workspace).ask(QUESTION).report.misses == 0
+    assert asked(workspace, QUESTION).report.misses == 0
 
 
 def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
@@ -96,7 +99,7 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
     ingest(workspace, [folder])
     assert len(set(workspace.engine.store.keys()) - before) == 1
     extra.unlink()
-    with workspace.writing():
+    with workspace.workspaces.writing():
         removed = remove_document(workspace, workspace.library.find("default", "extra.txt"))
     assert removed.bytes_freed > 0 and set(workspace.engine.store.keys()) == before
     assert check(workspace) == []

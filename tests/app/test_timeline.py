@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ragblend.app.timeline import PART_COLOURS, TimelineError, check_timeline, write_timeline
-from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.app.timeline import PART_COLOURS, TimelineError, check_timeline, chrome_trace, write_timeline
+from ragblend.engine.trace import HOST, Trace, TraceEvent
 from ragblend.kvstore.errors import UsageError
 
 TRACE = Trace(
@@ -19,7 +19,7 @@ TRACE = Trace(
 
 def test_json_is_what_the_trace_gives(tmp_path):
     write_timeline(TRACE, "title", tmp_path / "trace.JSON")
-    assert json.loads((tmp_path / "trace.JSON").read_text()) == TRACE.to_chrome()
+    assert json.loads((tmp_path / "trace.JSON").read_text()) == chrome_trace(TRACE)
 
 
 def test_the_picture_has_each_parts_colour_that_occurs_and_no_other(tmp_path):
@@ -41,3 +41,13 @@ def test_an_unknown_format_is_refused_by_name(tmp_path, name):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(TimelineError, match="nowhere"):
         write_timeline(TRACE, "title", tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_trace_viewer_gets_named_tracks_and_microseconds():
+    events = (TraceEvent("compute", HOST, 1.5, 2.0, 3), TraceEvent("load", "reader", 0.25, 1.0, 3, 1))
+    found = json.loads(json.dumps(chrome_trace(Trace(events))))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in found if e["ph"] == "M"}
+    spans = {e["name"]: e for e in found if e["ph"] == "X"}
+    assert names == {0: HOST, 1: "reader"}
+    assert (spans["compute 3"]["ts"], spans["compute 3"]["dur"], spans["compute 3"]["tid"]) == (1500, 2000, 0)
+    assert spans["load 3"]["args"] == {"layer": 3, "chunk": 1}

@@ -54,9 +54,9 @@ def test_a_method_without_a_ratio_leaves_the_default_one(path) -> None:
 def test_choices_are_taken_back_one_by_one(tuned) -> None:
     file = tuned_file(tuned)
     save_choice(file, "other", "random", 0.5, {})
-    save_choice(file, "default", "heads", 0.1, {})
+    save_choice(file, "default", "epic", 0.1, {})
     undone, now = undo_choice(file, "default")
-    assert (undone.method, now.method, now.measured) == ("heads", "cacheblend-gradual", {"questions": 60})
+    assert (undone.method, now.method, now.measured) == ("epic", "cacheblend-gradual", {"questions": 60})
     assert chosen(tuned) == ("cacheblend-gradual", 0.05)
     undone, now = undo_choice(file, "default")
     assert (undone.ratio, now) == (0.05, None)
@@ -67,7 +67,7 @@ def test_choices_are_taken_back_one_by_one(tuned) -> None:
 
 def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) -> None:
     for number in range(KEPT + 3):
-        save_choice(tuned_file(path), "default", "heads", number / 100, {})
+        save_choice(tuned_file(path), "default", "epic", number / 100, {})
     assert stat.S_IMODE(tuned_file(path).stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["tuned.json"]
     for _ in range(KEPT):

@@ -5,7 +5,7 @@ import pytest
 
 from ragblend.app.ingest import ingest
 from ragblend.app.upkeep import check, check_index, repair
-from ragblend.kvstore.errors import LibraryError
+from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
 
 @pytest.fixture
@@ -42,6 +42,70 @@ def test_repair_encodes_what_is_missing_and_embeds_nothing(filled):
     notes = []
     assert repair(filled, notes.append).encoded == 1
     assert filled.embedder.embedded == [] and len(notes) == 3
+
+
+@pytest.mark.parametrize("field", ["text", "embedding", "location"])
+def test_a_flipped_bit_in_the_registry_is_named_and_mended_from_the_document(filled, open_workspace, field):
+    """A question was answered from the changed text, and nobody noticed."""
+    truth = everything(filled)
+    document = filled.library.find("default", "bread.md")
+    flip_in(filled.library, document, field)
+    again = open_workspace()
+    nodes = again.library.node_ids(document.id)
+    assert len(again.library.passages(nodes)) == len(nodes) - 1
+    with pytest.raises(DamagedDocumentError, match="store repair"):
+        again.library.passages_of(document.id)
+    (found,) = [each for each in again.library.documents("default") if each.state == "failed"]
+    assert found.id == document.id and "damaged" in found.reason
+    assert [finding.part for finding in check(again)].count("library") == 1
+    repaired = repair(again, lambda text: None)
+    assert (repaired.restored, repaired.lost) == (1, ()) and check(again) == []
+    assert everything(again) == truth
+
+
+def test_a_damaged_row_of_a_document_is_named_and_made_again_by_ingest(filled, open_workspace, documents):
+    truth, document = everything(filled), filled.library.find("default", "bread.md")
+    flip_in(filled.library, document, "path")
+    again = open_workspace()
+    (found,) = [each for each in again.library.documents("default") if each.state == "failed"]
+    assert found.id == document.id and "damaged" in found.reason and found.path != document.path
+    assert repair(again, lambda text: None).lost == (found.path,), "nothing says what its path was"
+    ingest(again, [documents])
+    assert check(again) == [] and everything(again) == truth
+
+
+def test_what_cannot_be_restored_stays_named_and_is_never_answered_from(filled, open_workspace, documents):
+    library, document = filled.library, filled.library.find("default", "bread.md")
+    others = {
+        n for name in ("sky.txt", "boats.txt") for n in library.node_ids(library.find("default", name).id)
+    }
+    flip_in(library, document, "text")
+    (documents / "bread.md").write_text("Something else.")
+    again, notes = open_workspace(), []
+    assert repair(again, notes.append).lost == (document.path,)
+    assert any("bread.md" in note for note in notes)
+    assert again.index.node_ids() == others
+    assert again.library.find("default", "bread.md").state == "failed"
+    report = ingest(again, [documents])
+    assert report.updated == [document.path] or report.added == [document.path]
+    assert check(again) == []
+
+
+def everything(workspace):
+    library = workspace.library
+    return {d.id: (d.path, str(d.state), library.passages_of(d.id)) for d in library.documents("default")}
+
+
+def flip_in(library, document, field):
+    """One bit of that field, in the file."""
+    table, key = ("documents", "id") if field == "path" else ("chunks", "document_id")
+    (row,) = library._database.rows(f"SELECT {field} FROM {table} WHERE {key} = ? LIMIT 1", document.id)
+    library.erase()
+    library.close()
+    value = row[0] if isinstance(row[0], bytes) else row[0].encode()
+    content = bytearray(library.path.read_bytes())
+    content[content.index(value[:400] + (b"default" if field == "path" else b"")) + 2] ^= 1
+    library.path.write_bytes(content)
 
 
 def test_damaged_registry_is_not_repaired_over(filled, monkeypatch):

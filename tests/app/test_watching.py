@@ -16,7 +16,7 @@ SOON_S = 60.0
 
 @pytest.fixture
 def jobs(workspaces):
-    queue = JobQueue.open(workspaces)
+    queue = JobQueue(workspaces)
     yield queue
     queue.close()
 
@@ -46,6 +46,20 @@ def watched(watcher, folder):
     found = watcher.add(folder, "default")
     until(lambda: all(each.active for each in watcher.folders()))
     return found
+
+
+def test_links_in_a_folder_are_not_followed(watcher, jobs, workspaces, documents, tmp_path):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key.txt").write_text("A secret that nobody shared.")
+    (documents / "before.txt").symlink_to(secret / "key.txt")
+    watched(watcher, documents)
+    (documents / "after.txt").symlink_to(secret / "key.txt")
+    (documents / "linked").symlink_to(secret)
+    (documents / "last.txt").write_text("This one is a file.")
+    until(lambda: "last.txt" in names(workspaces))
+    assert jobs.wait_idle(SOON_S)
+    assert set(names(workspaces)) == {"sky.txt", "bread.md", "boats.txt", "last.txt"}
 
 
 def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documents):

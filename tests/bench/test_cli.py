@@ -36,7 +36,7 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     assert reuse["recovery"] == 0
     assert reuse["recomputed_fraction"] == 0
     # Everything computed again is full prefill: the whole path (encode, load, move, scatter, compare) at once.
-    for method in ("random", "heads"):
+    for method in ("random", "epic"):
         exact = by_name[method, 1.0]
         assert exact["kl"] < 1e-6 * reuse["kl"] + 1e-7
         assert exact["exact_match"] == 1
@@ -47,7 +47,7 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     assert {(c["method"], c["against"]) for c in results["comparisons"]} >= {
         ("cacheblend", "random"),
         ("cacheblend", "reuse"),
-        ("cacheblend-k", "heads"),
+        ("cacheblend-k", "epic"),
     }
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(PNG)
 
@@ -66,55 +66,38 @@ def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(
     assert len(keys) == len(set(keys)) == 4 * 3
 
 
-def test_a_report_folder_is_written_and_looked_into_once(bench, data_file, tmp_path, monkeypatch) -> None:
+def test_the_report_is_one_page_with_its_picture_and_pairs(bench, data_file, tmp_path, monkeypatch) -> None:
     from ragblend.engine.engine import Engine
 
-    arguments = (
-        "--data",
-        data_file,
-        "--max-new-tokens",
-        "4",
-        "--methods",
-        "full,reuse,heads",
-        "--ratios",
-        "0.3",
-    )
-    arguments = ("quality", *arguments, "--inspect", "2", "--compare", "heads,reuse", "--json")
+    methods = ("--methods", "full,reuse,epic", "--ratios", "0.3", "--compare", "epic,reuse")
+    arguments = ("quality", "--data", data_file, "--max-new-tokens", "4", *methods, "--json")
     first = bench(*arguments)
     out = tmp_path / "out"
     names = {path.name for path in out.iterdir() if path.suffix in (".html", ".png", ".json")}
-    assert names == {
-        "report.html", "prompt-1.html", "prompt-2.html", "quality.json", "quality.png", "kl.png", "pareto.png",
-        "attention_deviation.png", "kv_deviation.png", "rank_correlation.png",
-    }  # fmt: skip
+    assert names == {"report.html", "quality.json", "quality.png"}
     results = json.loads((out / "quality.json").read_text())
-    assert results["figures"]["prompts"] == 2
-    assert [(each["method"], each["against"]) for each in results["comparisons"]] == [("heads", "reuse")]
+    assert [(each["method"], each["against"]) for each in results["comparisons"]] == [("epic", "reuse")]
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 5
-    assert 'href="prompt-2.html"' in page
+    assert page.count("data:image/png;base64,") == 1
     monkeypatch.setattr(Engine, "prefill", lambda *_, **__: pytest.fail("measured again"))
     assert json.loads(bench(*arguments).stdout) == json.loads(first.stdout)
     assert (out / "report.html").read_text() == page
 
 
-def test_generated_questions_are_answered_exactly_or_not_and_go_on_where_they_stopped(
-    bench, tmp_path
-) -> None:
-    specs = (
-        "--generate",
-        "ruler:multi_value,tokens=900,chunk=300,n=2",
-        "--generate",
-        "two_hop,tokens=1200,chunk=300,n=1",
-    )
-    arguments = ("quality", *specs, "--methods", "full,reuse", "--inspect", "0", "--json")
+def test_questions_with_exact_answers_say_so_and_go_on_where_they_stopped(bench, entries, tmp_path) -> None:
+    numbers = ["1234567", "7654321", "1111111", "2222222"]
+    for place, entry in enumerate(entries[:3]):
+        entry |= {"required": numbers, "answers": [", ".join(numbers)], "instruction": "\nNumbers only."}
+        entry["task"] = "all" if place < 2 else "some"
+    path = tmp_path / "exact.json"
+    path.write_text(json.dumps(entries[:3]))
+    arguments = ("quality", "--data", path, "--methods", "full,reuse", "--json")
     bench(*arguments, "--limit", "1")
     rows = json.loads(bench(*arguments).stdout)
     assert [row["n"] for row in rows] == [3, 3]
     assert all(row["accuracy"] is not None and row["found"] is not None for row in rows)
     results = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert {row["task"]: row["n"] for row in results["tasks"]} == {"multi_value 900": 2, "two_hop 1,200": 1}
-    # One question was there when the length of answers, which the longest question decides, was the same.
+    assert {row["task"]: row["n"] for row in results["tasks"]} == {"all": 2, "some": 1}
     assert results["settings"]["resumed_records"] == 2
     assert results["settings"]["max_new_tokens"] > 32  # four numbers of seven figures take more
 
@@ -131,7 +114,7 @@ def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
     arguments = ("quality", "--data", path, "--methods", "reuse", "--max-new-tokens", "2", "--json")
     with pytest.raises(UsageError, match=r"question 1: 'question' is empty"):
         bench(*arguments)
-    done = bench(*arguments, "--skip", "--inspect", "0")
+    done = bench(*arguments, "--skip")
     assert [row["n"] for row in json.loads(done.stdout)] == [2]
     assert "left out" in done.stderr
     skipped = json.loads((tmp_path / "out" / "quality.json").read_text())["settings"]["skipped"]
@@ -207,11 +190,15 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,magic"), "magic"),
         (("quality", "--ratios", "0.15,2"), "'2'"),
         (("quality", "--data", "nowhere.json"), "nowhere.json"),
-        (("quality", "--generate", "multi_valu"), "did you mean 'multi_value'"),
-        (("quality", "--generate", "two_hop", "--docs", "all"), "--generate and --docs"),
+        (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
+        (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
+        (("quality", "--generate", "two_hop"), "--generate has moved: .*benchmarks.questions"),
+        (("quality", "--inspect", "0"), "--inspect has moved: .*benchmarks.figures"),
+        (("quality", "--data", "a.json", "--docs", "all"), "--data and --docs"),
         (("quality", "--docs", "all"), "ragblend ingest"),
-        (("quality", "--format", "squad"), "--format"),
+        (("quality", "--format", "squad"), "--format has moved: .*benchmarks.questions"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
+        (("store", "--overhead", "100"), "python -m benchmarks.store"),
         (("ttft", "--chunks", "0"), "--chunks"),
         (("ttft", "--tokens", "many"), "--tokens"),
         (("ttft", "--caches", "hot"), "hot"),
@@ -238,7 +225,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
 ) -> None:
     from ragblend.app.bench import quality
 
-    record, calls = quality._record, []
+    record, calls = quality.record_of, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -247,7 +234,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
         return record(*arguments)
 
     arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
-    monkeypatch.setattr(quality, "_record", interrupted)
+    monkeypatch.setattr(quality, "record_of", interrupted)
     stopped = bench(*arguments)
     assert (stopped.exit_code, stopped.stdout) == (1, "")
     assert "run the same command again" in stopped.stderr

@@ -2,26 +2,12 @@
 
 import json
 
-import pytest
 
-from ragblend.kvstore.errors import PromptTooLongError
-
-
-def test_the_same_questions_twice_are_measured_once_and_said(bench, tmp_path) -> None:
+def test_the_same_questions_twice_are_measured_once_and_said(bench, entries, tmp_path) -> None:
     """It ended in an AssertionError of the journal, and a second run counted every question twice."""
-    spec = ("--generate", "two_hop,tokens=1200,chunk=300,n=2")
-    arguments = (
-        "quality",
-        *spec,
-        *spec,
-        "--methods",
-        "reuse",
-        "--inspect",
-        "0",
-        "--max-new-tokens",
-        "2",
-        "--json",
-    )
+    path = tmp_path / "twice.json"
+    path.write_text(json.dumps(entries[:2] * 2))
+    arguments = ("quality", "--data", path, "--methods", "reuse", "--max-new-tokens", "2", "--json")
     for _ in range(2):
         done = bench(*arguments)
         assert [row["n"] for row in json.loads(done.stdout)] == [2]
@@ -38,19 +24,10 @@ def test_a_seed_below_0_is_refused_before_anything_is_measured(bench, home) -> N
     assert not home.exists()
 
 
-def test_a_generated_question_over_the_window_is_told_what_helps(bench) -> None:
-    spec = ("--generate", "two_hop,tokens=3000,n=1")
-    with pytest.raises(
-        PromptTooLongError, match=r"two_hop.* question 0 needs .*; ask for fewer tokens="
-    ) as caught:
-        bench("quality", *spec, "--methods", "reuse")
-    assert "--passages" not in str(caught.value)
-
-
 def test_what_packed_kv_loses_is_measured_in_a_journal_of_its_own(
     bench, data_file, tmp_path, monkeypatch
 ) -> None:
-    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--inspect", "0", "--json")
+    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--json")
     raw = json.loads(bench(*arguments).stdout)
     monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
     packed = json.loads(bench(*arguments).stdout)
@@ -62,7 +39,7 @@ def test_what_packed_kv_loses_is_measured_in_a_journal_of_its_own(
 
 def test_packed_kv_is_measured_although_raw_kv_was_kept(bench, data_file, tmp_path, monkeypatch) -> None:
     """The KV that --keep-kv had left was measured once more, under int8's name."""
-    arguments = ("quality", "--data", data_file, "--methods", "reuse", "--inspect", "0", "--json", "--fresh")
+    arguments = ("quality", "--data", data_file, "--methods", "reuse", "--json", "--fresh")
     raw = json.loads(bench(*arguments, "--keep-kv").stdout)
     monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
     packed = json.loads(bench(*arguments, "--keep-kv").stdout)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.app.bench.data import choose, load_questions, without_repeats
+from ragblend.app.bench.data import choose, load, without_repeats
 from ragblend.kvstore.errors import UsageError
 
 MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_dev.json"
 
 
 def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
-    questions = load_questions(data_file)
+    questions = load(data_file).questions
     assert [question.index for question in questions] == [0, 1, 2, 3]
     assert questions[1].text == "What did the keeper do on day 1?"
     assert questions[1].answers == ("rang a bell", "day 1")
@@ -24,11 +24,42 @@ def test_a_passage_without_a_title_is_its_text(tmp_path) -> None:
     path.write_text(
         json.dumps([{"ctxs": [{"title": "", "text": " words "}], "question": "q", "answers": ["a"]}])
     )
-    assert load_questions(path)[0].passages == ("words",)
+    assert load(path).questions[0].passages == ("words",)
+
+
+def test_what_an_exact_answer_needs_may_be_said(data_file, entries) -> None:
+    entries[1] |= {"instruction": "\nIn figures.", "required": ["7", "8"], "task": "sums"}
+    data_file.write_text(json.dumps(entries))
+    plain, told, *_ = load(data_file).questions
+    assert (plain.instruction, plain.required, plain.task) == (None, (), "")
+    assert (told.instruction, told.required, told.task) == ("\nIn figures.", ("7", "8"), "sums")
+
+
+def test_skip_leaves_out_what_cannot_be_measured_and_says_it(data_file, entries) -> None:
+    entries[1]["question"] = " "
+    data_file.write_text(json.dumps(entries))
+    with pytest.raises(UsageError, match=r"pass --skip to leave it out$"):
+        load(data_file)
+    loaded = load(data_file, skip=True)
+    assert [question.place for question in loaded.questions] == [
+        f"{data_file}, question {n}" for n in (0, 2, 3)
+    ]
+    assert [question.index for question in loaded.questions] == [0, 1, 2]
+    (skipped,) = loaded.skipped
+    assert "--skip" not in skipped.reason
+    data_file.write_text(json.dumps(entries[1:2]))
+    with pytest.raises(UsageError, match="no question that can be measured"):
+        load(data_file, skip=True)
+
+
+def test_a_file_of_another_format_is_told_who_converts_it(data_file) -> None:
+    data_file.write_text(json.dumps([{"context": "c", "input": "q", "answers": ["a"]}]))
+    with pytest.raises(UsageError, match=r"'ctxs' is missing; found context, input, .*benchmarks.questions"):
+        load(data_file)
 
 
 def test_choosing_limits_shuffles_and_cuts(data_file) -> None:
-    questions = load_questions(data_file)
+    questions = load(data_file).questions
     assert [q.index for q in choose(questions, limit=2)] == [0, 1]
     assert len(choose(questions, limit=9)) == 4
     assert [len(q.passages) for q in choose(questions, passages=2)] == [2, 2, 2, 2]
@@ -38,14 +69,14 @@ def test_choosing_limits_shuffles_and_cuts(data_file) -> None:
 
 
 def test_a_record_belongs_to_what_the_question_says_and_not_to_its_place(data_file) -> None:
-    questions = load_questions(data_file)
+    questions = load(data_file).questions
     assert {q.digest for q in choose(questions, seed=1)} == {q.digest for q in questions}
     assert choose(questions, passages=2)[0].digest != questions[0].digest
 
 
 def test_a_repeated_question_is_kept_once_and_said(entries, data_file) -> None:
     data_file.write_text(json.dumps([*entries, entries[1] | {"answers": ["other"]}, entries[1], entries[1]]))
-    once = without_repeats(load_questions(data_file))
+    once = without_repeats(load(data_file).questions)
     assert [question.index for question in once.questions] == [0, 1, 2, 3, 4]
     assert [skipped.where for skipped in once.skipped] == [f"{data_file}, question {n}" for n in (5, 6)]
     assert f"says the same as {data_file}, question 1;" in once.skipped[0].reason
@@ -54,7 +85,7 @@ def test_a_repeated_question_is_kept_once_and_said(entries, data_file) -> None:
 def test_what_a_question_is_called_in_messages_is_no_part_of_it(entries, data_file, tmp_path) -> None:
     copy = tmp_path / "copy.json"
     copy.write_text(json.dumps(entries))
-    (first, *_), (second, *_) = load_questions(data_file), load_questions(copy)
+    (first, *_), (second, *_) = load(data_file).questions, load(copy).questions
     assert first == second
     assert first.digest == second.digest
     assert (first.place, second.place) == (f"{data_file}, question 0", f"{copy}, question 0")
@@ -63,7 +94,7 @@ def test_what_a_question_is_called_in_messages_is_no_part_of_it(entries, data_fi
 @pytest.mark.parametrize("option", ["limit", "passages"])
 def test_none_at_all_cannot_be_chosen(data_file, option) -> None:
     with pytest.raises(UsageError, match=f"--{option} is 0"):
-        choose(load_questions(data_file), **{option: 0})
+        choose(load(data_file).questions, **{option: 0})
 
 
 def spoil(entry, field, value):
@@ -92,6 +123,9 @@ def spoil(entry, field, value):
         ("ctxs", ["text"], r"question 1, ctxs\[0\]: found a JSON string; expected an object with 'title'"),
         ("ctxs.2.text", None, r"question 1, ctxs\[2\]: the field 'text' is missing"),
         ("ctxs.2.title", None, r"question 1, ctxs\[2\]: the field 'title' is missing"),
+        ("required", "one", "question 1: the field 'required' is a JSON string; expected a list"),
+        ("required", ["one", " "], "question 1: 'required' must be a list of strings that are not empty"),
+        ("instruction", 3, "question 1: the field 'instruction' is a JSON number"),
         ("ctxs.2.text", "", r"question 1, ctxs\[2\]: 'text' is empty"),
     ],
 )
@@ -99,7 +133,7 @@ def test_a_bad_entry_is_named(entries, data_file, field, value, said) -> None:
     spoil(entries[1], field, value)
     data_file.write_text(json.dumps(entries))
     with pytest.raises(UsageError, match=said) as caught:
-        load_questions(data_file)
+        load(data_file)
     assert str(data_file) in str(caught.value)
 
 
@@ -119,21 +153,21 @@ def test_a_bad_file_is_named(tmp_path, content, said) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=said) as caught:
-        load_questions(path)
+        load(path)
     assert str(path) in str(caught.value)
 
 
 def test_no_file_and_a_folder_are_named(tmp_path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
-        load_questions(tmp_path / "none.json")
+        load(tmp_path / "none.json")
     with pytest.raises(UsageError, match="cannot be read"):
-        load_questions(tmp_path)
+        load(tmp_path)
 
 
 def test_the_musique_file_loads_whole() -> None:
     if not MUSIQUE.exists():
         pytest.skip("the MuSiQue questions are not beside this checkout")
-    questions = load_questions(MUSIQUE)
+    questions = load(MUSIQUE).questions
     assert (len(questions), {len(q.passages) for q in questions}) == (75, {10})
     assert questions[0].answers == ("Asian Man Records",)
     assert len({q.digest for q in questions}) == 75

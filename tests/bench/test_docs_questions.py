@@ -1,12 +1,13 @@
 """Questions from one's own documents: the answers stand in the passages, and not in the questions."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from ragblend.app.bench.docs_questions import ASKED, BLANK, make_questions
 from ragblend.app.bench.samples_data import PASSAGE_WORDS, _documents, _passages
-from ragblend.app.bench.sources import Source, ingested, prepare
+from ragblend.app.bench.sources import Source, ingested, read
 from ragblend.kvstore.errors import UsageError
 
 
@@ -121,22 +122,20 @@ def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (Source(docs="all", generate=("two_hop",)), "--generate and --docs name different questions"),
-        (Source(form="squad"), "--format says how to read --data"),
-        (Source(generate=("two_hop",), passages=3), "--passages would cut what is asked about"),
-        (Source(generate=("two_hop",), limit=0), "--limit is 0"),
+        (Source(Path("a.json"), docs="all"), "--data and --docs name different questions"),
+        (Source(docs="all", limit=0), "--limit is 0"),
         (Source(docs="all", passages=0), "--passages is 0"),
     ],
 )
 def test_sources_that_make_no_sense_together_are_refused(source, said) -> None:
     with pytest.raises(UsageError, match=said):
-        prepare(source)
+        read(source)
 
 
 def test_fewer_passages_never_cut_away_what_the_question_needs(library, documents, monkeypatch) -> None:
     """`--docs all --passages 1` cut the mixed passages once more, and kept the first one whichever it was."""
     monkeypatch.setattr("ragblend.app.bench.sources.ingested", lambda source: documents)
-    loaded = prepare(Source(docs="all", home=library, passages=1))(None)
+    loaded = read(Source(docs="all", home=library, passages=1))
     hops = [question for question in loaded.questions if question.task == "docs two-hop"]
     assert hops
     assert {len(question.passages) for question in hops} == {2}
@@ -145,22 +144,11 @@ def test_fewer_passages_never_cut_away_what_the_question_needs(library, document
         assert any(question.required[0] in " ".join(passage.split()) for passage in question.passages)
 
 
-class Words:
-    """Counts tokens as `generate` asks the engine to."""
-
-    def count_tokens(self, text):
-        return len(text.split())
-
-
 def test_a_question_that_comes_twice_is_measured_once_and_said(entries, data_file) -> None:
     """Measuring it again failed on an assertion; a second run counted it twice."""
     import json
 
     data_file.write_text(json.dumps([entries[0], entries[0], *entries]))
-    loaded = prepare(Source(data_file, limit=3))(None)
+    loaded = read(Source(data_file, limit=3))
     assert [question.index for question in loaded.questions] == [0, 3, 4]
     assert [skipped.where.rpartition(" ")[2] for skipped in loaded.skipped] == ["1", "2"]
-    spec = "two_hop,tokens=600,n=2"
-    made = prepare(Source(generate=(spec, spec)))(Words())
-    assert len({question.digest for question in made.questions}) == len(made.questions) == 2
-    assert "--generate two_hop,tokens=600, question 0" in made.skipped[0].reason

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -11,16 +10,13 @@ from rich.console import Console
 
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.environment import cpu_name
-from ragblend.app.bench.plots import pareto, plot_kl, plot_pareto, plot_quality, plot_ttft
-from ragblend.app.bench.plots_figures import plot_figures
-from ragblend.app.bench.prompt_page import prompt_page
-from ragblend.app.bench.records import Record
-from ragblend.app.bench.report_page import report_page
-from ragblend.app.bench.results import make_folder, write_json
+from ragblend.app.bench.plots import pareto, plot_quality, plot_ttft
+from ragblend.app.bench.records import Record, make_folder, write_json
+from ragblend.app.bench.report import report_page
 from ragblend.app.bench.samples_data import PASSAGES, sample_questions, sample_source
 from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
-from ragblend.app.bench.table import print_quality, print_ttft
-from ragblend.app.bench.variants import Variant, parse_choices, parse_counts, parse_variants
+from ragblend.app.bench.table import print_tables, quality_tables, ttft_tables
+from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -115,7 +111,7 @@ def test_methods_that_spent_different_shares_are_not_at_one_cost(questions) -> N
     assert comparisons[0]["cost_difference"] == pytest.approx(0.03)
     assert [comparisons[0]["method"], comparisons[0]["same_cost"]] == ["random", False]
     text = io.StringIO()
-    print_quality(Console(file=text, width=200), rows, comparisons)
+    print_tables(Console(file=text, width=250), quality_tables(rows, comparisons))
     assert "worse *" in text.getvalue()
     assert "not at one cost" in text.getvalue()
 
@@ -144,10 +140,12 @@ def test_without_reuse_there_is_no_recovery(questions) -> None:
     assert [each["against"] for each in comparisons] == ["random"]
 
 
-def test_the_table_warns_of_too_few_prompts(summary) -> None:
+def test_what_a_table_says_is_text_and_no_markup(summary) -> None:
+    rows, comparisons = summary
     text = io.StringIO()
-    print_quality(Console(file=text, width=160), *summary)
-    assert "5 prompts settle nothing" in text.getvalue()
+    named = [row | {"method": f"[red]{row['method']}[/red]"} for row in rows]
+    print_tables(Console(file=text, width=250), quality_tables(named, comparisons))
+    assert "[red]cacheblend[/red]" in text.getvalue()
     assert "75.0%" in text.getvalue()
     assert "better" in text.getvalue()
 
@@ -156,7 +154,7 @@ def ttft_row(method, ratio, ttft_ms, cache="warm"):
     where = {"stall": 1.0, "move": 2.0, "select": 0.5, "compute": ttft_ms - 4.5, "first_token": 1.0}
     return {
         "method": method, "ratio": ratio, "chunks": 6, "tokens": 512, "cache": cache, "ttft_ms": ttft_ms,
-        "speedup": 2000 / ttft_ms, "retrieve_ms": None, "load_ms": 60.0, "where_ms": where,
+        "speedup": 2000 / ttft_ms, "predicted_ttft_ms": None, "retrieve_ms": None, "load_ms": 60.0, "where_ms": where,
         "peak_bytes": 3 << 20, "peak_of_fused_kv": 1.25,
     }  # fmt: skip
 
@@ -168,7 +166,7 @@ def test_ttft_tables_and_pictures(tmp_path) -> None:
         ttft_row("full", None, 2100, "cold"),
     ]
     text = io.StringIO()
-    print_ttft(Console(file=text, width=160), rows)
+    print_tables(Console(file=text, width=160), ttft_tables(rows))
     assert "6 chunks of 512 tokens, cold disk" in text.getvalue()
     assert "5.0x" in text.getvalue()
     plot_ttft(rows, "title", tmp_path / "ttft.png")
@@ -187,32 +185,6 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     points = [(10, 0.4), (20, 0.5), (30, 0.2), (30, 0.3), (50, 0.2), (90, 0.0)]
     rows = [{"ttft_ms": ttft_ms, "kl": kl} for ttft_ms, kl in points]
     assert [(row["ttft_ms"], row["kl"]) for row in pareto(rows)] == [(10, 0.4), (30, 0.2), (90, 0.0)]
-
-
-FIGURES = {
-    "prompts": 2,
-    "attention_deviation": [
-        {"method": "reuse", "ratio": None, "value": 0.3, "n": 2},
-        {"method": "random", "ratio": 0.05, "value": 0.2, "n": 2},
-        {"method": "random", "ratio": 0.5, "value": 0.1, "n": 2},
-    ],
-    "kv_deviation_quantiles": {"1": [0.1, 0.5, 4.0], "2": [0.2, 1.0, 2.0]},
-    "rank_correlations": [[0.8, None, 0.9], [0.7, 0.6, 0.9]],
-}
-
-
-def test_pictures_are_written_for_what_there_is(summary, tmp_path) -> None:
-    rows, _ = summary
-    plot_kl(rows, "title " * 40, tmp_path / "kl.png")
-    plot_pareto(rows, "title", tmp_path / "pareto.png")
-    written = plot_figures(FIGURES, "title", tmp_path)
-    names = {"kl.png", "pareto.png", "attention_deviation.png", "kv_deviation.png", "rank_correlation.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
-    assert set(written) == {"attention_deviation", "kv_deviation_quantiles", "rank_correlations"}
-    assert list(
-        plot_figures(FIGURES | {"attention_deviation": [], "rank_correlations": []}, "t", tmp_path)
-    ) == ["kv_deviation_quantiles"]
 
 
 EVIL = '</script><script>alert("x")</script><b>'
@@ -238,7 +210,7 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
     rows, comparisons = summary
     kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
     records = made_records(kls, questions)
-    plot_pareto(rows, "title", tmp_path / "pareto.png")
+    plot_quality(rows, "title " * 40, tmp_path / "quality.png")
     results = {
         "rows": rows,
         "comparisons": comparisons,
@@ -250,34 +222,15 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
             "skipped": [{"where": "line 2", "reason": f"line 2 is {EVIL}"}],
         },
     }  # fmt: skip
-    page = Outline(report_page(results, {"pareto": tmp_path / "pareto.png"}, [("prompt-1.html", EVIL)]))
+    results["rows"] = [*rows, rows[3] | {"method": "<td><script>alert(1)</script>"}]
+    page = Outline(report_page(results, {EVIL: tmp_path / "quality.png"}))
     assert {"script", "b"} & set(page.tags) == set()
     assert page.text.count(EVIL) >= 4
-    assert [each[:30] for each in page.sources] == ["data:image/png;base64,iVBORw0K", "prompt-1.html"]
+    assert "<td><script>alert(1)</script>" in page.text
+    assert [each[:30] for each in page.sources] == ["data:image/png;base64,iVBORw0K"]
     assert "5 prompts settle nothing" in page.text
     assert "1 records were left out" in page.text
     assert "0.33" in page.text  # cacheblend against random
-
-
-def test_a_prompts_page_shows_every_token_of_every_kind(questions) -> None:
-    from ragblend.app.bench.inspecting import Look
-
-    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
-    records = made_records(kls, questions)
-    shares = {Variant("reuse"): (1, 1, 0, 0, 0), Variant("random", 0.15): (1, 1, 0, 1, 0)}
-    look = Look(questions[0], ("Say ", EVIL, "exact", " again", " stored"), (0, 1, 2, 3, 3), shares)
-    own = [records[questions[0].digest, variant.method, variant.ratio] for variant in VARIANTS]
-    shown = prompt_page(look, [dataclasses.replace(record, answer=EVIL) for record in own])
-    page = Outline(shown)
-    assert page.sources == ["report.html"]
-    assert page.tags.count("script") == 2  # the states and the switch: none of the text's
-    assert "b" not in page.tags
-    assert f"Say {EVIL}exact again stored" in page.text
-    assert page.text.count(EVIL) == 1 + len(VARIANTS)
-    classes = re.findall(r'<i class="(\w+)">', shown)
-    assert classes == ["f", "m", "e", "r9", "r0"]  # the first that is shown is one that recomputes
-    assert '["fme90", "fme00"]' in shown
-    assert "1 reused, 1 recomputed, 1 fresh, 1 exact as stored, 1 missing" in page.text
 
 
 def test_results_are_replaced_whole(tmp_path) -> None:
@@ -293,58 +246,6 @@ def test_an_output_that_is_a_file_is_a_usage_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--output"):
         make_folder(tmp_path / "file")
-
-
-def test_methods_and_ratios_make_variants_once() -> None:
-    made = parse_variants(
-        "full, reuse,random,random", "0.05,0.15,0.05", {"full", "reuse", "random"}, {"full", "reuse"}
-    )
-    assert made == (Variant("full"), Variant("reuse"), Variant("random", 0.05), Variant("random", 0.15))
-    assert parse_variants("reuse", "", {"reuse"}, {"reuse"}) == (Variant("reuse"),)  # no ratio is needed
-
-
-def test_methods_may_have_parameters() -> None:
-    """A comma separates methods and parameters alike: what has an equals sign belongs to the method before it."""
-    known = {"full", "probe", "a3"}
-    made = parse_variants(
-        "full,probe,probe:passes=2,shift=none,a3:kernel=1,a3", "0.1", known, {"full"}, ("refine",)
-    )
-    assert [str(each) for each in made] == [
-        "full",
-        "probe 0.1",
-        "probe:passes=2,shift=none 0.1",
-        "a3:kernel=1 0.1",
-        "a3 0.1",
-    ]
-    assert made[2].arguments == {"method": "probe:passes=2,shift=none", "ratio": 0.1}
-    (mode,) = parse_variants("refine+probe:passes=2", "0.1", known, {"full"}, ("refine",))
-    assert (mode.mode, mode.arguments["method"]) == ("refine", "probe:passes=2")
-    for wrong, said in (("probe:pases=2", "passes"), ("probe:norm=l3", "l2"), ("x:passes=2", "'x:passes=2'")):
-        with pytest.raises(UsageError, match=said):
-            parse_variants(wrong, "0.1", known, {"full"})
-
-
-@pytest.mark.parametrize(
-    ("methods", "ratios", "said"),
-    [
-        ("", "0.1", "--methods"),
-        ("x", "0.1", "'x'"),
-        ("r", "", "--ratios"),
-        ("r", "nan", "nan"),
-        ("r", "15%", "15%"),
-    ],
-)
-def test_wrong_methods_and_ratios_are_named(methods, ratios, said) -> None:
-    with pytest.raises(UsageError, match=said):
-        parse_variants(methods, ratios, {"r"}, set())
-
-
-def test_counts_and_choices() -> None:
-    assert parse_counts("3, 6,3", "--chunks") == (3, 6)
-    assert parse_choices("cold", "--caches", ("warm", "cold")) == ("cold",)
-    for wrong in ("0", "-1", "1.5", "²"):
-        with pytest.raises(UsageError, match="--chunks"):
-            parse_counts(wrong, "--chunks")
 
 
 def test_the_processor_has_a_name(tmp_path) -> None:

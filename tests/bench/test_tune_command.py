@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ragblend.app.bench import tune
+from ragblend.engine.selection import METHODS
 
 
 @pytest.fixture
@@ -35,7 +36,16 @@ def command(model_folder, home, entries, tmp_path, capsys):
     return run
 
 
-def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeypatch) -> None:
+@pytest.fixture
+def few(monkeypatch):
+    """Fewer candidates than there are: what is tested here is the command."""
+    all_of, names = tune.candidates, ("probe-shift", "epic", "random")
+    only = {name: METHODS[name] for name in names}
+    monkeypatch.setattr(tune, "candidates", lambda methods, *more: all_of(only, *more))
+    monkeypatch.setattr(tune, "RATIOS", (0.5,))
+
+
+def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, monkeypatch) -> None:
     from ragblend.app.settings import Settings
 
     def now():
@@ -44,7 +54,6 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
 
     home.mkdir(mode=0o700)
     (home / "settings.toml").write_text('collection = "mine"\n')
-    monkeypatch.setattr(tune, "RATIOS", (0.5,))
     code, printed = command("--most-ratio", "0.9", "--no-save", "--json")
     found = json.loads(printed.out)
     assert code == 0
@@ -58,7 +67,7 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
     assert now() == (found["method"], found["ratio"])
     assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
     monkeypatch.setenv("RAGBLEND_METHOD", "random")
-    _, printed = command("--most-ratio", "0.9", "--fresh")
+    _, printed = command("--most-ratio", "0.9")
     assert "comes first: take it out" in printed.out
     monkeypatch.delenv("RAGBLEND_METHOD")
     command("--undo")
@@ -72,10 +81,10 @@ def test_tune_measures_saves_and_takes_back(command, home, model_folder, monkeyp
     assert "nothing to take back" in printed.out
 
 
-def test_a_stopped_tuning_changes_nothing_and_goes_on(command, home, monkeypatch) -> None:
+def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, monkeypatch) -> None:
     from ragblend.app.bench import quality
 
-    record, calls = quality._record, []
+    record, calls = quality.record_of, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -83,8 +92,7 @@ def test_a_stopped_tuning_changes_nothing_and_goes_on(command, home, monkeypatch
             raise KeyboardInterrupt
         return record(*arguments)
 
-    monkeypatch.setattr(tune, "RATIOS", (0.5,))
-    monkeypatch.setattr(quality, "_record", interrupted)
+    monkeypatch.setattr(quality, "record_of", interrupted)
     code, printed = command("--most-ratio", "0.5")
     assert (code, "Nothing was changed" in printed.err) == (1, True)
     assert not (home / "tuned.json").exists()
@@ -96,11 +104,11 @@ def test_a_stopped_tuning_changes_nothing_and_goes_on(command, home, monkeypatch
     assert len(keys) == len(set(keys)) == len(calls) - 1
 
 
-def test_without_documents_generated_questions_are_taken(home) -> None:
+def test_without_documents_the_samples_are_taken(home) -> None:
     from ragblend.app.bench.sources import Source
-    from ragblend.app.cli_tune import GENERATED, _with_default
+    from ragblend.app.cli_tune import _with_default
 
-    assert _with_default(Source(home=home)).generate == GENERATED
+    assert _with_default(Source(home=home)).name == "samples"
     assert _with_default(Source(home=home, docs="x")).docs == "x"
 
 
@@ -109,7 +117,8 @@ def test_without_documents_generated_questions_are_taken(home) -> None:
     [
         ("foo", (), "method 'foo' is unknown; there are full, "),
         ("probe:foo=1", (), "method 'probe' has no parameter 'foo'"),
-        ("transplant", (), "which only a bench can run"),
+        ("transplant", (), "which only `python -m benchmarks.quality` can run"),
+        ("probe", ("--generate", "two_hop"), "python -m benchmarks.questions --generate SPEC"),
         ("probe", ("--minutes", "-3"), "--minutes is -3; "),
         ("probe", ("--minutes", "0"), "--minutes is 0; "),
         ("probe", ("--minutes", "nan"), "--minutes is nan; "),

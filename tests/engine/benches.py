@@ -16,6 +16,16 @@ SUFFIX = "\n\nQuestion: who kept the ledgers, and where were they?"
 WORDS = " ".join(tiny_models.CORPUS).split()
 
 
+def pairs(methods, always=("reuse", "cacheblend-gradual", "a3", "probe-shift"), kinds=tiny_models.SUPPORTED):
+    """(kind of model, method): all methods on two kinds, and on every other kind a few of them."""
+    return [
+        (kind, method)
+        for kind in kinds
+        for method in sorted(methods)
+        if kind in ("llama", "gemma3") or method in always
+    ]
+
+
 def make_text(seed: int, words: int = 24) -> str:
     """A passage of that many words, about three tokens each; the same seed gives the same."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))

@@ -24,7 +24,7 @@ def main(home: str, method: str) -> None:
     short = Prompt([Literal("Read this."), Chunk(texts[0]), Literal("So?")])
     engine.generate(short, method=method, max_new_tokens=4)  # code, kernels and thread pools are loaded
     prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], "Which one?"))
-    kv_bytes = len(prompt.token_ids) * engine._resources.decoder.geometry.token_bytes
+    kv_bytes = len(prompt.token_ids) * engine.runtime.decoder.geometry.token_bytes
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident
     before = status_kib("VmRSS")
     result = engine.generate(prompt, method=method, max_new_tokens=8)

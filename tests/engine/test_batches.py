@@ -1,39 +1,38 @@
-"""Many rows pass through a layer in several goes: that changes nothing, with every kind of mask."""
+"""Many rows pass through a layer in several blocks: that changes nothing, with every kind of mask."""
 
 import pytest
 import torch
-from benches import chat, chunk_places, largest_error, make_prompt, make_text
+from benches import chat, chunk_places, largest_error, make_prompt, make_text, pairs
 from test_prompts import _EmptyIsNaN
 
-from ragblend.engine import attention, cache, work
+from ragblend.engine import attention, cache, fusion
 from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(4)]
 
 
-@pytest.fixture(params=["row blocks", "position masks"])
+@pytest.fixture(params=["tiles", "position masks"])
 def masks(request, monkeypatch, llama, bench_for):
     """The CPU's own attention, and the masks that accelerators get."""
 
     def use(bench):
-        decoder = bench.engine._resources.decoder if bench.engine.gate.passed else None
-        monkeypatch.setattr(decoder, "blocked", request.param == "row blocks")
+        decoder = bench.engine.runtime.decoder if bench.engine.gate.passed else None
+        monkeypatch.setattr(decoder, "tiles", request.param == "tiles")
 
     return use
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen2"])
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_goes_of_20_rows_give_what_one_go_gives(fresh_bench_for, monkeypatch, masks, name, method):
-    """A go must not see the rows of the next one: what they left in the buffers is here NaN."""
+@pytest.mark.parametrize(("name", "method"), pairs(METHODS, kinds=("llama", "mistral", "gemma3", "qwen2")))
+def test_blocks_of_20_rows_give_what_one_gives(fresh_bench_for, monkeypatch, masks, name, method):
+    """A block must not see the rows of the next one: what they left in the buffers is here NaN."""
     bench = fresh_bench_for(name)
     bench.engine.encode([TEXTS[0], TEXTS[2]])
-    monkeypatch.setattr(bench.engine._machine.chores, "add", lambda chore: None)
+    monkeypatch.setattr(bench.engine.runtime.chores, "add", lambda chore: None)
     prompt = chat(bench, TEXTS)
     masks(bench)
-    monkeypatch.setattr(work, "BATCH_ROWS", 10_000)
+    monkeypatch.setattr(fusion, "BLOCK_ROWS", 10_000)
     expected = bench.engine.prefill(prompt, method=method, ratio=0.5)
-    monkeypatch.setattr(work, "BATCH_ROWS", 20)
+    monkeypatch.setattr(fusion, "BLOCK_ROWS", 20)
     monkeypatch.setattr(cache, "torch", _EmptyIsNaN())
     monkeypatch.setattr(attention, "torch", _EmptyIsNaN())
     found = bench.engine.prefill(prompt, method=method, ratio=0.5)

@@ -5,8 +5,7 @@ import torch
 from benches import chunk_places, make_prompt, make_text
 
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.selection import policy_named
-from ragblend.engine.selection.cacheblend import CacheBlend
+from ragblend.engine.selection import AfterLayer, policy_named
 from ragblend.kvstore.errors import UsageError
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
@@ -18,14 +17,14 @@ def narrowed(llama, monkeypatch):
     llama.engine.encode(TEXTS)
 
     def prefilled(method, ratio):
-        choices, narrow = [], CacheBlend.narrow
+        choices, narrow = [], AfterLayer.narrow
 
         def watching(self, plan, evidence, next_layer):
             kept = narrow(self, plan, evidence, next_layer)
             choices.append((evidence.layer, evidence.rows.tolist(), kept.tolist()))
             return kept
 
-        monkeypatch.setattr(CacheBlend, "narrow", watching)
+        monkeypatch.setattr(AfterLayer, "narrow", watching)
         prompt = llama.engine.tokenize(make_prompt(TEXTS))
         cache = llama.engine.prefill(prompt, method=method, ratio=ratio).cache
         return choices, prompt, cache
@@ -70,7 +69,7 @@ def test_gradual_filtering_drops_what_deviates_least_of_what_is_left_in_each_lay
     moved = {row for start, stop in chunk_places(prompt)[1:] for row in range(start, stop)}
     assert [layer for layer, _, _ in choices] == [
         1,
-        *range(1, llama.engine._resources.decoder.geometry.layers - 1),
+        *range(1, llama.engine.runtime.decoder.geometry.layers - 1),
     ]
     for layer, rows, kept in choices[1:]:  # the first is the check, as above
         new, old = (each.span(layer, 0, tokens)[1] for each in (cache, stale))
@@ -115,8 +114,9 @@ def test_shares_above_what_can_be_computed_are_drawn_to_the_mean():
     assert sum(ratios) / len(ratios) == pytest.approx(mean)
 
 
-def test_a_floor_of_nothing_is_kept_to():
-    assert course("cacheblend-gradual:floor_ratio=0", ratio=0.02) == ([0.0] * 9, 0.0)
+@pytest.mark.parametrize(("ratio", "kept"), [(0.02, 0.01), (0.004, 0.004)])
+def test_a_little_is_kept_where_the_check_has_spent_the_ratio(ratio, kept):
+    assert course("cacheblend", ratio) == ([kept] * 9, kept)
 
 
 @pytest.mark.parametrize("shares", ["1/2", "0", "3/x", "2/-1", "nan", "inf", "/"])

@@ -1,9 +1,9 @@
-"""An engine whose KV is packed: half the bytes, nearly the same logits, on the CPU and before a staged lane."""
+"""An engine whose KV is packed: half the bytes, nearly the same logits, on the CPU and before a staged transfers."""
 
 import pytest
 import torch
 from benches import make_prompt, make_text
-from test_device import StagedLane
+from test_device import StagedTransfers
 
 from ragblend import Engine
 from ragblend.kvstore.errors import UsageError
@@ -40,11 +40,11 @@ def test_files_take_a_third_of_float32(packed, fresh):
 
 def test_a_staged_lane_gets_the_packed_bytes_and_unpacks_them_itself(packed, monkeypatch):
     expected = packed.prefill(make_prompt(TEXTS), method="cacheblend").logits
-    lane, shapes = StagedLane(), []
+    transfers, shapes = StagedTransfers(), []
     monkeypatch.setattr(
-        lane, "staging", lambda like: shapes.append((like.dim(), like.dtype)) or _staged(like)
+        transfers, "staging", lambda like: shapes.append((like.dim(), like.dtype)) or _staged(like)
     )
-    monkeypatch.setattr(packed._resources.server, "lane", lane)
+    monkeypatch.setattr(packed.runtime, "transfers", transfers)
     assert torch.equal(packed.prefill(make_prompt(TEXTS), method="cacheblend").logits, expected)
     assert set(shapes) == {(1, torch.uint8)}
 

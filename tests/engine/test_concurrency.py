@@ -11,6 +11,8 @@ from benches import make_prompt, make_text
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.nodes import NodeIndex
+from ragblend.kvstore.store import KVStore
 
 TEXTS = [make_text(seed) for seed in range(6)]
 
@@ -31,18 +33,47 @@ def serves(stored):
     assert device_is_free(stored.engine)
 
 
+@pytest.mark.parametrize("step", ["put", "contains", "node ids"])
+def test_closing_waits_for_what_an_encode_is_doing_and_it_goes_on(fresh, monkeypatch, step):
+    """The store was closed under a put: `the KV store has been closed; open it again`, and the rest was not encoded."""
+    engine = fresh.engine
+    owner, name = {
+        "put": (KVStore, "put"),
+        "contains": (KVStore, "contains"),
+        "node ids": (NodeIndex, "put_many"),
+    }[step]
+    real, closings = getattr(owner, name), []
+
+    def closed_meanwhile(self, *arguments):
+        if len(closings) < 3:
+            closings.append(threading.Thread(target=engine.close))
+            closings[-1].start()
+            closings[-1].join(0.3)  # it would be through by then
+        return real(self, *arguments)
+
+    engine.encode(["loads the model"])
+    monkeypatch.setattr(owner, name, closed_meanwhile)
+    report = engine.encode(TEXTS, node_ids=[str(number) for number in range(len(TEXTS))])
+    for closing in closings:
+        closing.join()
+    assert closings and report.encoded == len(TEXTS)
+    assert engine.encode(TEXTS).skipped == len(TEXTS)
+    prompt = engine.tokenize(Prompt([Literal("read: "), Chunk(node_id="3"), Literal("?")]))
+    assert engine.prefill(prompt, method="reuse").report.hits == 1
+
+
 def device_is_free(engine, timeout_s=10.0):
     """Whether the queue empties; the device is held by nobody then."""
     end = time.monotonic() + timeout_s
-    while engine._queue._waiting and time.monotonic() < end:
+    while engine.runtime.queue._waiting and time.monotonic() < end:
         time.sleep(0.01)
-    return not engine._queue._waiting
+    return not engine.runtime.queue._waiting
 
 
 @pytest.fixture
 def endless(stored, monkeypatch):
     """The model never ends an answer by itself; counts its forward passes."""
-    model, calls = stored.engine._resources.loaded.model, []
+    model, calls = stored.engine.runtime.loaded.model, []
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     yield calls
@@ -83,7 +114,7 @@ def test_cancelled_before_it_begins(stored, serves):
 def test_cancelled_between_tokens(stored, serves):
     """Set while the third token is on its way: the answer ends long before its 1500 tokens."""
     event = threading.Event()
-    model = stored.engine._resources.loaded.model
+    model = stored.engine.runtime.loaded.model
     calls = []
 
     def count(*_):
@@ -108,7 +139,7 @@ def test_cancelled_while_it_waits(stored, serves):
         with pytest.raises(Cancelled):
             stored.engine.generate(make_prompt(TEXTS), cancel=event)
 
-    with stored.engine._queue.turn(), ThreadPoolExecutor(1) as pool:
+    with stored.engine.runtime.queue.turn(), ThreadPoolExecutor(1) as pool:
         done = pool.submit(wait)
         waiting.wait(5)
         event.set()
@@ -132,7 +163,7 @@ def test_closing_a_stream_frees_the_device(stored, serves, endless):
     stream = stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500)
     next(iter(stream))
     stream.close()
-    assert not stored.engine._queue._waiting
+    assert not stored.engine.runtime.queue._waiting
     assert len(endless) < 500
     stream.close()
     assert list(stream) == []
@@ -144,7 +175,7 @@ def test_leaving_a_streams_block_frees_the_device(stored, serves, endless):
     with stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500) as stream:
         for _ in stream:
             break
-    assert not stored.engine._queue._waiting
+    assert not stored.engine.runtime.queue._waiting
     assert len(endless) < 500
 
 
@@ -165,7 +196,7 @@ def test_eight_threads_get_their_own_answers(stored, serves):
         "full",
         "reuse",
         "cacheblend",
-        "heads",
+        "epic",
         "random",
         "cacheblend-k",
         "cacheblend-gradual",

@@ -1,4 +1,4 @@
-"""The device seam: what an accelerator's lane does differently, run on the CPU, gives the same."""
+"""The device seam: what an accelerator's transfers does differently, run on the CPU, gives the same."""
 
 import threading
 
@@ -7,14 +7,14 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend.engine import device
-from ragblend.engine.device import Lane, pick_device, pick_dtype
+from ragblend.engine.device import TransferStream, pick_device, pick_dtype
+from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.reader import ChunkReader
 
 TEXTS = [make_text(seed) for seed in range(4)]
 
 
-class StagedLane(Lane):
+class StagedTransfers(TransferStream):
     """As on CUDA: reads land in memory of their own, are delivered by the loader's threads, and awaited by ticket."""
 
     staged = True
@@ -49,10 +49,10 @@ class StagedLane(Lane):
 @pytest.fixture
 def staged(fresh, monkeypatch):
     fresh.engine.encode(TEXTS)
-    lane = StagedLane()
+    transfers = StagedTransfers()
     expected = {m: fresh.engine.prefill(make_prompt(TEXTS), method=m).logits for m in METHODS}
-    monkeypatch.setattr(fresh.engine._resources.server, "lane", lane)
-    return fresh.engine, lane, expected
+    monkeypatch.setattr(fresh.engine.runtime, "transfers", transfers)
+    return fresh.engine, transfers, expected
 
 
 METHODS = ("reuse", "naive", "cacheblend", "cacheblend-gradual", "recompute")
@@ -65,13 +65,13 @@ def test_staged_delivery_gives_the_same_bits(staged):
 
 
 def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
-    engine, lane, _ = staged
+    engine, transfers, _ = staged
     engine.prefill(make_prompt(TEXTS), method="reuse")
-    layers = engine._resources.decoder.geometry.layers
-    assert len(lane.delivered) == layers * len(TEXTS)
-    assert set(map(id, lane.arrived)) == set(map(id, lane.delivered))
-    assert (lane.calls[0], lane.calls[-1]) == ("begin", "finish")
-    assert all(name.startswith("ragblend-loader") for name in lane.threads)
+    layers = engine.runtime.decoder.geometry.layers
+    assert len(transfers.delivered) == layers * len(TEXTS)
+    assert set(map(id, transfers.arrived)) == set(map(id, transfers.delivered))
+    assert (transfers.calls[0], transfers.calls[-1]) == ("begin", "finish")
+    assert all(name.startswith("ragblend-loader") for name in transfers.threads)
 
 
 def test_a_missing_device_is_refused_by_name(monkeypatch):
@@ -97,15 +97,15 @@ def test_kv_in_memory_gives_the_same_bits_and_is_not_staged(fresh_bench_for, mon
     """Used once it is read from the disk, then from memory; the deciding profile sees which."""
     engine = fresh_bench_for("llama", memory_budget_bytes=1 << 30).engine
     engine.encode(TEXTS)
-    lane = StagedLane()
+    transfers = StagedTransfers()
     if staging:
-        monkeypatch.setattr(engine._resources.server, "lane", lane)
+        monkeypatch.setattr(engine.runtime, "transfers", transfers)
     prompt = make_prompt(TEXTS)
     first = {m: engine.prefill(prompt, method=m).logits for m in METHODS}
     assert engine.finish_background(30)
     memory = engine.store.stats_by_tier()["memory"]
     assert memory.entries == len(TEXTS)
-    monkeypatch.setattr(lane, "staging", lambda like: pytest.fail("staged what lies in memory"))
+    monkeypatch.setattr(transfers, "staging", lambda like: pytest.fail("staged what lies in memory"))
     monkeypatch.setattr(ChunkReader, "read_layer", lambda *a: pytest.fail("read from the disk"))
     for method in METHODS:
         assert torch.equal(engine.prefill(prompt, method=method).logits, first[method]), method

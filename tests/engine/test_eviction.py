@@ -19,7 +19,7 @@ KEEP = 20
 def evicted(bench, prompt, keep_tokens=KEEP):
     """A prefilled prompt, all rows computed, after eviction."""
     prefilled = bench.engine.prefill(prompt, method="recompute")
-    lost = evict(bench.engine._resources.decoder, prefilled.prompt, prefilled.cache, keep_tokens)
+    lost = evict(bench.engine.runtime.decoder, prefilled.prompt, prefilled.cache, keep_tokens)
     return prefilled, lost
 
 
@@ -34,7 +34,7 @@ def votes_by_a_loop(bench, prompt, layer):
     """By head, position -> pooled votes, from the attention that transformers alone reports, a number at a time."""
     with torch.inference_mode():
         seen = bench.reference(torch.tensor([prompt.token_ids]), output_attentions=True).attentions[layer][0]
-    passages, heads = in_passages(prompt), bench.engine._resources.decoder.geometry.kv_heads
+    passages, heads = in_passages(prompt), bench.engine.runtime.decoder.geometry.kv_heads
     group, tokens = seen.shape[0] // heads, len(prompt.token_ids)
     result = []
     for head in range(heads):
@@ -62,7 +62,7 @@ def test_each_head_keeps_what_the_last_rows_look_at(bench_for, name):
     before = bench.engine.prefill(prompt, method="recompute").cache
     prefilled, lost = evicted(bench, prompt)
     assert lost == int(in_passages(prefilled.prompt).sum()) - KEEP > 0
-    kinds = bench.engine._resources.decoder.layer_types
+    kinds = bench.engine.runtime.decoder.layer_types
     assert FULL in kinds
     for layer, kind in enumerate(kinds):
         held, whole = prefilled.cache.fused[layer], before.fused[layer]
@@ -95,7 +95,7 @@ def test_the_rest_counts_as_masked(bench_for, monkeypatch, name):
     whole = bench.engine.prefill(prompt, method="recompute")
     hidden = [hidden_rows(prefilled.cache.fused[at], held) for at, held in enumerate(whole.cache.fused)]
     unmasked = bench.engine.continue_logits(whole, given)
-    attention = EAGER if bench.engine._resources.decoder.attention == EAGER else NAME
+    attention = EAGER if bench.engine.runtime.decoder.attention == EAGER else NAME
     plain = AttentionInterface()[attention]
     AttentionInterface.register(attention, masked_attention(hidden, len(prefilled.prompt.token_ids)))
     try:
@@ -156,13 +156,13 @@ def test_where_everything_can_be_kept_everything_is(fresh):
 def test_memory_is_given_back(fresh):
     prefilled = fresh.engine.prefill(make_prompt(TEXTS), method="recompute")
     cache, before = prefilled.cache, prefilled.cache.nbytes
-    lost = evict(fresh.engine._resources.decoder, prefilled.prompt, cache, KEEP)
+    lost = evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP)
     assert cache.nbytes == before - lost * cache.geometry.token_bytes
     assert cache.get_seq_length() == len(prefilled.prompt.token_ids)
     held = cache.fused[0]
     assert held.keys.shape[2] == len(prefilled.prompt.token_ids) - lost
     assert held.key_buffer.shape[2] < len(prefilled.prompt.token_ids) + 256
-    assert evict(fresh.engine._resources.decoder, prefilled.prompt, cache, KEEP) == lost, "once is enough"
+    assert evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP) == lost, "once is enough"
 
 
 def test_a_conversation_does_not_go_on_from_what_was_thinned_out(fresh):

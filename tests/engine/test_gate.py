@@ -54,7 +54,7 @@ def test_keys_normed_after_their_rotation_are_refused(decoder, monkeypatch):
 
 
 def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
-    blocks = decoder_module.row_blocks
+    blocks = decoder_module.tiles
 
     def future(*arguments):
         found = blocks(*arguments)
@@ -62,8 +62,14 @@ def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
             block.mask.zero_()
         return found
 
-    monkeypatch.setattr(decoder_module, "row_blocks", future)
-    assert any("later chunk" in name or "exact" in name for name in refused(decoder))
+    monkeypatch.setattr(decoder_module, "tiles", future)
+    found = run_gate(decoder, IDS)  # without blocks all is right
+    assert found.passed and not found.shows_attention and not decoder.tiles
+    mask = decoder_module.position_mask
+    monkeypatch.setattr(decoder_module, "position_mask", lambda *a: torch.ones_like(mask(*a)))
+    names = refused(decoder)
+    assert any("some rows" in name for name in names)
+    assert any("later chunk" in name or "exact" in name for name in names)
 
 
 def test_a_head_that_is_not_the_models_is_refused(decoder, monkeypatch):

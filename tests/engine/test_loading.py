@@ -249,10 +249,10 @@ def test_open_shares_one_engine(model_folder, tmp_path):
 
 
 def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_path, monkeypatch):
-    from ragblend.engine import resources
+    from ragblend.engine import runtime
 
-    judged, judge = [], resources.run_gate
-    monkeypatch.setattr(resources, "run_gate", lambda *a: judged.append(1) or judge(*a))
+    judged, judge = [], runtime.run_gate
+    monkeypatch.setattr(runtime, "run_gate", lambda *a: judged.append(1) or judge(*a))
     one = fresh_bench_for("llama", home=tmp_path / "h")
     verdict = one.engine.gate
     one.engine.close()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragblend.engine.attention import BLOCK_ROWS, row_blocks, rows_attention
-from ragblend.engine.masks import is_plain_causal, position_mask
+from ragblend.engine.attention import TILE_ROWS, is_plain_causal, position_mask, rows_attention, tiles
 
 TOKENS = 400
 
@@ -45,8 +44,8 @@ def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_he
     )  # as the models hand it over
     key = torch.randn(1, kv_heads, TOKENS, 8, generator=random)
     value = torch.randn(1, kv_heads, TOKENS, 12, generator=random)
-    blocks = row_blocks(rows, window, torch.float32)
-    found, weights = rows_attention(nn.Module(), query, key, value, None, scaling=0.5, row_blocks=blocks)
+    blocks = tiles(rows, window, torch.float32)
+    found, weights = rows_attention(nn.Module(), query, key, value, None, scaling=0.5, tiles=blocks)
     expected = nn.functional.scaled_dot_product_attention(
         query,
         key.repeat_interleave(heads // kv_heads, 1),
@@ -61,8 +60,8 @@ def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_he
 
 def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
     rows = scattered(300)
-    blocks = row_blocks(rows, 20, torch.float32)
-    assert [b.start for b in blocks] == list(range(0, 300, BLOCK_ROWS))
+    blocks = tiles(rows, 20, torch.float32)
+    assert [b.start for b in blocks] == list(range(0, 300, TILE_ROWS))
     assert [b.stop for b in blocks][:-1] == [b.start for b in blocks][1:]
     assert blocks[-1].stop == 300
     for block in blocks:
@@ -78,7 +77,5 @@ def test_what_lies_behind_the_last_row_is_not_touched():
     value = key.clone()
     key[:, :, 100:], value[:, :, 100:] = float("nan"), float("nan")
     query = torch.randn(1, 2, rows.numel(), 8)
-    found, _ = rows_attention(
-        nn.Module(), query, key, value, None, row_blocks=row_blocks(rows, None, torch.float32)
-    )
+    found, _ = rows_attention(nn.Module(), query, key, value, None, tiles=tiles(rows, None, torch.float32))
     assert torch.isfinite(found).all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.engine.rope import HALF, INTERLEAVED, STILL, Rope, move_keys, move_keys_
+from ragblend.engine.rope import HALF, INTERLEAVED, UNROTATED, Rope, move_keys, move_keys_
 
 HEADS, TOKENS, SIZE = 2, 7, 16
 
@@ -98,4 +98,4 @@ def test_scores_depend_on_relative_positions_alone():
 
 def test_a_layer_that_does_not_rotate_moves_nothing():
     keys = make_keys()
-    assert torch.equal(move_keys(keys, 300, Rope(frequencies(), STILL)), keys)
+    assert torch.equal(move_keys(keys, 300, Rope(frequencies(), UNROTATED)), keys)

@@ -91,3 +91,24 @@ def test_finish_says_when_it_takes_too_long():
     go.set()
     assert chores.finish(10)
     assert chores.finish(0)
+
+
+def test_work_in_the_background_lets_everybody_pass():
+    queue, order = DeviceQueue(), []
+
+    def takes(name, background):
+        with queue.turn(background=background):
+            order.append((name, queue.wanted))
+
+    threads = []
+    with queue.turn():
+        assert not queue.wanted
+        for name, background in (("behind", True), ("first", False), ("second", False)):
+            threads.append(threading.Thread(target=takes, args=(name, background)))
+            threads[-1].start()
+            wanted = len(threads)  # one in the background is not in the queue
+            until(lambda n=wanted: len(queue._waiting) == n)
+        assert queue.wanted
+    for thread in threads:
+        thread.join(10)
+    assert order == [("first", True), ("second", False), ("behind", False)]

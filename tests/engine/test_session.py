@@ -42,7 +42,7 @@ def test_only_what_is_new_is_computed(fresh):
     fresh.engine.encode(TEXTS)
     session = Session()
     first = answered(fresh, [*FIRST, QUESTION], session)
-    assert session.tokens > len(first.prompt.token_ids) - 1 and session.nbytes > 0
+    assert session.tokens > len(first.prompt.token_ids) - 1
     second = answered(fresh, follow_up(first, Literal("\n\nMore:\n"), Chunk(TEXTS[2])), session, ratio=0.2)
     served = second.report.served
     assert set(served[: len(first.prompt.token_ids)]) == {"r"}
@@ -88,7 +88,7 @@ def test_a_stopped_answer_leaves_its_prompt(fresh):
     stream.close()
     assert session.tokens == len(fresh.engine.tokenize(Prompt([*FIRST, QUESTION])).token_ids)
     session.forget()
-    assert session.tokens == session.nbytes == 0
+    assert session.tokens == 0
 
 
 def test_another_models_context_is_not_used(fresh_bench_for):

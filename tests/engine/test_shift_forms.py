@@ -1,16 +1,14 @@
-"""The forms of a shift against their formulas: row by row, in double precision, on a layer's true change."""
+"""The shift against its formula: row by row, in double precision, on a layer's true change."""
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 from benches import chunk_places, largest_error, make_prompt, make_text
 
-from ragblend.engine.selection import kernel
-from ragblend.engine.selection.evidence import Change
-from ragblend.engine.selection.probe import Probe
+from ragblend.engine.selection import METHODS, shift
+from ragblend.engine.selection.shift import Change, KernelShift, Run
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
@@ -19,7 +17,7 @@ TEXTS = [make_text(seed, words=20) for seed in range(4)]
 class LayerOne:
     """Layer 1 of a prompt: there the computed rows get full prefill's own KV, so that the sums need nothing of ours.
 
-    truth, stale, found: keys and values (heads, tokens, D) as full prefill has them, as stored, and shifted by half.
+    truth, stale, found: keys and values (heads, tokens, D) as full prefill has them, as stored, and shifted.
     chunk: of each row that is of a chunk, its number; picked: the computed ones among them.
     """
 
@@ -37,16 +35,16 @@ class LayerOne:
         return [row for row in self.chunk if row not in self.picked]
 
     def held(self, row, kind, kv=None):
-        """(heads, D): a row's stored keys (kind 0), turned back to position 0, or values (1)."""
+        """(heads, D): a row's stored keys (kind 0), un-rotated to position 0, or values (1)."""
         own = (self.stale if kv is None else kv)[kind][:, row]
-        return own.double() if kind else turned(own, -row, self.inv_freq)
+        return own.double() if kind else rotated(own, -row, self.inv_freq)
 
     def change(self, row, kind):
         return self.held(row, kind, self.truth) - self.held(row, kind)
 
     def assert_shifted(self, row, kind, by):
-        """by (heads, D): what is to have been added to the row's keys, turned back to position 0, or to its values."""
-        by = by if kind else turned(by, row, self.inv_freq)
+        """by (heads, D): what is to have been added to the row's keys, un-rotated to position 0, or to its values."""
+        by = by if kind else rotated(by, row, self.inv_freq)
         for now, before, added in zip(self.found[kind][:, row], self.stale[kind][:, row], by, strict=True):
             assert largest_error(now, before + added) < 1e-3
 
@@ -55,8 +53,8 @@ class LayerOne:
             assert largest_error(now, before) > by_more_than
 
 
-def turned(vectors, position, inv_freq):
-    """Keys (..., D) of half-split pairs turned by so many tokens, pair by pair as complex numbers."""
+def rotated(vectors, position, inv_freq):
+    """Keys (..., D) of half-split pairs rotated by so many tokens, pair by pair as complex numbers."""
     half, vectors = inv_freq.numel(), vectors.double()
     angles = position * inv_freq.double()
     pairs = torch.complex(vectors[..., :half], vectors[..., half : 2 * half])
@@ -66,18 +64,19 @@ def turned(vectors, position, inv_freq):
 
 @pytest.fixture
 def shifted(bench, monkeypatch):
-    """shifted(form): the LayerOne of four texts behind each other, 60% computed, half of the form's shift added."""
+    """The LayerOne of four texts behind each other, 60% computed."""
     bench.engine.encode(TEXTS)
 
-    def prefilled(form):
-        chosen, rows = [], Probe.rows
-        monkeypatch.setattr(Probe, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
+    def prefilled():
+        chosen, policy = [], type(METHODS["probe-shift"])
+        rows = policy.rows
+        monkeypatch.setattr(policy, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
         prompt = bench.engine.tokenize(make_prompt(TEXTS))
         tokens, places = len(prompt.token_ids), chunk_places(prompt)
         reused = bench.engine.prefill(prompt, method="reuse").cache
-        found = bench.engine.prefill(prompt, method=f"probe:shift={form},strength=0.5", ratio=0.6).cache
+        found = bench.engine.prefill(prompt, method="probe-shift", ratio=0.6).cache
         chunk = {row: number for number, place in enumerate(places) for row in range(*place)}
-        decoder = bench.engine._resources.decoder
+        decoder = bench.engine.runtime.decoder
         return LayerOne(
             truth=bench.kv(prompt.token_ids)[1],
             stale=reused.span(1, 0, tokens),
@@ -92,83 +91,11 @@ def shifted(bench, monkeypatch):
     return prefilled
 
 
-def drawn_mean(layer, number, changes, brake):
-    """Of changes {row: vector} a chunk's mean, drawn to that of all as if so many more rows had had it."""
-    own = [change for row, change in changes.items() if layer.chunk[row] == number]
-    common = sum(changes.values()) / len(changes)
-    if not own:
-        return common if brake else torch.zeros_like(common)
-    return (sum(own) + brake * common) / (len(own) + brake)
-
-
-@pytest.mark.parametrize(("form", "brake"), [("chunk", 0), ("mix", 16), ("common", 1e9)])
-def test_the_forms_that_are_means(shifted, form, brake):
-    layer = shifted(form)
-    rows, size = len(layer.picked), layer.stale[0].shape[-1]
-    for kind in (0, 1):
-        changes = {row: layer.change(row, kind) for row in layer.picked}
-        for row in layer.left():
-            by = drawn_mean(layer, layer.chunk[row], changes, brake) * 0.5 * rows / (rows + 1.5 * size)
-            layer.assert_shifted(row, kind, by)
-        # Together, because a chunk without a change of its own has no mean.
-        assert largest_error(layer.found[kind][:, layer.left()], layer.stale[kind][:, layer.left()]) > 0.01
-
-
-def test_the_linear_form_is_ridge_regression_on_the_computed_rows(shifted):
-    """By least squares; a head's own keys or values and the place alone say what becomes of them."""
-    layer, trusted = shifted("linear"), []
-    size = layer.stale[0].shape[-1]
-    for kind in (0, 1):
-        spread = torch.stack([layer.held(row, kind) for row in layer.picked]).std()
-        heads = [LinearByHand(layer, head, kind, spread) for head in (0, 1)]
-        trusted += [each.trust(row) for each in heads for row in layer.left()[::7]]
-        strength = 0.5 * len(layer.picked) / (len(layer.picked) + 1.5 * size)
-        for row in layer.left()[::7]:
-            layer.assert_shifted(row, kind, strength * torch.stack([each.says(row) for each in heads]))
-            layer.assert_moved(row, kind, by_more_than=1e-3)
-    assert min(trusted) < 0.5 < max(trusted) == 1
-
-
-class LinearByHand:
-    """One head's regression."""
-
-    def __init__(self, layer, head, kind, spread):
-        self.layer, self.head, self.kind, self.spread = layer, head, kind, spread
-        picked = layer.picked
-        self.changes = {row: layer.change(row, kind)[head] for row in picked}
-        self.centre = sum(self.features(row) for row in picked) / len(picked)
-        system = torch.stack([self.features(row) - self.centre for row in picked])
-        wanted = torch.stack([self.changes[row] - self.mean(row) for row in picked])
-        count, size = system.shape[1], wanted.shape[1]
-        ridge = 4 * count / len(picked) * float((system**2).sum(0).mean()) + 1e-6
-        damped = torch.cat([system, math.sqrt(ridge) * torch.eye(count, dtype=torch.float64)])
-        right = torch.cat([wanted, torch.zeros(count, size, dtype=torch.float64)])
-        self.weights = torch.linalg.lstsq(damped, right).solution
-        self.scales = (system**2).sum(0) + ridge
-        self.typical = sum(float((each**2 / self.scales).sum()) for each in system) / len(picked)
-
-    def features(self, row):
-        place = row - self.layer.starts[self.layer.chunk[row]]
-        where = [1 / (1 + place), math.log1p(place) / 6, row / self.layer.tokens]
-        where = 3 * self.spread * torch.tensor(where, dtype=torch.float64)
-        return torch.cat([self.layer.held(row, self.kind)[self.head], where])
-
-    def mean(self, row):
-        return drawn_mean(self.layer, self.layer.chunk[row], self.changes, 16)
-
-    def trust(self, row):
-        away = float(((self.features(row) - self.centre) ** 2 / self.scales).sum()) / self.typical
-        return 1 / (1 + 8 * max(0.0, away - 1))
-
-    def says(self, row):
-        return self.mean(row) + self.trust(row) * ((self.features(row) - self.centre) @ self.weights)
-
-
 @pytest.mark.parametrize("most", [768, 12])
-def test_the_kernel_form_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most):
+def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most):
     """One pair of rows at a time; of too many computed rows some are learnt from."""
-    monkeypatch.setattr(kernel, "MOST_LEARNT", most)
-    layer = shifted("kernel")
+    monkeypatch.setattr(shift, "MOST_FITTED", most)
+    layer = shifted()
     picked, left = layer.picked, layer.left()[::7]
     if most < len(picked):
         picked = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
@@ -195,7 +122,7 @@ def test_the_kernel_form_is_kernel_ridge_regression_on_the_computed_rows(shifted
 
     system = torch.tensor([[alike(a, b) for b in picked] for a in picked], dtype=torch.float64)
     system += 0.3 * torch.eye(len(picked), dtype=torch.float64)
-    strength = 0.5 * len(picked) / (len(picked) + layer.stale[0].shape[-1] / 2)
+    strength = 0.8 * len(picked) / (len(picked) + layer.stale[0].shape[-1] / 2)
     for kind in (0, 1):
         changes = torch.stack([layer.change(row, kind) for row in picked])
         weights = torch.linalg.solve(system, changes.flatten(1))
@@ -214,14 +141,10 @@ def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
     stored = stored.bfloat16()
     rows = torch.arange(0, 400, 2)
     changes = torch.randn(2, 2, len(rows), 16)
-    plan = SimpleNamespace(spans=[SimpleNamespace(start=0, stop=400)])
 
     def shifted(dtype):
-        keys, values = stored.to(dtype)
-        change = Change(
-            0, rows, *changes, start=0, stop=400, stored_keys=keys, stored_values=values, still=None
-        )
-        return kernel.kernel_shift(1.0, plan, change).keys[:, 21].double()
+        change = Change(0, Run(0, 400, rows, [(0, 400)]), *changes, *stored.to(dtype), unrotated=None)
+        return KernelShift().delta(change).keys[:, 21].double()
 
     exact = shifted(torch.float32)
     assert exact.norm() > 1

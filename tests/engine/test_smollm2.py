@@ -44,21 +44,21 @@ def prompt(engine):
 @pytest.fixture(scope="module")
 def reference(engine, prompt):
     """(logits (T, vocab) in float32, KV by layer) of the prompt, through transformers alone, in bfloat16."""
-    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16, "sdpa")
+    return reference_pair(engine.runtime.checkpoint.folder, prompt.token_ids, torch.bfloat16, "sdpa")
 
 
 @pytest.fixture(scope="module")
 def eager(engine, prompt):
     """The same by transformers' plainest attention: what two right answers in bfloat16 differ by."""
-    return reference_pair(engine._resources.checkpoint.folder, prompt.token_ids, torch.bfloat16, "eager")
+    return reference_pair(engine.runtime.checkpoint.folder, prompt.token_ids, torch.bfloat16, "eager")
 
 
 def test_the_model_is_converted_once_for_all_homes(engine, with_smollm2, tmp_path, monkeypatch):
     """Each of the engine's, the app's and the documents' tests converted its own: 20 s each."""
-    first = engine._resources.checkpoint.folder
+    first = engine.runtime.checkpoint.folder
     monkeypatch.setattr(convert, "_convert", None)
     another = Engine.open(home=with_smollm2(tmp_path / "home"), device="cpu", dtype="bfloat16")
-    assert another._resources.checkpoint.folder.samefile(first)
+    assert another.runtime.checkpoint.folder.samefile(first)
 
 
 def divergence(expected, found):
@@ -153,7 +153,7 @@ def test_a_value_is_little_larger_than_the_kv_in_it(engine):
     ids = engine.tokenize(Prompt([Literal("x"), Chunk(text)])).segment_ids[1]
     key = engine.encode([text]).keys[0]
     (file,) = [f for f in value_files(engine.store.root) if f.digest == key.digest]
-    raw = len(ids) * engine._resources.decoder.geometry.token_bytes
+    raw = len(ids) * engine.runtime.decoder.geometry.token_bytes
     assert len(ids) > 400
     assert raw < file.nbytes < 1.02 * raw
     on_disk = sum(file.nbytes for file in value_files(engine.store.root))

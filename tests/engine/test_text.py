@@ -9,6 +9,28 @@ from ragblend.engine.text import TextStream, text_of
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.errors import PromptError, UsageError
 
+SENTENCES = [
+    ("Mr. Orr paid 3.50. He left.", "Mr. Orr paid 3.50."),
+    ("\n The first line\nand more.", "\n The first line"),
+    ('1. "Is it?" he said.', '1. "Is it?"'),
+    ("It is so [1]. And so.", "It is so [1]."),
+    ("Only one, open", "Only one, open"),
+    ("The end.", "The end."),
+]
+
+
+@pytest.mark.parametrize(("text", "first"), SENTENCES)
+def test_one_sentence_and_no_more(tokenizer, text, first):
+    stream = TextStream(tokenizer, one_sentence=True)
+    pieces = []
+    for token_id in tokenizer.encode(text):
+        pieces.append(stream.feed(token_id))
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    assert "".join(pieces) == first == text_of(tokenizer, tokenizer.encode(text), one_sentence=True)
+    assert stream.stopped == (first != text)
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -139,7 +161,7 @@ def test_the_canonical_prefix_is_what_stands_before_the_first_passage(tokenizer)
 def test_a_chat_prompt_without_passages(tokenizer):
     prompt = Tokenizing(tokenizer).chat_prompt(None, [], "who?", [])
     assert prompt.chunks == []
-    assert "who?" in prompt.segments[0].text
+    assert "who?" in "".join(segment.text for segment in prompt.segments)
 
 
 # --- settings

@@ -1,14 +1,13 @@
 """The trace of a prefill: everything that was done is in it once, where and when it was done."""
 
-import json
 import threading
 
 import pytest
 from benches import make_prompt, make_text
-from test_device import StagedLane
+from test_device import StagedTransfers
 
-from ragblend.engine.device import Lane
-from ragblend.engine.trace import HOST, Recorder, Trace, TraceEvent, busy_ms
+from ragblend.engine.device import TransferStream
+from ragblend.engine.trace import HOST, Recorder
 
 TEXTS = [make_text(seed) for seed in range(3)]
 
@@ -26,7 +25,7 @@ def of(trace, part):
 @pytest.mark.parametrize("method", ["reuse", "cacheblend", "cacheblend-gradual"])
 def test_every_layer_is_loaded_once_a_chunk_and_computed(traced, method):
     report = traced.prefill(make_prompt(TEXTS), method=method, ratio=0.5).report
-    layers = range(traced._resources.decoder.geometry.layers)
+    layers = range(traced.runtime.decoder.geometry.layers)
     loads = [(event.layer, event.chunk) for event in of(report.trace, "load")]
     assert sorted(loads) == [(layer, chunk) for layer in layers for chunk in range(len(TEXTS))]
     assert sorted({event.layer for event in of(report.trace, "compute")}) == list(layers)
@@ -60,7 +59,7 @@ def test_loads_are_on_their_threads_tracks_and_computing_on_the_hosts(traced):
     assert trace.tracks[0] == HOST
 
 
-class ClockedLane(StagedLane):
+class ClockedLane(StagedTransfers):
     """A device whose streams have a clock of their own, a second behind the host's, that is known in the end."""
 
     def __init__(self):
@@ -80,10 +79,10 @@ class ClockedLane(StagedLane):
 
 
 def test_what_streams_did_has_the_streams_times_and_is_asked_for_when_they_are_done(traced, monkeypatch):
-    lane = ClockedLane()
-    monkeypatch.setattr(traced._resources.server, "lane", lane)
+    transfers = ClockedLane()
+    monkeypatch.setattr(traced.runtime, "transfers", transfers)
     trace = traced.prefill(make_prompt(TEXTS), method="reuse").report.trace
-    assert not lane.read_early
+    assert not transfers.read_early
     assert {event.track for event in of(trace, "compute")} == {"device"}
     assert {event.track for event in of(trace, "copy")} == {"copy"}
     assert min(event.start_ms for event in of(trace, "compute")) > 1000
@@ -93,7 +92,7 @@ def test_what_streams_did_has_the_streams_times_and_is_asked_for_when_they_are_d
 
 
 def test_a_part_that_an_exception_ends_is_in_the_trace():
-    recorder = Recorder(Lane(None))
+    recorder = Recorder(TransferStream(None))
     with pytest.raises(ZeroDivisionError), recorder.part("load", 1):
         1 / 0  # noqa: B018
     (event,) = recorder.finish().events
@@ -101,7 +100,7 @@ def test_a_part_that_an_exception_ends_is_in_the_trace():
 
 
 def test_other_threads_have_tracks_of_their_names():
-    recorder = Recorder(Lane(None))
+    recorder = Recorder(TransferStream(None))
 
     def work():
         with recorder.part("load"):
@@ -111,19 +110,3 @@ def test_other_threads_have_tracks_of_their_names():
     thread.start()
     thread.join()
     assert recorder.finish().tracks == ("reader 7",)
-
-
-def test_a_trace_viewer_gets_named_tracks_and_microseconds():
-    events = (TraceEvent("compute", HOST, 1.5, 2.0, 3), TraceEvent("load", "reader", 0.25, 1.0, 3, 1))
-    found = json.loads(json.dumps(Trace(events).to_chrome()))["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in found if e["ph"] == "M"}
-    spans = {e["name"]: e for e in found if e["ph"] == "X"}
-    assert names == {0: HOST, 1: "reader"}
-    assert (spans["compute 3"]["ts"], spans["compute 3"]["dur"], spans["compute 3"]["tid"]) == (1500, 2000, 0)
-    assert spans["load 3"]["args"] == {"layer": 3, "chunk": 1}
-
-
-def test_time_that_events_share_counts_once():
-    events = [TraceEvent("load", track, start, 2.0) for track, start in (("a", 0.0), ("b", 1.0), ("a", 5.0))]
-    assert busy_ms(events) == pytest.approx(5.0)
-    assert busy_ms([]) == 0

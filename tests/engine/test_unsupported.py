@@ -17,17 +17,12 @@ def plain(request, bench_for):
     return bench_for(request.param)
 
 
-def test_they_are_refused_by_name(plain):
-    verdict = plain.engine.gate
-    assert not verdict.passed
-    assert verdict.reason
-
-
-def test_they_are_served_by_full_prefill(plain):
-    prompt = make_prompt(TEXTS)
+def test_they_are_served_by_full_prefill_which_says_why(plain):
+    prompt, verdict = make_prompt(TEXTS), plain.engine.gate
+    assert not verdict.passed and verdict.reason
     prefilled = plain.engine.prefill(prompt, method="cacheblend")
     assert prefilled.report.method == "full"
-    assert plain.engine.gate.reason in prefilled.report.warning
+    assert verdict.reason in prefilled.report.warning
     assert prefilled.report.tokens.prompt == prefilled.report.tokens.fresh == len(prefilled.prompt.token_ids)
     assert largest_error(prefilled.logits, plain.logits(prompt)[-1]) < ALLOWED
 
@@ -71,9 +66,6 @@ def test_their_nodes_are_known_by_their_ids(plain):
     by_id = Prompt([Literal("read: "), Chunk(node_id="one"), Literal("?")])
     by_text = Prompt([Literal("read: "), Chunk(TEXTS[0]), Literal("?")])
     assert plain.engine.tokenize(by_id).token_ids == plain.engine.tokenize(by_text).token_ids
-
-
-def test_their_unknown_nodes_are_refused_by_name(plain):
     with pytest.raises(UnknownChunkError, match="nobody"):
         plain.engine.tokenize(Prompt([Chunk(node_id="nobody")]))
 
@@ -105,7 +97,7 @@ def test_a_passage_beyond_its_regime_is_not_stored(fresh_bench_for):
     engine = fresh_bench_for("phi3-longrope").engine
     long = make_text(9, words=185)
     alone = engine.count_tokens(long)
-    assert alone + 10 < tiny_models.REGIME_TOKENS < alone + len(engine._resources.canonical_prefix)
+    assert alone + 10 < tiny_models.REGIME_TOKENS < alone + len(engine.runtime.canonical_prefix)
     report = engine.encode([long, TEXTS[0]], node_ids=["long", "short"])
     assert (report.encoded, report.skipped, report.keys[0]) == (1, 1, None)
     assert engine.store.stats().entries == 1

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 from fault_values import OracleError
 
-FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
+FULL = os.environ.get("FAULTS") == "full"
 
 
 @pytest.fixture(scope="session")

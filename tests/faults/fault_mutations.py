@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from ragblend.kvstore import files, reader, store
+from ragblend.kvstore import blob, files, store
 
 Mutation = tuple[Callable[..., Any], str, str]
 MUTATIONS: dict[str, Mutation] = {
-    "no file fsync": (files.write_durably, "os.fsync(fd)", "pass"),
+    "no file fsync": (files._write_new, "os.fsync(fd)", "pass"),
     "no folder fsync": (files.sync_folder, "os.fsync(fd)", "pass"),
-    "no checksum": (reader.ChunkReader._read, "if crc != self.header.layer_crcs[layer]:", "if False:"),
+    "no checksum": (blob.ChunkReader._read, "if crc != self.header.layer_crcs[layer]:", "if False:"),
     "no token comparison": (
-        reader.open_verified,
+        blob.open_verified,
         "if token_ids is not None and header.token_ids != tuple(token_ids):",
         "if False:",
     ),
     "no second look": (store.KVStore._open, "missing = path\n", "return None\n"),
-    "no key comparison": (reader.open_verified, "if header.key != key:", "if False:"),
+    "no key comparison": (blob.open_verified, "if header.key != key:", "if False:"),
 }
 
 

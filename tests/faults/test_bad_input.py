@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fault_values import SHAPE, VALUE_BYTES, key_of, put, same, token_ids, value, version_read
 
-from ragblend.kvstore import mounts
+from ragblend.kvstore import files
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.store import KVStore
@@ -173,13 +173,13 @@ MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/root rw
 )
 def test_network_file_systems_are_known(tmp_path, folder, kind):
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    assert mounts.network_file_system(tmp_path.joinpath(folder), tmp_path / "mountinfo") == kind
-    assert mounts.network_file_system(tmp_path.joinpath(folder), tmp_path / "not there") is None
+    assert files.network_file_system(tmp_path.joinpath(folder), tmp_path / "mountinfo") == kind
+    assert files.network_file_system(tmp_path.joinpath(folder), tmp_path / "not there") is None
 
 
 def test_a_network_file_system_is_warned_about_once(root, tmp_path, monkeypatch, caplog):
     (tmp_path / "mountinfo").write_text(f"22 1 0:5 / {tmp_path} rw - nfs server:/ rw\n")
-    monkeypatch.setattr(mounts.network_file_system, "__defaults__", (tmp_path / "mountinfo",))
+    monkeypatch.setattr(files.network_file_system, "__defaults__", (tmp_path / "mountinfo",))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             with KVStore.open(root, BUDGET) as store:

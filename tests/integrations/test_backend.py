@@ -67,9 +67,9 @@ def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, prompts
 
     async def all_of_them():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        with backend.engine._queue.turn():
+        with backend.engine.runtime.queue.turn():
             asked = [asyncio.create_task(ask(prompt)) for prompt in prompts]
-            while len(backend.engine._queue._waiting) <= MANY:
+            while len(backend.engine.runtime.queue._waiting) <= MANY:
                 await asyncio.sleep(0)
             free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TOO_LONG_S)
         return free, await asyncio.gather(*asked)
@@ -115,7 +115,7 @@ def held(backend):
     made = []
 
     def hold(at):
-        made.append(Held(backend.engine._resources.loaded.model.model.layers, at))
+        made.append(Held(backend.engine.runtime.loaded.model.model.layers, at))
         return made[-1]
 
     yield hold
@@ -125,7 +125,7 @@ def held(backend):
 
 def is_free(backend):
     """Waits for the device. That it is granted in turn shows that nobody before goes on."""
-    with backend.engine._queue.turn():
+    with backend.engine.runtime.queue.turn():
         return True
 
 
@@ -150,7 +150,7 @@ def test_cancelling_a_task_ends_the_work_within_a_layer(backend, prompts, held, 
 
 
 def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held, monkeypatch):
-    endless = backend.engine._resources.loaded.model.generation_config
+    endless = backend.engine.runtime.loaded.model.generation_config
     monkeypatch.setattr(endless, "eos_token_id", None)
 
     async def leave():
@@ -170,7 +170,7 @@ def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held, m
 
 def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, prompts):
     async def cancelled():
-        queue = backend.engine._queue
+        queue = backend.engine.runtime.queue
         with queue.turn():
             task = asyncio.create_task(collect(backend, prompts[0]))
             while len(queue._waiting) < 2:

@@ -1,13 +1,15 @@
 """Tiny seeded chunks, and stores in a temporary folder."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
-from ragblend.kvstore.keys import ModelFingerprint, chunk_key
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
+from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
 
 Sample = tuple[ChunkKey, ChunkKV]
@@ -59,6 +61,17 @@ def same() -> Callable[[ChunkKV | None, ChunkKV], bool]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "home" / "kv"
+
+
+@pytest.fixture
+def rows(root: Path) -> Callable[..., list[tuple]]:
+    """rows(statement, *values): what it gives on the store's index, through a connection of its own."""
+
+    def execute(statement: str, *values: object) -> list[tuple]:
+        with closing(connect(root / "cache.db")) as sql:
+            return sql.execute(statement, values).fetchall()
+
+    return execute
 
 
 @pytest.fixture

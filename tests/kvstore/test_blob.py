@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from ragblend.kvstore.blob import Blob, BlobDamage, read_header
+from ragblend.kvstore.blob import Blob, BlobDamage, open_verified, read_header
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.errors import CorruptBlobError, UsageError
-from ragblend.kvstore.held import layers_of
-from ragblend.kvstore.reader import open_verified
+from ragblend.kvstore.memory import layers_of
 
 SMALL = Geometry(2, 1, 2, 3, "float16")
 

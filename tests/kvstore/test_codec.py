@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.chunks import ChunkKey, ChunkKV, Geometry
+from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import CODECS, RAW, codec_named
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.held import HeldChunk, PackedChunk, held_copy, held_nbytes
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
-from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.memory import HeldChunk, MemoryTier, PackedChunk, held_copy, held_nbytes
 from ragblend.kvstore.store import KVStore
 
 INT8 = CODECS["int8"]

@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 
@@ -91,11 +92,13 @@ def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch)
     ],
 )
 @pytest.mark.parametrize(
-    "step", ["index.enter", "Uses.arrival", "Uses.victims", "use_rows.enter", "Uses.gone"]
+    "step",
+    ["index.Index.set", "uses.Ledger.arrived", "uses.Change.in_order", "uses.Change.evict"],
 )
 def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
-    old, new = sample(1), sample(2)
+    old, new, size = sample(1), sample(2), Blob.of(*sample(1)).nbytes
     store.put(*old)
+    store.budget_bytes = size
 
     def broken(*args, **more):
         error = sqlite3.OperationalError("disk trouble")
@@ -103,45 +106,58 @@ def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"ragblend.kvstore.admission.{step}", broken)
-        with pytest.raises(kind, match=r"cache\.db"):
+        patch.setattr(f"ragblend.kvstore.{step}", broken)
+        with pytest.raises(kind, match=r"cache\.db|ledger\.db"):
             store.put(*new)
     assert len(list(root.glob("values/*/*"))) == 1
     assert store.check() == []
+    store.budget_bytes = 2 * size
     store.put(*new)
     assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
 
 
-class FailingCommit:
-    """The index's connection, with no room for the first commit."""
+class FailingCommit(sqlite3.Connection):
+    """A connection with no room for one commit to the file that `full` names; SQLite itself rolls back then."""
 
-    def __init__(self, real):
-        self.real, self.failed = real, False
+    full = ""
 
     def execute(self, statement, *args):
-        if statement == "COMMIT" and not self.failed:
-            self.failed = True
+        if statement == "COMMIT" and self.path.endswith(FailingCommit.full or "/"):
+            FailingCommit.full = ""
+            super().execute("ROLLBACK")
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
-        return self.real.execute(statement, *args)
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
+        return super().execute(statement, *args)
 
 
-def test_a_commit_that_fails_ends_its_transaction(store, sample, same, root):
-    """Else the next put would begin inside the same transaction."""
-    old, new = sample(1), sample(2)
-    store.put(*old)
-    failing_commit = store._index._sql = FailingCommit(store._index._sql)
-    with pytest.raises(StoreFullError, match="disk is full"):
-        store.put(*new)
-    assert failing_commit.failed
-    assert len(list(root.glob("values/*/*.kv"))) == 1
-    store.put(*new)
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
-    assert store.check() == []
+@pytest.mark.parametrize(("full", "stored"), [("cache.db", False), ("ledger.db", True)])
+def test_a_commit_that_fails_keeps_the_budget_and_the_order(sample, same, root, monkeypatch, full, stored):
+    """The index's says whether the value is stored; the ledger's comes after it, and is made up for."""
+    real = sqlite3.connect
+
+    def connect(path, *args, **more):
+        sql = real(path, *args, factory=FailingCommit, **more)
+        sql.path = str(path)
+        return sql
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    samples = [sample(seed) for seed in range(4)]
+    store = KVStore.open(root, 2 * Blob.of(*samples[0]).nbytes, policy="lru")
+    for each in samples[:2]:
+        store.put(*each)
+    FailingCommit.full = full
+    with nullcontext() if stored else pytest.raises(StoreFullError, match="disk is full"):
+        store.put(*samples[2])
+    assert not FailingCommit.full
+    expected = samples[1:3] if stored else samples[:2]
+    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in expected)
+    assert len(list(root.glob("values/*/*.kv"))) == 2
+    for number in (2, 3):
+        store.put(*samples[number])
+        assert {*store.keys()} == {samples[each][0] for each in (number - 1, number)}
+    assert store.stats().bytes == store.budget_bytes and store.check() == []
+    store.close()
 
 
 def test_a_put_whose_eviction_fails_changes_nothing(open_store, sample, same, root):
@@ -155,7 +171,7 @@ def test_a_put_whose_eviction_fails_changes_nothing(open_store, sample, same, ro
         raise sqlite3.OperationalError("disk trouble")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragblend.kvstore.admission.index.drop", broken)
+        patch.setattr("ragblend.kvstore.index.Index.delete", broken)
         with pytest.raises(StoreError, match="disk trouble"):
             store.put(*new)
     assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, other))
@@ -175,7 +191,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ragblend.kvstore.admission.index.enter", interrupted)
+        patch.setattr("ragblend.kvstore.index.Index.set", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.put(*sample(1))
     assert list(root.glob("values/*/*")) == []
@@ -184,7 +200,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
 
 
 def test_an_index_that_stays_locked_is_named(open_store, sample, root, monkeypatch):
-    monkeypatch.setattr("ragblend.kvstore.opening.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.05)
     store = open_store()
     other = sqlite3.connect(root / "cache.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

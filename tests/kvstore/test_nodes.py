@@ -1,13 +1,14 @@
 """NodeIndex: token ids by node id, the keys that become free, and nothing left of what was deleted."""
 
 import os
+import random
 import sqlite3
 import stat
 
 import pytest
 
-from ragblend.kvstore.chunks import ChunkKey
 from ragblend.kvstore.errors import StoreError, StoreFormatError, UsageError
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
 SCOPE, OTHER = Scope("papers", "aa" * 32), Scope("papers", "bb" * 32)
@@ -159,3 +160,20 @@ def test_what_is_doomed_is_remembered_until_it_is_buried(tmp_path):
         nodes.buried([key(2)])
         assert nodes.doomed() == ()
         assert nodes.delete("papers", ["d"]) == (key(1),)
+
+
+def test_copies_that_sqlite_left_where_it_moved_rows_are_erased(nodes, path):
+    """`secure_delete` overwrites a row where it stands, not where it once stood."""
+    chance, copies = random.Random(4), 0
+    for round_number in range(30):
+        scope = Scope(f"letters {round_number}", "aa" * 32)
+        names = [chance.randbytes(32).hex() for _ in range(30)]
+        for name in names:
+            nodes.put_many(scope, [(name, chance.choices(range(50_000), k=chance.randint(20, 80)), None)])
+        for name in names[::2]:
+            nodes.delete(scope.collection, [name])
+        copies += sum(name.encode() in path.read_bytes() for name in names[::2])
+        assert nodes.erase()
+        assert not any(name.encode() in path.read_bytes() for name in names[::2])
+        assert all(name.encode() in path.read_bytes() for name in names[1::2])
+    assert copies, "none was left, so this shows nothing"

@@ -141,7 +141,6 @@ def test_threads_share_one_store(open_store, sample, same):
             else:
                 found = store.get(key, chunk.token_ids)
                 wrong += found is not None and not same(found, chunk)
-        store._cache.close()  # this thread's connection
         return wrong
 
     with ThreadPoolExecutor(4) as pool:
@@ -166,12 +165,12 @@ def test_two_writing_processes_take_turns(root, open_store, sample, worker):
 
 
 def test_a_held_lock_is_waited_for_and_then_named(root, open_store, sample, monkeypatch):
-    monkeypatch.setattr("ragblend.kvstore.opening.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.1)
     store = open_store()
     other = WriterLock(root / "write.lock", 1)  # another descriptor stands for another process
     with other.hold():
         assert store.contains(sample(1)[0]) is False  # readers do not wait
-        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} is writing"):
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on"):
             store.put(*sample(1))
         with pytest.raises(StoreLockedError):
             KVStore.open(root, 1)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.profile import PrefillProfile
+from ragblend.kvstore.policy import PrefillProfile
 
 GRID = PrefillProfile("by hand", (0, 100), (10, 20, 40), ((1.0, 3.0, 9.0), (5.0, 7.0, 17.0)))
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ragblend.kvstore import store as kvstore_store
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
-from ragblend.kvstore.store import KVStore
+from ragblend.kvstore.index import Index
+from ragblend.kvstore.store import AT_ONCE, KVStore
 
 
 def modes_below(folder):
@@ -79,7 +79,7 @@ def test_other_token_ids_are_a_miss_and_never_the_stored_kv(store, sample):
 def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sample, root, monkeypatch):
     """The order that makes an acknowledged value outlive a power cut: nothing else here could tell."""
     steps = []
-    fsync, rename, insert = os.fsync, os.rename, kvstore_store.admit
+    fsync, rename, insert = os.fsync, os.rename, Index.set
 
     def note_fsync(fd):
         steps.append("fsync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), root))
@@ -98,7 +98,7 @@ def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sa
     (root / "values" / key.digest[:2]).mkdir(exist_ok=True)
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
-    monkeypatch.setattr(kvstore_store, "admit", note_insert)
+    monkeypatch.setattr(Index, "set", note_insert)
     store.put(key, chunk)
     assert [step.partition("-")[0] for step in steps] == [
         f"fsync values/{key.digest[:2]}/{key.digest}",
@@ -129,13 +129,13 @@ def test_the_budget_evicts_the_longest_unused_and_only_what_is_needed(open_store
     assert store.check() == []
 
 
-def test_a_new_value_is_never_its_own_victim(open_store, sample):
+def test_a_new_value_is_never_its_own_victim(open_store, sample, rows):
     """Not even when the clock was set back, and everything else seems to be used later."""
     samples = [sample(seed) for seed in range(3)]
     store = open_store(budget_bytes=2 * Blob.of(*samples[0]).nbytes)
     store.put(*samples[0])
     store.put(*samples[1])
-    store._index._sql.execute("UPDATE Cache SET access_time = access_time + 1e6")
+    rows("UPDATE Cache SET access_time = access_time + 1e6")
     store.put(*samples[2])
     assert [store.contains(key) for key, _ in samples] == [False, True, True]
 
@@ -164,6 +164,58 @@ def test_the_order_of_use_survives_a_restart(open_store, sample):
     second = open_store(budget)
     second.put(*samples[2])
     assert [second.contains(key) for key, _ in samples] == [True, False, True]
+
+
+def test_a_put_evicts_what_it_needs_and_a_bounded_number_beside(open_store, sample):
+    """After the budget was lowered one put once evicted 10,000 values, which took 17 s; the next ones go on with it."""
+    samples = [sample(seed) for seed in range(4 * AT_ONCE)]
+    size = Blob.of(*samples[0]).nbytes
+    store = open_store()
+    for each in samples[:-4]:
+        store.put(*each)
+    entries = store.stats().entries
+    store.budget_bytes = 3 * size
+    store.put(*samples[-4])
+    assert store.stats().evictions == AT_ONCE + 1
+    assert store.stats().entries == entries - AT_ONCE
+    store.put(*samples[-4])  # replaces itself
+    assert store.stats().entries == entries - 2 * AT_ONCE
+    large = sample(999, tokens=5 * AT_ONCE)
+    store.put(*samples[-3])
+    assert store.stats().entries == entries - 3 * AT_ONCE
+    for each in samples[-2:]:
+        store.put(*each)
+    assert store.stats().bytes == store.budget_bytes
+    assert all(store.contains(key) for key, _ in samples[-3:])
+    store.budget_bytes = Blob.of(*large).nbytes
+    store.put(*large)
+    assert store.stats().entries == 1
+    assert store.check() == []
+
+
+def test_one_value_may_displace_any_number(open_store, sample):
+    """However many small ones lie in the room that it needs: a put goes beyond no budget."""
+    large = sample(999, tokens=40 * AT_ONCE)
+    store = open_store(budget_bytes=Blob.of(*large).nbytes)
+    for seed in range(2 * AT_ONCE):
+        store.put(*sample(seed))
+    assert store.stats().entries == 2 * AT_ONCE
+    store.put(*large)
+    assert store.stats().bytes <= store.budget_bytes
+    assert store.contains(large[0])
+
+
+def test_gc_works_off_a_lowered_budget(open_store, sample):
+    samples = [sample(seed) for seed in range(2 * AT_ONCE + 9)]
+    store = open_store()
+    for each in samples:
+        store.put(*each)
+    size = store.stats().bytes // len(samples)
+    store.budget_bytes = 5 * size
+    report = store.gc()
+    assert (report.files, report.bytes) == (len(samples) - 5, (len(samples) - 5) * size)
+    assert [store.contains(key) for key, _ in samples] == [False] * (len(samples) - 5) + [True] * 5
+    assert (store.stats().evictions, store.check()) == (len(samples) - 5, [])
 
 
 def test_a_value_larger_than_the_budget_changes_nothing(open_store, sample, root):
@@ -269,7 +321,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(store, sample, root, monkeypa
 # --- looking after
 
 
-def test_check_names_every_kind_of_problem(store, sample, root, value_path):
+def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows):
     keys = {}
     kinds = ["missing-file", "bad-length", "bad-header", "bad-layer", "wrong-key", "open-to-others"]
     for seed, kind in enumerate(kinds):
@@ -298,7 +350,7 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path):
     temporary.write_bytes(b"tmp")
     temporary.chmod(0o600)
     (root / "values" / "notes.txt").touch(0o600)
-    store._index._sql.execute("INSERT INTO Cache (key, raw, size, mode, value) VALUES ('k', 1, 1, 4, x'80')")
+    rows("INSERT INTO Cache (key, raw, size, mode, value) VALUES ('k', 1, 1, 4, x'80')")
 
     found = {(problem.kind, problem.key.digest if problem.key else None) for problem in store.check()}
     expected = {(kind, key.digest) for kind, (key, _) in keys.items()}

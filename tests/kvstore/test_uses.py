@@ -1,21 +1,20 @@
-"""The disk's order of eviction: kept in rows, it must be what ranking.py keeps in memory, whoever opens the store."""
+"""The ledger, the disk's order of eviction: it must be what a plain dictionary says, whoever opens the store."""
 
 import os
 import random
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing
 
 import pytest
 
+from ragblend.kvstore import upkeep
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.policy import HALF_LIFE_USES, POLICIES, Entry
-from ragblend.kvstore.ranking import History, Ranking
-from ragblend.kvstore.stats import Counts
+from ragblend.kvstore.policy import HALF_LIFE_USES, POLICIES, Entry, clock_after, computed, ranked, used
+from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
-from ragblend.kvstore.use_rows import _IN_ORDER
-from ragblend.kvstore.uses import Uses
+from ragblend.kvstore.uses import Change, Counters, Counts, Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -29,38 +28,63 @@ def samples(sample):
     return [sample(seed, tokens=3 + seed % 7) for seed in range(40)]
 
 
+@pytest.fixture
+def uses(root):
+    """uses(statement, *values): what it gives on the ledger, through a connection of its own."""
+
+    def execute(statement, *values):
+        with closing(connect(root / "ledger.db")) as sql:
+            return sql.execute(statement, values).fetchall()
+
+    return execute
+
+
 def cost(cached_tokens, new_tokens):
     return 1.0 / new_tokens
 
 
 class Memory:
-    """What ranking.py says, for the same retrievals and puts."""
+    """The same retrievals and puts over dictionaries, sorted anew for every victim."""
 
     def __init__(self, name, budget_bytes):
-        self.history, self.ranking = History(POLICIES[name]), Ranking(POLICIES[name])
-        self.budget_bytes, self.stored = budget_bytes, set()
+        self.policy, self.budget_bytes = POLICIES[name], budget_bytes
+        self.half_life = HALF_LIFE_USES if self.policy.fades else None
+        self.here, self.gone, self.stored = {}, {}, set()
+        self.uses = self.clock = 0.0
 
     def get(self, digest):
-        entry = self.history.used(digest)
-        if digest in self.ranking:
-            self.ranking.rank(entry)
+        self.uses += 1.0
+        if digest in self.here:
+            entry = used(self.here[digest], self.uses, self.half_life)
+            self.here[digest] = ranked(entry, self.policy, self.clock)
+        elif self.policy.fades:
+            self.gone[digest] = used(self.gone.get(digest, Entry(digest, 0)), self.uses, self.half_life)
 
     def put(self, digest, nbytes, value_cost):
         self.stored.add(digest)
-        self.ranking.rank(self.history.computed(digest, nbytes, 0, value_cost))
-        for victim in self.ranking.take(self.ranking.nbytes - self.budget_bytes, {digest}):
-            self.history.gone(victim.digest)
+        before = self.here.get(digest) or self.gone.pop(digest, Entry(digest, 0))
+        entry = computed(before._replace(nbytes=nbytes), value_cost)
+        if not entry.frequency:
+            self.uses += 1.0
+            entry = entry._replace(used_at=self.uses, frequency=1.0)
+        self.here[digest] = ranked(entry, self.policy, self.clock)
+        victims = []
+        while sum(each.nbytes for each in self.here.values()) > self.budget_bytes:
+            others = [each for each in self.here.values() if each.digest != digest]
+            victims.append(min(others, key=lambda each: (each.priority, each.used_at)))
+            del self.here[victims[-1].digest]
+        self.clock = clock_after(self.clock, victims)
+        if self.policy.fades:
+            self.gone |= {each.digest: each for each in victims}
 
     def delete(self, digest):
-        self.ranking.drop(digest)
-        self.history.forget(digest)
+        self.here.pop(digest, None)
+        self.gone.pop(digest, None)
         self.stored.discard(digest)
 
     def reopened(self):
         """Retrievals of what was never stored are one process's."""
-        for entry, here in list(self.history.entries()):
-            if not here and entry.digest not in self.stored:
-                self.history.forget(entry.digest)
+        self.gone = {digest: entry for digest, entry in self.gone.items() if digest in self.stored}
 
 
 def digests(store):
@@ -68,7 +92,7 @@ def digests(store):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_disk_evicts_what_ranking_would_have(root, samples, name):
+def test_the_disk_evicts_what_the_dictionaries_would(root, samples, name):
     """Retrievals, puts, deletes and reopenings at random; after each put the same values are there."""
     seeded, budget = random.Random(name), sum(Blob.of(*each).nbytes for each in samples[:14])
     memory, store, evicted = Memory(name, budget), KVStore.open(root, budget, policy=name, cost=cost), 0
@@ -88,12 +112,12 @@ def test_the_disk_evicts_what_ranking_would_have(root, samples, name):
             if store.get(key, chunk.token_ids) is None or action > 0.9:
                 memory.put(key.digest, Blob.of(key, chunk).nbytes, cost(0, len(chunk.token_ids)))
                 store.put(key, chunk)
-                assert digests(store) == set(memory.ranking._entries)
+                assert digests(store) == set(memory.here)
     assert evicted + store.stats().evictions > 50
     store.close()
 
 
-def test_processes_share_one_order(root, sample):
+def test_processes_share_one_order(root, sample, uses):
     """What others used counts as much as what one used oneself; two stores stand for two processes."""
     one, size = [sample(seed) for seed in range(8)], Blob.of(*sample(0)).nbytes
     with KVStore.open(root, 3 * size) as first, KVStore.open(root, 3 * size) as second:
@@ -102,10 +126,11 @@ def test_processes_share_one_order(root, sample):
         for _ in range(4):
             assert second.get(one[0][0], one[0][1].token_ids)
             assert first.get(one[1][0], one[1][1].token_ids)
+        before = uses("SELECT uses FROM Ranking")
         first.write_uses(at_least=3)
-        assert first._uses.waiting == 1  # too few
+        assert uses("SELECT uses FROM Ranking") == before  # too few
         first.write_uses(at_least=1)
-        assert first._uses.waiting == 0
+        assert uses("SELECT uses FROM Ranking") != before
         second.put(*one[3])  # evicts 2, which nobody used
         first.put(*one[4])  # and now 3
         assert digests(first) == digests(second) == {one[number][0].digest for number in (0, 1, 4)}
@@ -123,11 +148,28 @@ def test_the_policy_is_that_of_whoever_opened_the_store_last(root, sample):
         with KVStore.open(root, 2 * size, policy="lru"):
             first.put(*new)
         assert digests(first) == {lately[0].digest, new[0].digest}
-    with KVStore.open(root, 2 * size, policy="lfu") as store:
+    with KVStore.open(root, 2 * size, policy="gdsf") as store:
         for _ in range(3):
             store.get(lately[0], lately[1].token_ids)
         store.put(*often)
         assert digests(store) == {lately[0].digest, often[0].digest}
+
+
+def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample, uses):
+    """Its priorities were on another scale: what had a high one would have stayed for ever."""
+    size = Blob.of(*sample(0)).nbytes
+    with KVStore.open(root, 3 * size) as store:
+        for seed in range(3):
+            store.put(*sample(seed))
+        for _ in range(5):
+            store.get(sample(0)[0], sample(0)[1].token_ids)
+    uses("UPDATE Ranking SET policy = 'fading', clock = 1e6")
+    uses("UPDATE Uses SET priority = 1e9 WHERE priority = (SELECT MIN(priority) FROM Uses)")
+    with KVStore.open(root, 3 * size) as store:
+        store.put(*sample(3))
+        store.put(*sample(4))
+        assert store.policy == "pgdsf"
+        assert digests(store) == {sample(seed)[0].digest for seed in (0, 3, 4)}
 
 
 def test_an_unknown_policy_touches_nothing(root):
@@ -142,7 +184,7 @@ def held_anywhere(root, digest):
 
 
 @pytest.mark.parametrize("how", ["delete", "gc", "elsewhere"])
-def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how):
+def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses):
     """Also of one that was evicted before, and that another process has used meanwhile."""
     gone, other, size = sample(0), sample(1), Blob.of(*sample(0)).nbytes
     store = KVStore.open(root, size)
@@ -150,7 +192,7 @@ def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how):
     assert store.get(gone[0], gone[1].token_ids)
     store.put(*other)
     assert not store.contains(gone[0])
-    store._index.truncate_log()
+    uses("PRAGMA wal_checkpoint(TRUNCATE)")
     assert held_anywhere(root, gone[0].digest)  # its count goes on
     assert store.get(gone[0], gone[1].token_ids) is None  # waits to be written
     if how == "delete":
@@ -168,57 +210,125 @@ def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how):
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE Uses SET priority = 'x'",
-        "UPDATE Uses SET priority = 9e99",
-        "UPDATE Uses SET used_at = -5, frequency = 'much', cost = x'00'",
-        "UPDATE Uses SET frequency = 1e300, computations = -4",
-        "UPDATE Uses SET cache_row = cache_row + 100",
+        "PRAGMA ignore_check_constraints = ON; UPDATE Uses SET priority = 'x'",
+        "PRAGMA ignore_check_constraints = ON; UPDATE Uses SET used_at = -5, frequency = 'much', cost = x'00'",
+        "PRAGMA ignore_check_constraints = ON; UPDATE Ranking SET policy = 'none', uses = 'many'",
+        "PRAGMA ignore_check_constraints = ON; UPDATE Totals SET hits = 'some'",
+        "UPDATE Uses SET digest = digest || 'x'",
+        "UPDATE Uses SET bytes = 7",
         "DELETE FROM Uses",
         "DELETE FROM Ranking",
-        "UPDATE Ranking SET policy = 'none', uses = 'many', clock = 1e300",
-        "UPDATE Totals SET hits = 'some'",
-        "UPDATE Settings SET value = 1 WHERE key IN ('size', 'count')",
+        "DROP TABLE Uses",
+        None,  # no database any more
     ],
 )
-@pytest.mark.parametrize("reopened", [False, True])
-def test_damaged_rows_are_survived(root, sample, same, damage, reopened):
-    """Values stay, the budget is kept, the newest is there, and what is wrong is mended at the next open."""
+def test_a_damaged_ledger_costs_no_value(root, sample, same, damage):
+    """The budget is kept, and the newest value is there."""
     size = Blob.of(*sample(0)).nbytes
-    store = KVStore.open(root, 4 * size)
-    for seed in range(4):
-        store.put(*sample(seed))
-    if reopened:
-        store.close()
-    sql = sqlite3.connect(root / "cache.db", isolation_level=None)
-    sql.execute(damage)
-    sql.close()
-    if reopened:
-        store = KVStore.open(root, 4 * size)
-        assert store.stats().entries == 4
-    for seed in range(12):
-        key, chunk = sample(seed)
-        store.put(key, chunk)
-        assert same(store.get(key, chunk.token_ids), chunk)
-        assert reopened is False or store.stats().bytes <= 4 * size
-    store.close()
     with KVStore.open(root, 4 * size) as store:
-        store.put(*sample(20))
-        assert store.stats().bytes == 4 * size and store.check() == []
-        assert set(store.totals_by_tier()) == {"disk"}
+        for seed in range(4):
+            store.put(*sample(seed))
+    if damage is None:
+        (root / "ledger.db").write_bytes(b"ruin" * 3000)
+    else:
+        with closing(sqlite3.connect(root / "ledger.db", isolation_level=None)) as sql:
+            sql.executescript(damage)
+    with KVStore.open(root, 4 * size) as store:
+        assert store.stats().entries == (
+            0 if damage == "UPDATE Uses SET bytes = 7" else 4
+        )  # not what was stored
+        for seed in range(12):
+            key, chunk = sample(seed)
+            store.put(key, chunk)
+            assert same(store.get(key, chunk.token_ids), chunk)
+            assert store.stats().bytes <= 4 * size
+        assert store.check() == [] and set(store.totals_by_tier()) == {"disk"}
 
 
-def test_a_store_without_uses_is_ranked_as_its_values_came(root, sample):
-    """Made by a version that kept the order in access_time, or entered anew after its index was set aside."""
+@pytest.mark.parametrize("damage", ["DELETE FROM Uses", "UPDATE Uses SET digest = digest || 'x'"])
+def test_values_that_the_ledger_has_lost_while_open_are_evicted_all_the_same(root, sample, uses, damage):
+    size = Blob.of(*sample(0)).nbytes
+    with KVStore.open(root, 3 * size) as store:
+        for seed in range(3):
+            store.put(*sample(seed))
+        uses(damage)
+        for seed in (3, 4):
+            store.put(*sample(seed))
+        assert (store.stats().entries, store.stats().bytes) == (3, 3 * size)
+        assert store.contains(sample(4)[0]) and store.check() == []
+
+
+@pytest.mark.parametrize(
+    "damage", ["UPDATE Settings SET value = 1 WHERE key IN ('size', 'count')", "DROP TABLE Settings"]
+)
+def test_damaged_totals_of_the_index_are_counted_anew(root, sample, rows, damage):
+    size = Blob.of(*sample(0)).nbytes
+    with KVStore.open(root, 2 * size) as store:
+        for seed in range(2):
+            store.put(*sample(seed))
+    rows(damage)
+    with KVStore.open(root, 2 * size) as store:
+        assert (store.stats().entries, store.stats().bytes) == (2, 2 * size)
+        store.put(*sample(2))
+        assert (store.stats().entries, store.stats().bytes) == (2, 2 * size)
+
+
+def test_a_store_without_a_ledger_is_ranked_as_its_values_came(root, sample):
     size = Blob.of(*sample(0)).nbytes
     with KVStore.open(root, 9 * size) as store:
         for seed in (2, 0, 1):
             store.put(*sample(seed))
-        for table in ("Uses", "Gone", "Ranking", "Totals"):
-            store._index._sql.execute(f"DROP TABLE {table}")
-        store._flush = lambda: None
+    for path in root.glob("ledger.db*"):
+        path.unlink()
     with KVStore.open(root, 3 * size) as store:
         store.put(*sample(3))
         assert digests(store) == {sample(seed)[0].digest for seed in (0, 1, 3)}
+
+
+FORMER = """
+CREATE TABLE Uses (cache_row INTEGER PRIMARY KEY, priority REAL, used_at REAL, frequency REAL, cost REAL,
+    computations INTEGER);
+CREATE TABLE Gone (digest TEXT PRIMARY KEY, used_at REAL, frequency REAL, cost REAL, computations INTEGER);
+CREATE TABLE Ranking (only INTEGER PRIMARY KEY, policy TEXT, uses REAL, clock REAL);
+CREATE TABLE Totals (tier TEXT PRIMARY KEY, hits INTEGER, misses INTEGER, evictions INTEGER, quarantined INTEGER);
+INSERT INTO Gone VALUES ('{gone}', 1, 1, 1, 1);
+"""
+
+
+@pytest.mark.parametrize(
+    "killed_in", [None, "remove_index", "prepare", "Index", "_is_sound", "sweep", "Ledger.settle"]
+)
+def test_a_store_of_an_earlier_version_keeps_its_values(root, sample, same, caplog, monkeypatch, killed_in):
+    """Its order of eviction stood in diskcache's own file. Killed at any step, the next open goes on."""
+    samples, gone = [sample(seed) for seed in range(3)], sample(9)[0].digest
+    with KVStore.open(root, 1 << 20) as store:
+        for each in samples:
+            store.put(*each)
+    with closing(sqlite3.connect(root / "cache.db")) as sql:
+        sql.executescript(FORMER.format(gone=gone))
+    for path in root.glob("ledger.db*"):
+        path.unlink()
+    with monkeypatch.context() as patch:
+        if killed_in is not None:
+            where = {"sweep": "store.sweep", "Ledger.settle": "uses.Ledger.settle"}.get(
+                killed_in, f"upkeep.{killed_in}"
+            )
+            calls = iter([None] if killed_in == "prepare" else [])  # the second call is of the new index
+
+            def killed(*args):
+                if next(calls, True):
+                    raise KeyboardInterrupt
+                return real(*args)
+
+            real = getattr(upkeep, killed_in, None)
+            patch.setattr(f"ragblend.kvstore.{where}", killed)
+            with pytest.raises(KeyboardInterrupt):
+                KVStore.open(root, 1 << 20)
+    with KVStore.open(root, 1 << 20) as store:
+        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
+        assert (store.stats().quarantined, store.check()) == (0, [])
+    assert "made anew" in caplog.text
+    assert not held_anywhere(root, gone)
 
 
 def test_no_clock_is_asked(root, sample, monkeypatch):
@@ -233,70 +343,74 @@ def test_no_clock_is_asked(root, sample, monkeypatch):
 
 
 def test_the_next_victim_is_found_without_sorting_or_reading_all(store):
-    """The plan of the query: an index in the right order, a look-up for each row; no scan, no sorting."""
-    plan = [row[3] for row in store._index._sql.execute(f"EXPLAIN QUERY PLAN {_IN_ORDER}", ("",))]
-    assert len(plan) == 2, plan
-    assert "UsesInOrder" in plan[0] and "SEARCH Cache USING INTEGER PRIMARY KEY" in plan[1], plan
+    """The plan of the query: an index in the right order; no sorting."""
+    with closing(connect(store.root / "ledger.db")) as sql:
+        asked = []
+        change = Change(sql, POLICIES["pgdsf"])
+        sql.set_trace_callback(asked.append)
+        list(change.in_order(""))
+        sql.set_trace_callback(None)
+        plan = [row[3] for row in sql.execute(f"EXPLAIN QUERY PLAN {asked[-1]}")]
+    assert len(plan) == 1 and "UsesInOrder" in plan[0], plan
 
 
-def test_what_is_remembered_of_evicted_values_is_bounded(root, sample):
-    size = Blob.of(*sample(0)).nbytes
-    with KVStore.open(root, size) as store:
-        for seed in range(9):
-            store.put(*sample(seed))
-        with store._index.transaction() as sql:
-            Uses(POLICIES["pgdsf"], remembered=3).settle(sql)
-            kept = {digest for (digest,) in sql.execute("SELECT digest FROM Gone")}
-    assert kept == {sample(seed)[0].digest for seed in (5, 6, 7)}
+@pytest.fixture
+def ledger(root):
+    root.mkdir(parents=True)
+    with Ledger(root / "ledger.db", POLICIES["pgdsf"], {"disk": Counters()}, remembered=3) as ledger:
+        yield ledger
 
 
-def test_uses_that_could_not_be_written_wait_on(root, sample):
+def test_what_is_remembered_of_evicted_values_is_bounded(ledger):
+    with ledger.changing() as change:
+        for digest in "abcdef":
+            ledger.arrived(change, digest, 1, 1.0)
+        change.evict(list(change.in_order("")))
+    ledger.settle({})
+    assert set(ledger.asked()) == {"d", "e", "f"}
+
+
+def test_waiting_uses_are_bounded(ledger):
+    for digest in "abcad":
+        ledger.used(digest)
+    found = {"c": 1.0, "a": pytest.approx(2.0, abs=0.01), "d": 1.0}
+    assert ledger.asked() == found
+    with ledger.changing():
+        pass
+    assert ledger.asked() == found and ledger.waiting == 0  # of no value that was ever stored
+    for digest in "xy":
+        ledger.used(digest)
+    with ledger.changing():
+        pass
+    assert set(ledger.asked()) == {"d", "x", "y"}
+
+
+def test_uses_and_counts_that_could_not_be_written_wait_on(root, sample, uses):
     key, chunk = sample(0)
     with KVStore.open(root, 1 << 20) as store:
         store.put(key, chunk)
         store.get(key, chunk.token_ids)
-        with suppress(ZeroDivisionError), store._recording() as sql:
-            store._uses.flush(sql)
-            raise ZeroDivisionError
+        uses("CREATE TRIGGER no BEFORE INSERT ON Totals BEGIN SELECT RAISE(ABORT, 'no'); END")
+        store.write_uses(at_least=0)  # what was counted is written last
+        uses("DROP TRIGGER no")
+        store.delete(sample(1)[0])
         store.get(key, chunk.token_ids)
-        store._flush()
-        found = store._index._sql.execute("SELECT used_at, frequency FROM Uses").fetchone()
+        store.write_uses(at_least=0)
+        found = uses("SELECT used_at, frequency FROM Uses")[0]
+        assert store.totals_by_tier() == {"disk": Counts(hits=2)}
     fading = [2.0 ** (-before / HALF_LIFE_USES) for before in range(3)]
     assert found == (3.0, pytest.approx(sum(fading)))
 
 
-def test_waiting_uses_are_bounded():
-    uses = Uses(POLICIES["pgdsf"], remembered=3)
-    for digest in "abcad":
-        uses.used(digest)
-    assert [entry.digest for entry in uses._waiting.values()] == ["c", "a", "d"]
-    assert uses._waiting["a"] == Entry("a", 0, 4.0, frequency=pytest.approx(2.0, abs=0.01))
-
-
-def test_a_store_with_an_index_of_before_keeps_what_it_counted(root, sample, caplog):
-    """The order of what is gone was once an index, which every eviction had to write."""
-    with KVStore.open(root, Blob.of(*sample(0)).nbytes) as store:
-        store.put(*sample(0))
-        store.put(*sample(1))
-    with sqlite3.connect(root / "cache.db") as sql:
-        sql.execute("CREATE INDEX GoneInOrder ON Gone (used_at)")
-    sql.close()
-    with KVStore.open(root, None) as store:
-        assert store.totals_by_tier() == {"disk": Counts(evictions=1)}
-        schema = {name for (name,) in store._index._sql.execute("SELECT name FROM sqlite_master")}
-        assert "Gone" in schema and "GoneInOrder" not in schema
-    assert not caplog.records
-
-
-def test_the_row_of_a_victim_that_would_expire_is_handed_on_whole(root, sample):
+def test_a_row_that_would_expire_is_replaced_or_deleted(root, sample, rows):
     key, chunk = sample(1)
-    with KVStore.open(root, Blob.of(*sample(0)).nbytes) as store:
-        store.put(*sample(0))
-        store._index._sql.execute("UPDATE Cache SET expire_time = 1.0, tag = 'x'")
-        store.put(key, chunk)
-        fields = store._index._sql.execute("SELECT key, expire_time, tag FROM Cache").fetchall()
-        assert fields == [(key.digest, None, None)]
-        assert store.get(key, chunk.token_ids) is not None
+    with KVStore.open(root, 1 << 20) as store:
+        for _ in range(2):
+            store.put(key, chunk)
+            rows("UPDATE Cache SET expire_time = 1.0, tag = 'x'")
+            assert store.get(key, chunk.token_ids) is None
+        store.delete(key)
+        assert rows("SELECT * FROM Cache") == [] and store.check() == []
 
 
 def test_totals_are_those_of_all_processes(root, sample):
@@ -315,51 +429,6 @@ def test_totals_are_those_of_all_processes(root, sample):
         store.get(key, chunk.token_ids)
         assert store.totals_by_tier()["disk"].misses == 2  # its own, not written yet
         assert other.totals_by_tier()["disk"].misses == 1
-
-
-def test_a_put_that_evicts_takes_few_statements(root, sample):
-    """Each is paid by every admission; an UPDATE of the victim's row took the place of an INSERT and two DELETEs."""
-    size, statements = Blob.of(*sample(0)).nbytes, []
-    with KVStore.open(root, 2 * size) as store:
-        for seed in range(3):
-            store.put(*sample(seed))
-        store._index._sql.set_trace_callback(statements.append)
-        store.put(*sample(3))
-        store._index._sql.set_trace_callback(None)
-        assert digests(store) == {sample(seed)[0].digest for seed in (2, 3)}
-    own = [each.split()[0] for each in dict.fromkeys(statements)]  # a trigger's is told as its cause's again
-    assert own == ["BEGIN", "SELECT", "SELECT", "UPDATE", "INSERT", "INSERT", "INSERT", "COMMIT"], statements
-
-
-def test_a_row_that_was_handed_on_is_the_new_value_s(root, sample, same):
-    """Of several victims the first gives its row; the others' go. The newest value is the last of the keys."""
-    small, large = [sample(seed, tokens=4) for seed in range(4)], sample(9, tokens=60)
-    size = Blob.of(*large).nbytes
-    with KVStore.open(root, size + Blob.of(*small[0]).nbytes, policy="lru") as store:
-        for each in small:
-            store.put(*each)
-        store.put(*large)
-        assert list(store.keys()) == [small[3][0], large[0]]
-        assert same(store.get(large[0], large[1].token_ids), large[1])
-        assert all(store.get(key, chunk.token_ids) is None for key, chunk in small[:3])
-        assert store.stats().evictions == 3 and store.check() == []
-        rows = "SELECT (SELECT COUNT(*) FROM Cache), (SELECT COUNT(*) FROM Uses)"
-        assert store._index._sql.execute(rows).fetchone() == (2, 2)
-
-
-def test_uses_of_a_change_that_failed_are_not_taken_for_written(root, sample):
-    """A later change that writes none of them was taken for the one that did, and they were lost."""
-    key, chunk = sample(0)
-    with KVStore.open(root, 1 << 20) as store:
-        store.put(key, chunk)
-        store.get(key, chunk.token_ids)
-        with suppress(ZeroDivisionError), store._recording() as sql:
-            store._uses.flush(sql)
-            raise ZeroDivisionError
-        store.delete(sample(1)[0])
-        store._flush()
-        found = store._index._sql.execute("SELECT frequency FROM Uses").fetchone()
-    assert found == (pytest.approx(2.0, abs=0.01),)
 
 
 def test_puts_write_their_counts_many_at_once(root, sample):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-FOLDERS = ("ragblend", "kvstore", "engine", "integrations", "app", "ui")
+FOLDERS = ("benchmarks", "ragblend", "kvstore", "engine", "integrations", "app", "ui")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""The documents' code blocks are true: Python runs, commands parse, links lead somewhere, and no machine shows through.
+"""The documents are true: Python runs, commands parse, links lead somewhere, figures are those that were recorded.
 
-In README.md and docs/*.md every block fenced as `python` is run (a file's blocks share one namespace) unless its fence
+In *.md and docs/*.md every block fenced as `python` is run (a file's blocks share one namespace) unless its fence
 says `no-run`; every line of a `bash` block that starts with `ragblend` or `make` is checked against the real command.
 """
 
+import importlib
+import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -18,7 +21,13 @@ import pytest
 from ragblend.engine.selection import METHODS
 
 REPO = Path(__file__).parents[2]
-DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
+README = (REPO / "README.md").read_text(encoding="utf-8")
+OF_THE_README = {"demo", "page"}  # pictures; the others are the methods'
+_spec = importlib.util.spec_from_file_location("results", REPO / "benchmarks" / "results.py")
+results = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(results)
+
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 RAGBLEND = Path(sys.executable).parent / "ragblend"
 
@@ -111,8 +120,34 @@ def test_a_make_command_is_one_that_exists(command) -> None:
 
 
 def test_the_readme_starts_with_the_two_commands() -> None:
-    assert COMMANDS.count("make demo") == 1
-    assert COMMANDS.count("make test") == 1
+    first, second, *_ = blocks(README)
+    assert (first.code, second.code) == ("make demo\n", "make test\n")
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.split()) <= 1000
+
+
+def test_figures_are_those_that_were_recorded() -> None:
+    """After `benchmarks/recorded.json` changes: `python -m benchmarks.results`."""
+    runs = json.loads(results.RECORDED.read_text(encoding="utf-8"))
+    assert results.RESULTS.read_text(encoding="utf-8") == results.results_page(runs)
+    assert results.with_table(README, runs) == README
+    assert "`probe-shift`" in results.readme_table(runs)
+
+
+def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="neither"):
+        results.taken(tmp_path, "t", "c", "s")
+    at = {"gpu": None, "cpu": "Abacus", "cpu_cores": 2, "dtype": "bfloat16", "torch": "2"}
+    row = {"method": "reuse", "ratio": None, "kl": 0.12345, "kl_ci": [0.1, 0.2], "nobody": "asks"}
+    report = {"environment": at, "rows": [row], "settings": {"questions": 6}}
+    (tmp_path / "quality.json").write_text(json.dumps(report))
+    [run] = results.taken(tmp_path, "Abacus", "bench it", "Slow.")
+    assert run["rows"] == [{"method": "reuse", "kl": 0.1235, "kl_ci": [0.1, 0.2]}]
+    assert "6 questions. Abacus, 2 cores" in results.section(run)
+    assert "| `reuse` | 0.123 | 0.100 to 0.200 |" in results.section(run)
+    assert json.loads(results.dumped([run])) == [run]
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)
@@ -149,9 +184,19 @@ def tree_paths(tree: str) -> Iterator[str]:
 def test_the_tree_names_what_is_there() -> None:
     [tree] = [block.code for block in ALL_BLOCKS if "START HERE" in block.code]
     paths = list(tree_paths(tree))
-    assert "kvstore/reader.py" in paths
-    assert "app/bench/" in paths
+    assert {"engine/engine.py", "engine/selection/", "examples/"} <= set(paths)
     assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+def test_the_path_of_a_question_names_functions_that_are_there() -> None:
+    text = (REPO / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    steps = re.findall(r"`(\w[\w/]+)\.py:([\w.]+)`", text)
+    assert len(steps) == 11
+    for module, name in steps:
+        found = importlib.import_module(f"ragblend.{module.replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert callable(found)
 
 
 def test_blocks_and_commands_are_found() -> None:
@@ -166,5 +211,5 @@ def test_every_method_has_its_picture():
     found = list(IMAGE.finditer((REPO / "docs" / "methods.md").read_text(encoding="utf-8")))
     names = {image["name"] for image in found}
     assert names == set(METHODS) - {"recompute"}
-    assert names == {path.stem for path in (REPO / "docs" / "pictures").glob("*")}
+    assert names == {path.stem for path in (REPO / "docs" / "pictures").glob("*")} - OF_THE_README
     assert all(image["words"].startswith(f"{image['name']}: ") for image in found)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".html", ""}
+SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".html", ".yml", ".yaml", ".cff", ".svg", ""}
 FOLDERS = ("ragblend", "kvstore", "engine", "integrations", "app", "ui", "tests", "docs", ".ci")
+BESIDE = ("benchmarks", "examples", ".github")
 # Written apart, so that this file does not find itself.
 MACHINE_PATHS = re.compile(
     r"(?<![\w.-])/(?:" + "|".join(("wor" + "k", "roo" + "t", "hom" + "e/[a-z]+", "opt/whe" + "els")) + ")/"
@@ -16,7 +17,10 @@ MACHINE_PATHS = re.compile(
 
 def text_files(repo: Path) -> list[Path]:
     roots = [path for path in repo.iterdir() if path.is_file() and path.name != ".git"]
-    found = [*roots, *(path for name in FOLDERS for path in (repo / name).rglob("*") if path.is_file())]
+    found = [
+        *roots,
+        *(path for name in (*FOLDERS, *BESIDE) for path in (repo / name).rglob("*") if path.is_file()),
+    ]
     return [path for path in found if path.suffix in SUFFIXES]
 
 

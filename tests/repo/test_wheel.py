@@ -1,5 +1,8 @@
 """What a user gets: the wheel, installed in a clean virtual environment and imported from an empty folder."""
 
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -33,7 +36,7 @@ def test_nothing_but_ragblend_lands_in_site_packages(clean_environment) -> None:
 
 
 def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
-    """A folder that the explicit list of packages in pyproject.toml forgets is missing only for users."""
+    """The links in `ragblend/` are followed when the wheel is made: what they miss is missing only for users."""
     expected = {f"ragblend/{path.name}" for path in (repo / "ragblend").glob("*.py")}
     for folder in ("kvstore", "engine", "integrations", "app", "ui"):
         expected |= {
@@ -41,17 +44,31 @@ def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
         }
     assert len(expected) > 10
     assert expected - wheel_files == set()
+    assert not [name for name in wheel_files if "benchmarks" in name]
 
 
-def test_types_licence_and_samples_are_in_the_wheel(wheel_files) -> None:
-    assert "ragblend/py.typed" in wheel_files
+def test_a_copy_without_the_links_says_so(repo, tmp_path) -> None:
+    """An archive tool or a file system without links leaves a package that has nothing in it."""
+    (tmp_path / "ragblend").mkdir()
+    shutil.copy(repo / "ragblend" / "__init__.py", tmp_path / "ragblend")
+    command = [sys.executable, "-S", "-c", "import ragblend"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "core.symlinks=true" in done.stderr
+
+
+def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files) -> None:
+    assert {"ragblend/py.typed", "ragblend/app/bench/report.html"} <= wheel_files
+    page = {
+        path.relative_to(repo).as_posix() for path in (repo / "ui").glob("*/*.*") if path.suffix != ".pyc"
+    }
+    assert len(page) > 10
+    assert {f"ragblend/{name}" for name in page} <= wheel_files
     assert any(name.endswith("licenses/LICENSE") for name in wheel_files)
     folder = samples.documents_folder()
     documents = {f"ragblend/app/samples/documents/{path.name}" for path in folder.iterdir()}
-    sources = {f"ragblend/app/samples/source/{path.name}" for path in (folder.parent / "source").iterdir()}
     assert len(documents) >= 8
-    assert sources
-    assert (documents | sources | {"ragblend/app/samples/questions.json"}) - wheel_files == set()
+    assert (documents | {"ragblend/app/samples/questions.json"}) - wheel_files == set()
 
 
 def test_the_samples_are_found_by_the_installed_code(clean_environment) -> None:
@@ -67,3 +84,12 @@ def test_the_command_runs(clean_environment) -> None:
     assert done.returncode == 0, done.stderr
     assert "ingest" in done.stdout
     assert "ask" in done.stdout
+
+
+def test_the_version_stands_in_one_place(clean_environment) -> None:
+    """`ragblend/__init__.py` says it; the package's metadata are made from that."""
+    done = clean_environment.run(clean_environment.python.parent / "ragblend", "--version")
+    packaged = clean_environment.python_says(
+        "from importlib.metadata import version; print(version('ragblend'))"
+    )
+    assert done.stdout.split() == ["ragblend", packaged]

@@ -6,10 +6,10 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from build_samples import BUILT, build
+from sample_markup import inline, read_source, typeset
 
 from ragblend.app.samples import documents_folder
-from ragblend.app.samples.build_samples import BUILT, build
-from ragblend.app.samples.sample_markup import inline, read_source, typeset
 
 FILES = {
     "bell-and-tide-rules.html",
@@ -60,7 +60,7 @@ def test_a_web_page_has_noise_around_its_text(name: str, pages: dict[str, list[s
 
 
 def test_the_committed_files_are_what_the_sources_build() -> None:
-    """After an edit, run `python -m ragblend.app.samples.build_samples` and commit what it wrote."""
+    """After an edit, run `python tests/samples/build_samples.py` and commit what it wrote."""
     built = dict(build())
     assert tuple(built) == BUILT
     for name, content in built.items():

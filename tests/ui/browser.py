@@ -153,7 +153,8 @@ class Watched:
             with contextlib.suppress(NotShown):
                 self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
                 return
-        raise AssertionError(f"{selector} was clicked {PRESSES} times, and {shows} was not shown")
+        said = self.page.locator(".rb-note").all_inner_texts()
+        raise AssertionError(f"{selector} was clicked {PRESSES} times, and {shows} was not shown, but {said}")
 
     def tab(self, name: str) -> None:
         button = f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')"
@@ -179,9 +180,26 @@ class Watched:
     def answers(self) -> int:
         return self.page.locator(f"#rb-transcript {TEXT_TURNS}").count()
 
+    def changes(self) -> int:
+        """A number that grows with the queue: what is drawn may be older than what was just put into it."""
+        return self.page.evaluate(
+            "Number(document.querySelector('#rb-queue .rb-queue')?.dataset.changes ?? -1)"
+        )
+
     def all_read(self) -> None:
         """Wait until the queue is done."""
         self.page.wait_for_selector("#rb-queue .head:has-text('Finished')")
+
+    def all_encoded(self, since: int = -1) -> None:
+        """Wait until all files are read and all KV is there, so that nothing works behind the page any more.
+
+        since: the queue's `changes` before something was put into it elsewhere than in the Library tab.
+        """
+        self.page.wait_for_function(
+            "since => { const queue = document.querySelector('#rb-queue .rb-queue[aria-busy=false]');"
+            " return queue && Number(queue.dataset.changes) > since; }",
+            arg=since,
+        )
 
     def add(self, path: Path, watch: bool = False) -> None:
         """Name a folder or a file in the Library tab, which must be open."""

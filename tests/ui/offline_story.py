@@ -72,7 +72,7 @@ def through_the_page(home: Path, folder: Path) -> str:
                 "The second ledger of Lantern Quay named what the ships had carried."
             )
             mine.add(folder)
-            mine.all_read()
+            mine.all_encoded()
             mine.tab("Chat")
             mine.ask(QUESTION)
             answer = mine.page.inner_text("#rb-transcript .rb-turn.answer .rb-sources summary")

@@ -5,7 +5,8 @@ import re
 
 import httpx
 import pytest
-from test_safety import SPOOFED_HOSTS, SPOOFED_ORIGINS, TRAVERSALS
+from fronts import PORT, send_raw
+from test_safety import TRAVERSALS
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
@@ -16,7 +17,6 @@ from ragblend.ui.entrance import Entrance
 from ragblend.ui.safety import Rules
 from ragblend.ui.serving import Address, build_app, gradio_environment, open_entrance
 
-PORT = 7860
 SECRET = "nobody outside may read this"
 LIMIT = 100_000
 
@@ -53,7 +53,7 @@ def ask(app):
             transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
         ) as http:
             if session:
-                http.cookies.set(entrance.cookie_name, entrance._session)
+                http.cookies.set(entrance.cookie_name, entrance.new_cookie())
             return await http.request(method, path, **arguments)
 
     return send
@@ -78,7 +78,7 @@ def endpoints(application):
 
 
 async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
-    every = endpoints(app[0]._app)
+    every = endpoints(app[0]._app.app)
     assert len(every) > 30, every
     for method, path in every:
         answer = await ask(method, path, session=False)
@@ -96,29 +96,17 @@ async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
     assert "googleapis" not in (await ask("GET", "/theme.css")).text
 
 
-@pytest.mark.parametrize("path", TRAVERSALS)
-async def test_no_path_leads_out(ask, path) -> None:
-    answer = await ask("GET", path)
-    assert 400 <= answer.status_code < 500, path
-    assert "root:" not in answer.text
+def test_no_path_leads_out(app) -> None:
+    answers = {path: send_raw(*app, path) for path in TRAVERSALS}
+    assert {path: one for path, one in answers.items() if not 400 <= one[0] < 500 or b"root:" in one[1]} == {}
 
 
 async def test_files_of_the_home_and_of_the_system_are_not_served(ask, home) -> None:
-    for target in (
-        home / "secret.txt",
-        home / "library.sqlite",
-        home / "chats.sqlite",
-        "/etc/passwd",
-        "/proc/self/environ",
-    ):
-        for prefix in (
-            "/gradio_api/file=",
-            "/gradio_api/file/",
-            "/file=",
-            "/gradio_api/stream/",
-            "/gradio_api/deep_link/",
-        ):
-            answer = await ask("GET", f"{prefix}{target}")
+    own = (home / name for name in ("secret.txt", "library.sqlite", "chats.sqlite"))
+    routes = ("gradio_api/file=", "gradio_api/file/", "file=", "gradio_api/stream/", "gradio_api/deep_link/")
+    for target in (*own, "/etc/passwd", "/proc/self/environ"):
+        for prefix in routes:
+            answer = await ask("GET", f"/{prefix}{target}")
             assert 400 <= answer.status_code < 500, (prefix, target)
             assert SECRET not in answer.text
 
@@ -132,19 +120,13 @@ async def test_other_sites_are_not_fetched_for_anybody(ask) -> None:
         assert 400 <= (await ask("GET", path)).status_code < 500
 
 
-@pytest.mark.parametrize("host", SPOOFED_HOSTS)
-async def test_a_spoofed_host_reaches_nothing(ask, host) -> None:
-    assert 400 <= (await ask("GET", "/config", headers={"host": host})).status_code < 500
-
-
-@pytest.mark.parametrize("origin", SPOOFED_ORIGINS)
-async def test_another_origin_uploads_and_starts_nothing(ask, origin, home) -> None:
+async def test_the_front_stands_before_the_real_page(ask, home) -> None:
+    assert 400 <= (await ask("GET", "/config", headers={"host": "evil.example:7860"})).status_code < 500
     files = {"files": ("x.txt", b"x")}
-    for path, arguments in (
-        ("/gradio_api/upload", {"files": files}),
-        ("/gradio_api/queue/join", {"json": {}}),
-    ):
-        assert (await ask("POST", path, headers={"origin": origin}, **arguments)).status_code == 403
+    for path, arguments in (("upload", {"files": files}), ("queue/join", {"json": {}})):
+        headers = {"origin": "http://evil.example"}
+        answer = await ask("POST", f"/gradio_api/{path}", headers=headers, **arguments)
+        assert answer.status_code == 403
     assert list(home.rglob("x.txt")) == []
 
 
@@ -163,15 +145,9 @@ async def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(ask, home)
 
 
 async def test_the_documentation_of_the_interface_is_off(ask) -> None:
-    for path in (
-        "/docs",
-        "/redoc",
-        "/openapi.json",
-        "/gradio_api/docs",
-        "/gradio_api/openapi.json",
-        "/monitoring",
-    ):
-        answer = await ask("GET", path)
+    names = ("docs", "redoc", "openapi.json", "gradio_api/docs", "gradio_api/openapi.json", "monitoring")
+    for path in names:
+        answer = await ask("GET", f"/{path}")
         assert answer.status_code >= 400 or "swagger" not in answer.text.lower(), path
 
 

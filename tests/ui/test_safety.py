@@ -1,19 +1,20 @@
 """The front of the page: who gets through, by host, origin, session, path and size; and the headers of every answer."""
 
 import asyncio
+import time
 
 import httpx
 import pytest
+from fronts import PORT, send_raw
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.entrance import Entrance
+from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
 from ragblend.ui.safety import Rules, Safety, split_netloc
 
-PORT = 7860
 HOME = f"http://127.0.0.1:{PORT}"
 
 
@@ -68,7 +69,7 @@ def ask(entrance):
             transport = httpx.ASGITransport(app=app, client=client)
             async with httpx.AsyncClient(transport=transport, base_url=HOME) as http:
                 if session:
-                    http.cookies.set(entrance.cookie_name, entrance._session)
+                    http.cookies.set(entrance.cookie_name, entrance.new_cookie())
                 return await http.request(method, path, **arguments)
 
         return asyncio.run(go())
@@ -82,27 +83,12 @@ def test_a_browser_with_a_session_gets_through(ask) -> None:
 
 
 SPOOFED_HOSTS = [
-    "evil.example",
-    "evil.example:7860",
-    "127.0.0.1",
-    "127.0.0.1:7861",
-    "127.0.0.1.evil.example:7860",
-    "localhost",
-    "localhost:80",
-    "localhost.evil.example:7860",
-    "0.0.0.0:7860",
-    "192.168.1.4:7860",
-    "[::1]:1",
-    "[fe80::1]:7860",
-    "127.0.0.1:7860@evil.example",
-    "127.0.0.1:7860.evil.example",
-    "127.1:7860",
-    "2130706433:7860",
-    "",
-    "localhost:7860:7860",
-    "evil.example#127.0.0.1:7860",
+    "evil.example", "evil.example:7860", "127.0.0.1", "127.0.0.1:7861", "127.0.0.1.evil.example:7860",
+    "localhost", "localhost:80", "localhost.evil.example:7860", "0.0.0.0:7860", "192.168.1.4:7860",
+    "[::1]:1", "[fe80::1]:7860", "127.0.0.1:7860@evil.example", "127.0.0.1:7860.evil.example", "127.1:7860",
+    "2130706433:7860", "", "localhost:7860:7860", "evil.example#127.0.0.1:7860",
     "LOCALHOST.evil.example:7860",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", SPOOFED_HOSTS)
@@ -117,27 +103,12 @@ def test_the_loopback_names_are_known(ask, host) -> None:
 
 
 SPOOFED_ORIGINS = [
-    "http://evil.example",
-    "https://evil.example:7860",
-    "null",
-    "http://127.0.0.1",
-    "http://127.0.0.1:7861",
-    "http://localhost:7860",
-    "file://",
-    "http://127.0.0.1:7860.evil.example",
-    "ftp://127.0.0.1:7860",
-    "http://user@127.0.0.1:7860",
-    "http://[::1]:7860",
-    "chrome-extension://abc",
-    "",
-    "http://127.0.0.1:07860",
-    "data:text/html,x",
-    "blob:http://127.0.0.1:7860/x",
-    "http://127.0.0.1:7860 http://evil.example",
-    "//127.0.0.1:7860",
-    "http:127.0.0.1:7860",
-    "javascript:1",
-]
+    "http://evil.example", "https://evil.example:7860", "null", "http://127.0.0.1", "http://127.0.0.1:7861",
+    "http://localhost:7860", "file://", "http://127.0.0.1:7860.evil.example", "ftp://127.0.0.1:7860",
+    "http://user@127.0.0.1:7860", "http://[::1]:7860", "chrome-extension://abc", "",
+    "http://127.0.0.1:07860", "data:text/html,x", "blob:http://127.0.0.1:7860/x",
+    "http://127.0.0.1:7860 http://evil.example", "//127.0.0.1:7860", "http:127.0.0.1:7860", "javascript:1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("origin", SPOOFED_ORIGINS)
@@ -159,15 +130,8 @@ def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
 
 
 def test_nobody_without_a_session_gets_anything(ask) -> None:
-    for method, path in [
-        ("GET", "/x"),
-        ("POST", "/x"),
-        ("GET", "/"),
-        ("PUT", "/login"),
-        ("GET", "/login"),
-        ("DELETE", "/x"),
-    ]:
-        assert ask(method, path, session=False).status_code == 401, (method, path)
+    for asked in ("GET /x", "POST /x", "GET /", "PUT /login", "GET /login", "DELETE /x"):
+        assert ask(*asked.split(), session=False).status_code == 401, asked
 
 
 def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(ask, entrance) -> None:
@@ -177,7 +141,7 @@ def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(ask, entranc
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "samesite=lax" in cookie.lower()
-    assert entrance.knows(answer.cookies[entrance.cookie_name])
+    assert entrance.visitor(answer.cookies[entrance.cookie_name])
     assert "right" not in cookie
 
 
@@ -196,83 +160,66 @@ def test_the_token_is_good_at_the_front_door_only(ask) -> None:
     assert ask("POST", "/?token=right", session=False).status_code == 401
 
 
-def test_a_cookie_of_another_start_or_port_is_nothing(ask, entrance) -> None:
+def test_a_cookie_of_another_home_or_port_is_nothing(ask, entrance) -> None:
     other = Entrance(PORT + 1, token="right")
-    assert not entrance.knows(other._session)
-    assert not entrance.knows(None)
-    assert not entrance.knows("ü")
-    cookie = f"{other.cookie_name}={entrance._session}"
+    for cookie in (other.new_cookie(), None, "", ".", "..", "ü", "a.1.b", entrance.new_cookie()[:-1]):
+        assert entrance.visitor(cookie) is None, cookie
+    cookie = f"{other.cookie_name}={entrance.new_cookie()}"
     assert ask("GET", "/x", session=False, headers={"cookie": cookie}).status_code == 401
 
 
-TRAVERSALS = [
-    f"{prefix}{step * depth}{target}"
-    for prefix in ("/gradio_api/file=", "/static/", "/assets/", "/ragblend/", "/gradio_api/upload/")
-    for step in (
-        "../",
-        "..%2f",
-        "%2e%2e/",
-        "%2e%2e%2f",
-        "..\\",
-        "..%5c",
-        "..%255c",
-        "....//../",
-        "%252e%252e/",
-        "./../",
-    )
-    for depth, target in ((1, "etc/passwd"), (6, "etc/passwd"))
-]
+def test_a_cookie_is_good_after_a_restart_and_until_the_secret_or_the_password_changes(tmp_path, monkeypatch):
+    path = tmp_path / "ui-secret"
+    first = Entrance(PORT, secret=kept_secret(path))
+    cookie = first.new_cookie()
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = Entrance(PORT, secret=kept_secret(path))
+    assert again.token != first.token
+    assert again.visitor(cookie)
+    assert Entrance(PORT, "a password's hash", secret=kept_secret(path)).visitor(cookie) is None
+    later = time.time() + COOKIE_SECONDS + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert again.visitor(cookie) is None
+    monkeypatch.undo()
+    assert Entrance(PORT, secret=kept_secret(path, anew=True)).visitor(cookie) is None
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_there_are_a_hundred_paths_to_try() -> None:
+def test_a_secret_that_others_could_read_or_that_is_cut_off_is_replaced(tmp_path) -> None:
+    path = tmp_path / "ui-secret"
+    kept = kept_secret(path)
+    assert kept_secret(path) == kept
+    path.chmod(0o640)
+    replaced = kept_secret(path)
+    assert replaced != kept
+    path.write_bytes(replaced[:5])
+    assert len(kept_secret(path)) == len(kept)
+
+
+def test_what_fails_behind_it_is_one_line_without_what_was_sent(ask, entrance, caplog) -> None:
+    async def failing(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("payload" * 1000)
+
+    answer = ask("POST", "/x", Safety(failing, Rules.of("127.0.0.1", PORT), entrance), content=b"x")
+    assert answer.content == b""  # ended, not broken off
+    (record,) = caplog.records
+    assert record.getMessage() == "POST /x failed: ValueError"
+    assert record.exc_info is None
+
+
+FOLDERS = ("/gradio_api/file=", "/static/", "/assets/", "/ragblend/", "/gradio_api/upload/")
+STEPS = (
+    "../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..\\", "..%5c", "..%255c", "....//../", "%252e%252e/", "./../",
+)  # fmt: skip
+TRAVERSALS = [f"{folder}{step * depth}etc/passwd" for folder in FOLDERS for step in STEPS for depth in (1, 6)]
+
+
+def test_a_path_with_steps_upwards_is_refused_before_anything_reads_it(entrance) -> None:
     assert len(set(TRAVERSALS)) == 100
-
-
-@pytest.mark.parametrize("path", TRAVERSALS)
-def test_a_path_with_steps_upwards_is_refused_before_anything_reads_it(path) -> None:
-    """Sent as it is: httpx would tidy the path of a URL, so the raw one is put in by hand."""
-    assert 400 <= send_raw(make(), path.encode()).status < 500
-
-
-class send_raw:
-    """One GET with a session, its path sent byte by byte."""
-
-    def __init__(self, app, raw_path, cookie=None):
-        from urllib.parse import unquote
-
-        entrance = Entrance(PORT, token="right")
-        app = Safety(app._app, app._rules, entrance)
-        headers = [
-            (b"host", b"127.0.0.1:7860"),
-            (b"cookie", f"{entrance.cookie_name}={entrance._session}".encode()),
-        ]
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "headers": headers,
-            "path": unquote(raw_path.decode()),
-            "raw_path": raw_path,
-            "query_string": b"",
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", PORT),
-            "root_path": "",
-        }
-        self.status = None
-
-        async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message):
-            if message["type"] == "http.response.start":
-                self.status = message["status"]
-
-        asyncio.run(app(scope, receive, send))
-
-
-def test_a_plain_path_passes_where_the_odd_ones_do_not() -> None:
-    assert send_raw(make(), b"/gradio_api/file=a..b/c.txt").status == 200
+    answers = {path: send_raw(make(entrance=entrance), entrance, path)[0] for path in TRAVERSALS}
+    assert {path: status for path, status in answers.items() if not 400 <= status < 500} == {}
+    assert send_raw(make(entrance=entrance), entrance, "/gradio_api/file=a..b/c.txt")[0] == 200
 
 
 def test_a_body_over_the_limit_is_refused_by_its_length(ask) -> None:
@@ -394,7 +341,7 @@ def test_the_password_opens_and_a_wrong_one_does_not(ask, kept) -> None:
     assert wrong.status_code == 401
     right = ask("POST", "/login", app, session=False, data={"password": "correct horse battery"})
     assert right.status_code == 303
-    assert entrance.knows(right.cookies[entrance.cookie_name])
+    assert entrance.visitor(right.cookies[entrance.cookie_name])
 
 
 def test_guesses_are_slowed_down_for_one_client_and_not_for_others(ask, kept) -> None:

@@ -2,6 +2,7 @@
 (() => {
   "use strict";
   const STREAMING = new Set(["regenerate", "edit"]); // answered piece by piece, so they have an event of their own
+  const SCROLLING = ".rb-document, .scroll, .rb-prose :is(pre, table)";
   const one = (selector, from = document) => from.querySelector(selector);
 
   // --- clicks: every element with data-act; its data go along -------------------------------------------------
@@ -182,11 +183,51 @@
   }
   system.addEventListener("change", applyTheme);
 
+  // --- a server that was started again: it knows no open page, so load this one anew, with what it showed -------------
+  const KEPT = "ragblend-kept";
+  const fromServer = window.fetch;
+  let started; // what the server's process called itself first
+  window.fetch = async (...request) => {
+    const answer = await fromServer(...request);
+    const now = answer.headers.get("x-ragblend-start");
+    if (answer.status === 401) sayNewLink();
+    else if (started && now && now !== started) loadAgain();
+    started ??= now;
+    return answer;
+  };
+
+  function loadAgain() {
+    const chat = one(".rb-chat.current .rb-chat-open")?.dataset.id;
+    try { sessionStorage.setItem(KEPT, JSON.stringify({ text: box()?.value, chat })); } catch { /* then it is lost */ }
+    location.reload();
+  }
+
+  function takeUpAgain() {
+    let kept;
+    try { kept = JSON.parse(sessionStorage.getItem(KEPT)); sessionStorage.removeItem(KEPT); } catch { return; }
+    if (kept?.chat) one(`.rb-chat-open[data-id="${CSS.escape(kept.chat)}"]`)?.click();
+    if (kept?.text) fill(kept.text);
+  }
+
+  function sayNewLink() {
+    if (one("#rb-new-link")) return;
+    const note = Object.assign(document.createElement("div"), { id: "rb-new-link", className: "rb-note error" });
+    note.setAttribute("role", "alert");
+    note.textContent = "RAGBlend no longer lets this page in. Open the new link that `ragblend ui` printed, or, " +
+      "where there is a password, load the page again. Copy first what you have typed.";
+    one(".gradio-container").prepend(note);
+  }
+
   function begin() {
     applyTheme();
+    let isNew = true;
     new MutationObserver(() => {
+      if (isNew && one("#rb-transcript .rb-welcome")) { isNew = false; takeUpAgain(); }
       const list = one("#rb-scroll");
       if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
+      document.querySelectorAll(SCROLLING).forEach((each) => { // text that is cut off must be within the keyboard's reach
+        if (each.scrollHeight > each.clientHeight || each.scrollWidth > each.clientWidth) each.tabIndex = 0;
+      });
       const passage = one("#rb-source .rb-mark");
       if (passage && !passage.dataset.shown) {
         passage.dataset.shown = "1";

@@ -1,6 +1,6 @@
 """Stock chains on SmolLM2 with a real Chroma: the answers are the engine's own, and whole chunks are reused.
 
-`SHARES` is the table in docs/langchain.md: of the retrieved documents' places in prompts, those that were resolved and
+`SHARES` is the table in docs/frameworks.md: of the retrieved documents' places in prompts, those that were resolved and
 whose stored KV was reused.
 """
 

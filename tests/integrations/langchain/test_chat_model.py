@@ -331,7 +331,7 @@ def test_unknown_arguments(tiny_options):
     assert model.model_kwargs == {"presence_penalty": 0.1}
     with pytest.raises(ValueError, match="'presence_penalty' is unknown"):
         model.invoke("hello")
-    with pytest.raises(ModelInvalidRequestError, match="did you mean temperature"):
+    with pytest.raises(ModelInvalidRequestError, match="did you mean 'temperature'"):
         ChatRAGBlend(**tiny_options).invoke("hello", temprature=0.5)
 
 
@@ -520,7 +520,7 @@ def passes(tiny):
     """Counts the model's forward passes: of an answer of 1,900 tokens that goes on to its end there are 1,900."""
     tiny.invoke("hello")
     seen = []
-    model = tiny.backend().engine._resources.loaded.model
+    model = tiny.backend().engine.runtime.loaded.model
     hook = model.register_forward_pre_hook(lambda *_: seen.append(1))
     yield seen
     hook.remove()
@@ -528,7 +528,7 @@ def passes(tiny):
 
 def device_stopped(tiny, passes):
     """The device is granted in turn: who has it now knows that nobody before goes on, and how far that one came."""
-    with tiny.backend().engine._queue.turn():
+    with tiny.backend().engine.runtime.queue.turn():
         return 0 < len(passes) < 1500
 
 

@@ -120,7 +120,7 @@ def test_sixteen_streams_at_once_whatever_the_default_pool_is_busy_with(tiny, li
 
     async def read_all():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        queue = tiny.backend().engine._queue
+        queue = tiny.backend().engine.runtime.queue
         with queue.turn():
             tasks = [asyncio.create_task(read(number)) for number in numbers]
             while len(queue._waiting) <= len(numbers):

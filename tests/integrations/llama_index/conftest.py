@@ -1,6 +1,5 @@
 """LLMs on private homes, on a tiny random model or on the bundled one."""
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -16,16 +15,6 @@ from transformers.utils import logging as transformers_logging
 from ragblend.integrations.llama_index import RAGBlendLLM, learning
 
 transformers_logging.disable_progress_bar()
-
-
-@pytest.fixture(autouse=True)
-def one_event_loop():
-    """LlamaIndex's `asyncio_run` takes the thread's event loop, makes one where there is none, and never closes it."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield
-    loop.close()
-    asyncio.set_event_loop(None)
 
 
 @pytest.fixture(scope="session")

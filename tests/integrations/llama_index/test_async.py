@@ -47,7 +47,7 @@ def stored(llm):
 def endless(stored, monkeypatch):
     """The model never ends an answer by itself; counts its forward passes."""
     stored.chat(user("Hello?"))
-    model, calls = stored.backend.engine._resources.loaded.model, []
+    model, calls = stored.backend.engine.runtime.loaded.model, []
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     yield calls
@@ -56,7 +56,7 @@ def endless(stored, monkeypatch):
 
 def assert_stopped(llm, calls):
     """The device is granted in turn: who has it now knows that nobody before goes on, and how far that one came."""
-    with llm.backend.engine._queue.turn():
+    with llm.backend.engine.runtime.queue.turn():
         assert len(calls) < 1500
 
 
@@ -79,7 +79,7 @@ def test_the_loop_goes_on_while_the_device_works(stored, monkeypatch, method):
         monkeypatch.setattr(
             Engine, "tokenize", lambda engine, prompt: ask_the_loop(loop) or tokenize(engine, prompt)
         )
-        model = stored.backend.engine._resources.loaded.model
+        model = stored.backend.engine.runtime.loaded.model
         hook = model.register_forward_pre_hook(lambda *_: ask_the_loop(loop))
         answer = await getattr(stored, method)(asked("orchard") if "chat" in method else "Who?")
         if "stream" in method:
@@ -211,7 +211,7 @@ def test_sixteen_tasks_stream_at_once_whatever_the_default_pool_is_busy_with(sto
 
     async def all_of_them():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        queue = stored.backend.engine._queue
+        queue = stored.backend.engine.runtime.queue
         with queue.turn():
             tasks = [asyncio.create_task(read(subject)) for subject in subjects]
             while len(queue._waiting) <= len(subjects):

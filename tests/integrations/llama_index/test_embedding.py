@@ -16,12 +16,17 @@ def embedding():
     return RAGBlendEmbedding()
 
 
+def same(one, other):
+    """But for what a batch of another size changes in the last bits, of bfloat16 where that is used."""
+    return np.dot(one, other) > 0.999
+
+
 def test_vectors_are_the_embedders_own_of_length_one(embedding):
     short, long = "The harbour.", " ".join(STORIES)
     batch = embedding.get_text_embedding_batch([short, long])
     own = MiniLMEmbedder().embed_question(short)
-    assert np.allclose(batch[0], own, atol=1e-5)
-    assert np.allclose(embedding.get_query_embedding(short), own, atol=1e-5)
+    assert same(batch[0], own) and same(embedding.get_query_embedding(short), own)
+    assert not same(batch[1], own)
     assert [len(vector) for vector in batch] == [384, 384]
     assert np.allclose(np.linalg.norm(batch, axis=1), 1)
 
@@ -36,7 +41,7 @@ def test_tasks_get_the_same(embedding):
         ]
 
     rows = asyncio.run(all_of_them())
-    assert np.allclose(rows, [embedding.get_text_embedding(STORIES[0])] * 3, atol=1e-5)
+    assert all(same(row, embedding.get_text_embedding(STORIES[0])) for row in rows)
 
 
 def test_the_nearest_node_is_the_one_that_answers(embedding):

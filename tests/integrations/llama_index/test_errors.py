@@ -32,7 +32,7 @@ PIXEL = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"context_window": 0}, "context_window"),
         ({"method": "cachblend"}, "did you mean 'cacheblend'"),
-        ({"temprature": 1}, "did you mean temperature"),
+        ({"temprature": 1}, "did you mean '?temperature"),
         ({"device_map": "auto"}, "did you mean device"),
         ({"generate_kwargs": {"num_beams": 4}}, "num_beams"),
         ({"model": "a", "model_name": "b"}, "differ"),
@@ -45,7 +45,7 @@ def test_wrong_parameters_are_refused_when_they_are_given(options, word):
 
 @pytest.mark.parametrize(("method", "kind"), METHODS)
 def test_unknown_and_impossible_options_of_a_call(llm, method, kind):
-    with pytest.raises(ValueError, match="did you mean temperature"):
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
         call(llm, method, "Hello?", temprature=1)
     with pytest.raises(ValueError, match="temperature must be 0"):
         call(llm, method, "Hello?", temperature=-1)

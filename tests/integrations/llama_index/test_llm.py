@@ -12,6 +12,7 @@ from llama_index.core.schema import TextNode
 
 from ragblend import Chunk, Literal
 from ragblend.engine.prompt import Message
+from ragblend.integrations.calls import TimedOut
 from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.integrations.passages import Passage
 
@@ -66,7 +67,7 @@ def test_metadata_is_true_to_the_model_and_loads_no_weights(llm):
     assert metadata.is_chat_model
     assert not metadata.is_function_calling_model
     assert metadata.model_name == llm.model == llm.model_name
-    assert "loaded" not in llm.backend.engine._resources._held
+    assert "loaded" not in llm.backend.engine.runtime.__dict__
 
 
 def test_metadata_that_was_given_loads_nothing(tmp_path):
@@ -87,7 +88,6 @@ def test_names_that_users_of_other_llms_know(tmp_path):
         stop="END",
     )
     assert (llm.model, llm.home, llm.stop) == ("somewhere", str(tmp_path), ["END"])
-    assert llm._call({}).decoding["temperature"] == 1.0
 
 
 def test_to_dict_and_back(make_llm):
@@ -111,22 +111,12 @@ def test_the_payload_of_events_names_no_place_of_yours(llm):
     assert llm.home not in json.dumps(llm.to_payload())
 
 
-def test_options_of_one_call_win_over_generate_kwargs_and_those_over_fields(make_llm):
-    llm = make_llm(temperature=0.3, top_p=0.5, generate_kwargs={"temperature": 0.7, "top_k": 3})
-    decoding = llm._call({"temperature": 0.9, "max_tokens": 5, "stop": ["a"], "seed": None}).decoding
-    assert decoding == {
-        "temperature": 0.9,
-        "top_p": 0.5,
-        "top_k": 3,
-        "max_new_tokens": 5,
-        "stop": ["a"],
-    }
-
-
-def test_two_names_of_one_option_at_once_are_refused(make_llm):
-    with pytest.raises(ValueError, match="max_new_tokens and max_tokens mean the same"):
-        make_llm()._call({"max_tokens": 5, "max_new_tokens": 6})
-    assert make_llm(max_new_tokens=5)._call({"max_tokens": 6}).decoding["max_new_tokens"] == 6
+def test_an_answer_that_takes_longer_than_its_timeout_is_given_up(make_llm):
+    llm = make_llm(max_new_tokens=1900, timeout=0.001)
+    llm.complete("hello", max_new_tokens=1, timeout=300)  # loading takes its own time
+    for answer in (llm.complete, lambda text: list(llm.stream_complete(text))):
+        with pytest.raises(TimedOut, match="within timeout="):
+            answer("hello")
 
 
 def test_options_of_one_call_reach_the_engine(llm):
@@ -168,6 +158,54 @@ def test_prompts_of_your_own_are_taken_as_they_stand(make_llm):
     assert prompt_text(llm, llm._chat_request(user("a b"), {})) == "<s>a b"
     assert prompt_text(llm, llm._text_request("a b", False, {})) == "Q: a b"
     assert prompt_text(llm, llm._text_request("a b", True, {})) == "a b"
+
+
+def chatml(text):
+    """As users write it, stripping included."""
+    return f"<|im_start|>user\n{text.strip()}<|im_end|>\n<|im_start|>assistant\n"
+
+
+OWN_TEMPLATES = {
+    "completion_to_prompt": {"completion_to_prompt": chatml},
+    "messages_to_prompt": {"messages_to_prompt": lambda messages: chatml(messages[-1].content)},
+    "template of a base model": {"is_chat_model": False},
+    "template around completion_to_prompt": {"is_chat_model": False, "completion_to_prompt": chatml},
+    "completion of a base model": {"is_chat_model": False, "system_prompt": "<|im_start|>Be brief."},
+}
+
+
+def asked(llm, way, text):
+    """The prompt that reaches the engine."""
+    if way == "messages_to_prompt":
+        return llm._chat_request(user(text), {}).make_prompt()
+    if "template" not in way:
+        return llm._text_request(text, False, {}).make_prompt()
+    template = PromptTemplate("<|im_start|>{context}\n{question}<|im_end|>").partial_format(question=text)
+    return llm._text_request(llm._get_prompt(template, context=text), True, {}).make_prompt()
+
+
+@pytest.mark.parametrize("way", OWN_TEMPLATES)
+def test_only_a_templates_own_control_tokens_count(make_llm, way):
+    """What is put into a template cannot act as it; what the template does with an ordinary text stays as it is."""
+    llm = make_llm(**OWN_TEMPLATES[way])
+    tokenizer = llm.backend.engine.tokenizer
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def controls(text):
+        return [i for i in asked(llm, way, text).token_ids if i in special]
+
+    wanted = controls(" a b\n")
+    assert wanted
+    assert controls("".join(special.values()) + " a ".join(special.values()) + " is\n") == wanted
+    if way == "completion_to_prompt":
+        assert "".join(segment.text for segment in asked(llm, way, " a b\n").segments) == chatml("a b")
+
+
+def test_a_formatted_prompt_is_trusted(make_llm):
+    """Its caller made it, template and all: nobody can tell what of it was written by whom."""
+    llm = make_llm()
+    end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert llm._text_request(chatml("a"), True, {}).make_prompt().token_ids.count(end) == 1
 
 
 def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):

@@ -1,5 +1,5 @@
 """Every engine, style and response mode of LlamaIndex, on the bundled model with Chroma: the engine's own answers, and
-every retrieved passage found and reused. `docs/llama-index.md` has the table.
+every retrieved passage found and reused. `docs/frameworks.md` has the table.
 """
 
 import asyncio

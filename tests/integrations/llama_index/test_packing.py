@@ -116,7 +116,6 @@ def test_configure_makes_stock_synthesizers_pack_whole_passages(narrowed, settin
 def test_making_an_llm_changes_no_global_setting(llm, settings):
     import llama_index.core
 
-    before = llama_index.core.global_tokenizer
+    before = llama_index.core.global_tokenizer, settings._prompt_helper
     assert llm.metadata
-    assert llama_index.core.global_tokenizer is before
-    assert settings._prompt_helper is None
+    assert (llama_index.core.global_tokenizer, settings._prompt_helper) == before

@@ -1,0 +1,147 @@
+"""KV behind the questions: what can be asked already gets its KV in the background, as far as the budget goes.
+
+What has none is nowhere written down: the registry says what there is, the store what of it has KV under this model.
+One process does this for a home at a time, without the writer lock: what is deleted meanwhile gets none.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ragblend.app.progress import Pace
+from ragblend.app.workspace import Workspace
+from ragblend.kvstore.errors import Cancelled, StoreLockedError
+from ragblend.kvstore.lock import read_holder, writer_lock
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+Stopped = Literal["", "budget", "left", "elsewhere", "model"]
+
+
+@dataclass(frozen=True)
+class KvProgress:
+    """How far one collection is; the plan comes first, with done 0.
+
+    phase: `converting` is the model's first use, which takes a minute; total, tokens and nbytes: of all that is to be
+    encoded, room_bytes: what the budget has left for it; document: whose passage is next.
+    """
+
+    phase: Literal["converting", "loading", "encoding"]
+    collection: str
+    done: int = 0
+    total: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    room_bytes: int = 0
+    document: str = ""
+    tokens_per_s: float | None = None
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True)
+class KvReport:
+    """What became of it. planned_*: what had no KV at first; passages: of the collection, with_kv of them have it now
+    (None: not looked at).
+
+    stopped: why it ended before all was done: the budget is used, it was left (Ctrl-C), another process does it, the
+    model cannot be fused; message says so to people.
+    """
+
+    passages: int
+    with_kv: int | None
+    planned_passages: int = 0
+    planned_tokens: int = 0
+    planned_bytes: int = 0
+    room_bytes: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    stopped: Stopped = ""
+    message: str = ""
+
+
+def nobody(progress: KvProgress) -> None:
+    """Nobody looks."""
+
+
+def encode_missing(
+    workspace: Workspace,
+    show: Callable[[KvProgress], None] = nobody,
+    leave: Callable[[], bool] = lambda: False,
+) -> KvReport:
+    """Encode what has no KV in this collection: what was asked for first, then in the order of ingest.
+
+    leave() ends it within a layer, and so does Ctrl-C; what is encoded stays. Raises StoreFullError and ModelError.
+    """
+    passages = workspace.library.nodes(workspace.settings.collection)
+    if not passages:
+        return KvReport(0, 0)
+    try:
+        with writer_lock(workspace.home.encoder_lock):
+            return _encode(workspace, passages, show, leave)
+    except StoreLockedError:
+        return KvReport(len(passages), None, stopped="elsewhere", message=_elsewhere(workspace))
+
+
+def _encode(
+    workspace: Workspace,
+    passages: dict[str, str],
+    show: Callable[[KvProgress], None],
+    leave: Callable[[], bool],
+) -> KvReport:
+    engine, name = workspace.engine, workspace.settings.collection
+    if engine.needs_conversion:
+        show(KvProgress("converting", name))
+    missing = engine.missing(list(passages))
+    total, count = len(missing.node_ids), len(passages)
+    if not total:
+        return KvReport(count, count)
+    show(KvProgress("loading", name, 0, total))
+    planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
+    if not engine.gate.passed:
+        return KvReport(count, 0, stopped="model", message=_not_fused(engine))
+    left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
+    stopped: Stopped = ""
+
+    def shown(document: str) -> None:
+        rate, seconds = pace.per_second, pace.seconds_left(left)
+        show(KvProgress("encoding", name, done, total, *planned[1:], document, rate, seconds))
+
+    shown(passages[missing.node_ids[0]])
+    begun = time.monotonic()
+    try:
+        for node_id, new in zip(missing.node_ids, engine.encode_nodes(missing.node_ids, leave), strict=False):
+            done, encoded, tokens, left = done + 1, encoded + bool(new), tokens + new, left - new
+            if new:
+                pace.add(time.monotonic() - begun, new)
+            shown(passages[node_id])
+            begun = time.monotonic()
+        stopped = "" if done == total else "budget"
+    except (Cancelled, KeyboardInterrupt):
+        stopped = "left"
+    with_kv = count - total + encoded
+    return KvReport(count, with_kv, *planned, encoded, tokens, stopped, _message(stopped, with_kv, count))
+
+
+def _elsewhere(workspace: Workspace) -> str:
+    holder = read_holder(workspace.home.encoder_lock) or {}
+    return f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
+
+
+def _not_fused(engine: "Engine") -> str:
+    return (
+        f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its answers come "
+        "from full prefill."
+    )
+
+
+def _message(stopped: Stopped, with_kv: int, count: int) -> str:
+    if stopped == "budget":
+        return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
+    if stopped == "left":
+        return (
+            f"Stopped: {with_kv:,} of {count:,} passages have KV. It goes on with the next `ragblend ingest`, with the "
+            "page, and with every question."
+        )
+    return ""

@@ -1,0 +1,189 @@
+"""Models to choose from: those that are here, and a few of the hub that would run on this machine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragblend.app.home import Home
+from ragblend.engine.files import DEFAULT, find_model
+from ragblend.engine.hub import cached_models, is_hub_id, writes_text
+from ragblend.kvstore.errors import ModelError, SettingsError, did_you_mean
+
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+GIGABYTE = 10**9
+PROMPT_TOKENS = 2000
+SLOWEST_TOKENS_PER_S = 1.5
+LONGEST_FIRST_TOKEN_S = 90.0
+# What runs beside the weights: embedder, index, the buffers of one prompt.
+BESIDE_BYTES = 2 * GIGABYTE
+BUNDLED_PARAMETERS = 0.135e9
+
+
+@dataclass(frozen=True)
+class Here:
+    """A model on this disk. name: what `--model` takes; kind: bundled, hub, .gguf or converted; bytes: of its files."""
+
+    name: str
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A model of the hub that is free to use, has no gate, and speaks without thinking aloud first. Approximate.
+
+    download_bytes: of its bfloat16 safetensors; kv_bytes: of one token, in bfloat16; window: in tokens.
+    """
+
+    name: str
+    parameters: float
+    download_bytes: float
+    window: int
+    licence: str
+    kv_bytes: int
+
+
+# Smallest first. From the models' own pages; Qwen2.5-3B is left out for its licence, Qwen3's others for thinking aloud.
+SUGGESTIONS = (
+    Suggestion("HuggingFaceTB/SmolLM2-360M-Instruct", 0.36e9, 0.72e9, 8_192, "Apache-2.0", 40_960),
+    Suggestion("Qwen/Qwen2.5-0.5B-Instruct", 0.49e9, 0.99e9, 32_768, "Apache-2.0", 12_288),
+    Suggestion("Qwen/Qwen2.5-1.5B-Instruct", 1.54e9, 3.09e9, 32_768, "Apache-2.0", 28_672),
+    Suggestion("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.71e9, 3.42e9, 8_192, "Apache-2.0", 196_608),
+    Suggestion("Qwen/Qwen3-4B-Instruct-2507", 4.02e9, 8.04e9, 262_144, "Apache-2.0", 147_456),
+    Suggestion("Qwen/Qwen2.5-7B-Instruct", 7.62e9, 15.2e9, 32_768, "Apache-2.0", 57_344),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a model would run on. flops_per_s: of large products; bytes_per_s: of weights read for a single token."""
+
+    free_bytes: float
+    bytes_a_parameter: int
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A suggestion on this machine. first_token_s: to read 2,000 tokens that are not stored."""
+
+    model: Suggestion
+    memory_bytes: float
+    first_token_s: float
+    tokens_per_s: float
+
+
+def offers(machine: Machine, most: int = 3) -> list[Offer]:
+    """The models that fit the memory and are fast enough; of many the smallest, a middle one and the largest.
+
+    Smallest first. Where none is fast enough, the smallest that fits. Pure.
+    """
+    every = [_offer(model, machine) for model in SUGGESTIONS]
+    fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
+    usable = [
+        offer
+        for offer in fitting
+        if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S and offer.first_token_s <= LONGEST_FIRST_TOKEN_S
+    ]
+    if len(usable) <= most:
+        return usable or fitting[:1]
+    step = (len(usable) - 1) / (most - 1)
+    return [usable[round(place * step)] for place in range(most)]
+
+
+def offered(offer: Offer) -> str:
+    """A suggestion in a few words, with its price on this machine."""
+    return (
+        f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
+        f"to read {PROMPT_TOKENS:,} tokens, {offer.tokens_per_s:.0f} tokens/s)"
+    )
+
+
+def first_time(home: Home) -> bool:
+    """Whether nobody in this home was told of other models yet; from now on somebody was."""
+    try:
+        (home.models_named).touch(mode=0o600, exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def _offer(model: Suggestion, machine: Machine) -> Offer:
+    weights = model.parameters * machine.bytes_a_parameter
+    return Offer(
+        model,
+        weights + BESIDE_BYTES,
+        2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s,
+        machine.bytes_per_s / weights,
+    )
+
+
+def machine_of(workspace: "Workspace") -> Machine:
+    """This machine; how fast it reads is from the model in use, where that was profiled on it."""
+    settings = workspace.settings
+    found = this_machine(settings.device, settings.dtype)
+    known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
+    profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
+    profile = workspace.engine.known_profile if profiled else None
+    if profile is not None:
+        seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
+        return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
+    return found
+
+
+def this_machine(device: str | None, dtype: str | None) -> Machine:
+    """Look at memory and measure two products: a fifth of a second on two cores. Raises UsageError for the device."""
+    from ragblend.engine.device import free_bytes, measure_rates, pick_device, pick_dtype
+
+    chosen = pick_device(device)
+    kind = pick_dtype(chosen, dtype)
+    return Machine(free_bytes(chosen), 4 if kind == "float32" else 2, *measure_rates(chosen, kind))
+
+
+def models_here(models: Path, *folders: Path) -> list[Here]:
+    """The bundled model, those of the hub's cache, and .gguf files and converted ones in these folders."""
+    found = [*_bundled(), *(Here(name, "hub", size) for name, size in cached_models())]
+    for folder in (models, *folders):
+        files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+        found += [Here(str(file), ".gguf", file.stat().st_size) for file in files]
+    return [*found, *_converted(models)]
+
+
+def _bundled() -> Iterator[Here]:
+    try:
+        yield Here(DEFAULT, "bundled", find_model(DEFAULT).stat().st_size)
+    except ModelError:  # not installed
+        return
+
+
+def _converted(models: Path) -> Iterator[Here]:
+    """What was converted from a .gguf, but for the bundled one, which is listed as what it is."""
+    bundled = [find_model(DEFAULT).stem for _ in _bundled()]
+    for config in sorted(models.glob("*/config.json")):
+        folder = config.parent
+        if writes_text(folder) and not any(folder.name.startswith(f"{stem}-") for stem in bundled):
+            weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            yield Here(str(folder), "converted", weights)
+
+
+def full_name(name: str, here: Sequence[Here]) -> str:
+    """What `--model` takes for a name that may be the last part of one that is here or suggested."""
+    known = [*(one.name for one in here), *(one.name for one in SUGGESTIONS)]
+    matching = {one for one in known if one.rpartition("/")[2] == name}
+    return name if name in known or len(matching) != 1 else matching.pop()
+
+
+def check_model(name: str, models: Path) -> None:
+    """A path must exist; whether a hub id does, the hub says. Raises SettingsError, with the nearest that is here."""
+    if name == DEFAULT or is_hub_id(name) or Path(name).expanduser().exists():
+        return
+    known = [*(one.name for one in models_here(models)), *(one.name for one in SUGGESTIONS)]
+    known = list(dict.fromkeys([DEFAULT, *known]))
+    raise SettingsError(
+        f"The model {name!r} is not there. Name a folder or .gguf file that exists, a hub id (owner/name), or one of "
+        f"{', '.join(known)}{did_you_mean(name, known)}"
+    )

@@ -1,0 +1,289 @@
+"""Whether a passage says what a sentence says, and where: word for word rules, no model. Pure functions over text.
+
+A sentence is held against single sentences of the passage, not against all its words: a bag of words supports "never
+under water" as well as "under water". Most of its words must stand there, and all numbers and names; a word in the
+place of another, a negation more or less, an opposite or two numbers exchanged make it another statement.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import Literal
+
+from ragblend.engine.text import SENTENCE_END
+
+LEAST_SHARE = 0.7  # of a sentence's words that must stand in the passage's
+LEAST_WORDS, MOST_WORDS = 3, 100  # fewer say nothing about where they are from; more are no sentence
+SHORT_LINE = (
+    0.5  # of the longest line: where a shorter one ends, so does its sentence (headings, cells of tables)
+)
+TOKEN = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
+LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
+STOP = frozenset(
+    """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
+    has had having will would shall should can could may might must it its he she they them his her hers their theirs
+    him i me my mine we us our you your this that these those there here which who whom whose what when where how why
+    than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
+)
+FRAME = frozenset(  # what an answer says about its passages
+    """according passage passages text document documents answer states stated mentioned mentions says said source
+    sources information provided context""".split()  # noqa: SIM905
+)
+NEGATIONS = frozenset(
+    "not no never none nothing nobody nowhere neither nor cannot without hardly".split()  # noqa: SIM905
+)
+PRONOUNS = frozenset("it he she they him her them its his their this these".split())  # noqa: SIM905
+OPPOSITES = {
+    frozenset(pair.split("/"))
+    for pair in """high/low higher/lower highest/lowest before/after above/below over/under more/less most/least
+    more/fewer better/worse best/worst good/bad north/south east/west left/right first/last open/close start/end
+    begin/end always/never all/none rise/fall increase/decrease early/late earlier/later old/new long/short large/small
+    largest/smallest bigger/smaller hot/cold heavy/light strong/weak wide/narrow hard/soft wet/dry fast/slow
+    faster/slower inside/outside approve/reject accept/refuse allow/forbid buy/sell arrive/leave enter/leave
+    win/lose cheap/expensive cheaper/dearer minimum/maximum day/night lost/found clockwise/anticlockwise""".split()  # noqa: SIM905
+}
+UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen""".split()  # noqa: SIM905
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+SMALL = {word: n for n, word in enumerate(UNITS)} | {word: 10 * n for n, word in enumerate(TENS, start=2)}
+LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
+Kind = Literal["word", "name", "number", "not", "stop"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A word as it is compared: its stem, or a number's digits."""
+
+    stem: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Place:
+    """passage[start:stop] says it; share of the sentence's words that stand there."""
+
+    start: int
+    stop: int
+    share: float
+
+
+def supporting(sentence: str, passage: str, about: str = "") -> Place | None:
+    """The sentence of the passage that says this, or None. about: what the passage is from; its words may be named."""
+    asked = tokens(sentence)
+    content = [token for token in asked if _says(token)]
+    if not LEAST_WORDS <= len(content) <= MOST_WORDS:
+        return None
+    known = {token.stem for token in tokens(about)}
+    wanted = {token.stem for token in content}
+    found = [
+        Place(start, stop, share)
+        for start, stop, given in _windows(passage)
+        if len(wanted & {token.stem for token in given}) >= LEAST_SHARE * len(wanted) / 2
+        and (share := _share(asked, content, given, known)) >= LEAST_SHARE
+    ]
+    return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """(start, stop) of each sentence without the space around it; a line's end is a sentence's."""
+    return [piece for line in re.finditer(r"[^\n]+", text) for piece in _cut(text, line.start(), line.end())]
+
+
+def tokens(text: str) -> list[Token]:
+    """The text's words; numbers in words and in digits are the same."""
+    return list(_tokens(text))
+
+
+def _tokens(text: str) -> Iterator[Token]:
+    words = list(TOKEN.finditer(text))
+    number: int | None = None
+    for place, match in enumerate(words):
+        word = match.group().replace("’", "'")
+        folded = word.casefold().removesuffix("'s")
+        if folded in SMALL or (folded in LARGE and number is not None):
+            number = _counted(number, folded)
+            following = words[place + 1].group().casefold() if place + 1 < len(words) else ""
+            if following not in SMALL | LARGE and not (folded in LARGE and following == "and"):
+                yield Token(str(number), "number" if number != 1 else "word")
+                number = None
+            continue
+        if number is not None and folded == "and":
+            continue
+        if number is not None:
+            yield Token(str(number), "number")
+            number = None
+        yield _token(word, folded, begins=place == 0)
+
+
+def _counted(number: int | None, word: str) -> int:
+    if word in LARGE:
+        return (number or 1) * LARGE[word]
+    return (number or 0) + SMALL[word]
+
+
+def _token(word: str, folded: str, begins: bool) -> Token:
+    if folded[0].isdigit():
+        digits = re.sub(r",(?=\d{3})", "", folded)
+        return Token(digits, "word" if digits == "1" else "number")
+    if folded in NEGATIONS or folded.endswith("n't"):
+        return Token("not", "not")
+    if word[0].isupper() and not begins and folded not in STOP - {"may"}:
+        return Token(_stem(folded), "name")
+    return Token(folded, "stop") if folded in STOP else Token(_stem(folded), "word")
+
+
+def _stem(word: str) -> str:
+    """Without the endings of plural and past; rough, and the same for both sides."""
+    for ending in ("ing", "ed", "es", "s", "e"):
+        if word.endswith(ending) and len(word) - len(ending) >= 2 and not word.endswith("ss"):
+            word = word.removesuffix(ending)
+            break
+    if len(word) > 3 and word[-1] == word[-2]:
+        word = word[:-1]
+    return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
+
+
+OPPOSITE_STEMS = {frozenset(map(_stem, pair)) for pair in OPPOSITES}
+FRAME_STEMS = frozenset(map(_stem, FRAME))
+
+
+def _says(token: Token) -> bool:
+    return token.kind in ("name", "number") or (token.kind == "word" and token.stem not in FRAME_STEMS)
+
+
+def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """text[start:stop] at the ends of its sentences."""
+    ends = [match.end() for match in SENTENCE_END.finditer(text, start, stop)]
+    for first, last in zip([start, *ends], [*ends, stop], strict=True):
+        piece = text[first:last]
+        if piece.strip():
+            yield first + len(piece) - len(piece.lstrip()), first + len(piece.rstrip())
+
+
+@lru_cache(maxsize=512)
+def _windows(passage: str) -> list[tuple[int, int, list[Token]]]:
+    """Its sentences; and two in a row, where the second's pronoun means something in the first."""
+    places = _passage_sentences(passage)
+    found = [(start, stop, tokens(passage[start:stop])) for start, stop in places]
+    pairs = [
+        (first[0], second[1], [*first[2], *second[2]])
+        for first, second in pairwise(found)
+        if PRONOUNS & {token.stem for token in second[2][:4] if token.kind == "stop"}
+    ]
+    return found + pairs
+
+
+def _passage_sentences(text: str) -> list[tuple[int, int]]:
+    """Lines may be wrapped, so that a line's end is no sentence's, but that of a short line or before a list is."""
+    lines = [(match.start(), match.end()) for match in re.finditer(r"[^\n]*\n?", text) if match.group()]
+    longest = max((stop - start for start, stop in lines), default=0)
+    blocks: list[tuple[int, int]] = []
+    joins = False
+    for start, stop in lines:
+        line = text[start:stop]
+        if joins and line.strip() and not LISTED.match(line):
+            blocks[-1] = (blocks[-1][0], stop)
+        else:
+            blocks.append((start, stop))
+        joins = (
+            bool(line.strip()) and not line.startswith(("#", "|")) and stop - start >= SHORT_LINE * longest
+        )
+    return [piece for start, stop in blocks for piece in _cut(text, start, stop)]
+
+
+def _share(
+    asked: Sequence[Token], content: Sequence[Token], given: Sequence[Token], known: set[str]
+) -> float:
+    """How much of the content is given; 0 where what is given is another statement."""
+    there = {token.stem for token in given}
+    missing = [token for token in content if token.stem not in there]
+    if any(token.kind != "word" and token.stem not in known for token in missing):
+        return 0.0
+    if _negated_otherwise(asked, given) or _opposed(missing, given, content) or _exchanged(asked, given):
+        return 0.0
+    if _replaced(content, [token for token in given if _says(token)]):
+        return 0.0
+    return 1 - sum(token.stem not in known for token in missing) / len(content)
+
+
+def _negated_otherwise(asked: Sequence[Token], given: Sequence[Token]) -> bool:
+    """Whether a word is denied in the one and not in the other."""
+    here, there = _negated(asked), _negated(given)
+    return bool(here - there) or bool((there - here) & {token.stem for token in asked})
+
+
+def _negated(found: Sequence[Token]) -> set[str]:
+    """The word after each negation, or before it where it is the last."""
+    denied = set()
+    for place, token in enumerate(found):
+        if token.kind == "not":
+            near = [*found[place + 1 :], *reversed(found[:place])]
+            denied.add(next((each.stem for each in near if each.kind not in ("stop", "not")), ""))
+    return denied
+
+
+def _opposed(missing: Sequence[Token], given: Sequence[Token], content: Sequence[Token]) -> bool:
+    """Whether the opposite of a missing word is given, where the sentence does not have it."""
+    rest = {token.stem for token in given} - {token.stem for token in content}
+    return any(frozenset((token.stem, other)) in OPPOSITE_STEMS for token in missing for other in rest)
+
+
+def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
+    """Whether the passage has another word, which the sentence has not, in the place of one of its words."""
+    stems, there = {token.stem for token in content}, [token.stem for token in given]
+    standing = list(zip(["", *there], there, [*there[1:], ""], strict=False))
+    return any(
+        word not in stems and before in (None, left) and after in (None, right)
+        for before, after in _places(content, standing)
+        for left, word, right in standing
+    )
+
+
+def _places(
+    content: Sequence[Token], standing: Sequence[tuple[str, str, str]]
+) -> Iterator[tuple[str | None, str | None]]:
+    """The neighbours of words that are not given, and of numbers and names that stand elsewhere; None: the end."""
+    there = {word for _, word, _ in standing}
+    for is_there, run in groupby(range(len(content)), lambda place: content[place].stem in there):
+        places = list(run)
+        if not is_there:
+            yield _stem_at(content, places[0] - 1), _stem_at(content, places[-1] + 1)
+            continue
+        for place in places:
+            before, after = _stem_at(content, place - 1), _stem_at(content, place + 1)
+            slot = (before, content[place].stem, after)
+            if content[place].kind != "word" and before and after and slot not in standing:
+                yield before, after
+
+
+def _stem_at(content: Sequence[Token], place: int) -> str | None:
+    return content[place].stem if 0 <= place < len(content) else None
+
+
+def _exchanged(asked: Sequence[Token], given: Sequence[Token]) -> bool:
+    """Whether two numbers or two names have changed places: each stands beside what is beside the other there."""
+    for kind in ("number", "name"):
+        for step in (-1, 1):
+            here, there = _beside(asked, step), _beside(given, step)
+            moved = {
+                (here[token.stem], there[token.stem])
+                for token in asked
+                if token.kind == kind and token.stem in here and token.stem in there
+            }
+            if any(one != other and (other, one) in moved for one, other in moved):
+                return True
+    return False
+
+
+def _beside(found: Sequence[Token], step: int) -> dict[str, str]:
+    """The word before (-1) or after (1) each that stands in one place only."""
+    stems = [token.stem for token in found]
+    counted = Counter(stems)
+    return {
+        stem: stems[place + step]
+        for place, stem in enumerate(stems)
+        if counted[stem] == 1 and 0 <= place + step < len(stems)
+    }

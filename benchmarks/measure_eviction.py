@@ -1,0 +1,92 @@
+"""What eviction after the first token gains and costs: time per token, bytes of KV, and divergence, by tokens kept.
+
+    python -m benchmarks.measure_eviction --home /tmp/eviction --data questions.json --passages 6 --limit 12
+
+Each question is read by --method, its greedy answer is forced through the same context thinned out, and the next-token
+distributions are compared with those of the whole context (KL, nats). Time per token is the median over the steps of
+all questions, in one process and in turn, so that a busy machine slows all rows alike. Bytes are of the prompt's KV.
+"""
+
+import sys
+import time
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.app.bench import cli as product
+from ragblend.app.bench.metrics import kl_divergence
+from ragblend.app.bench.prefilling import stored
+from ragblend.app.bench.quality import build_prompt
+from ragblend.app.bench.sources import Source, read
+from ragblend.app.bench.table import number, table_of, text
+from ragblend.app.bench.variants import parse_counts
+from ragblend.app.cli import main
+from ragblend.app.cli_common import Cli, command
+
+app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@command(app, "measure_eviction")
+def measure_eviction(
+    cli: Cli,
+    data: product.Data = None,
+    passages: product.Passages = 6,
+    limit: product.Limit = 12,
+    method: Annotated[str, typer.Option(help="What reads the prompts.")] = "cacheblend",
+    ratio: Annotated[float, typer.Option(help="And its ratio.")] = 0.15,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
+    keep: Annotated[str, typer.Option(help="How many tokens, by commas.")] = "1024,512,256,128,64",
+) -> None:
+    """Measure, and print a table."""
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.eviction import evict
+
+    budgets = [None, *parse_counts(keep, "--keep")]
+    found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
+    questions = read(Source(data, limit=limit, passages=passages)).questions
+    engine = Engine.open(**product.engine_arguments(cli))
+    how: dict[str, Any] = {"method": method, "ratio": ratio}
+    for question in questions:
+        prompt, whole = build_prompt(engine, question, tokens), None
+        with stored(engine, question.passages):
+            answer = engine.generate(prompt, max_new_tokens=tokens, temperature=0.0, **how)
+            for budget, rows in found.items():
+                prefilled = engine.prefill(prompt, **how)
+                if budget is not None:
+                    evict(engine.runtime.decoder, prefilled.prompt, prefilled.cache, budget)
+                logits = engine.continue_logits(prefilled, answer.token_ids)
+                whole = logits if whole is None else whole
+                kl, mb = kl_divergence(whole, logits), prefilled.cache.nbytes / 1e6
+                rows.append((kl, mb, step_times(engine, prefilled, answer.token_ids)))
+    results = [
+        {
+            "kept": budget or "all",
+            "kl": fmean(kls),
+            "mb": fmean(mbs),
+            "ms": median(ms for each in times for ms in each),
+        }
+        for budget, rows in found.items()
+        for kls, mbs, times in [zip(*rows, strict=True)]
+    ]
+    columns = [("kept", text("kept")), ("mean KL", number("kl", 4)), ("KV, MB", number("mb", 1))]
+    table = table_of("Eviction after the first token", [*columns, ("ms/token", number("ms", 1))], results)
+    product.finish(cli, [table], results, {})
+
+
+def step_times(engine: Any, prefilled: Any, token_ids: tuple[int, ...]) -> list[float]:
+    """Milliseconds of each decoding step, the given tokens going in."""
+    import torch
+
+    model, cache, times = engine.runtime.loaded.model, prefilled.cache, []
+    with torch.inference_mode():
+        for token_id in token_ids:
+            begun = time.perf_counter()
+            model(torch.tensor([[token_id]], device=model.device), past_key_values=cache, use_cache=True)
+            times.append((time.perf_counter() - begun) * 1e3)
+    cache.truncate()
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.measure_eviction"))

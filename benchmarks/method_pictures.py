@@ -1,0 +1,274 @@
+"""The pictures of docs/methods.md: which rows of one prompt each method computes, layer by layer.
+
+    python -m benchmarks.method_pictures                 # into docs/pictures/, a minute with the bundled SmolLM2
+
+Three short paragraphs of the sample documents, a question that needs all three, and one real prefill a method, watched
+from outside. Nothing is drawn by hand; the same code over the same model draws the same pictures.
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from torch import Tensor
+
+from ragblend.app.bench.plots import figure_of
+from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt
+
+REPO = Path(__file__).parents[1]
+# In so short a prompt 15% would hardly pay for a probe.
+RATIO = 0.25
+# Document, and how the paragraph begins.
+PASSAGES = (
+    ("keepers-log-1962.md", "Dunlin in steam again"),
+    ("keepers-log-1962.md", "The 15.30 from Thornsay"),
+    ("visitor-guide.html", "Most visitors come for Dunlin"),
+)
+PICTURED = tuple(name for name in METHODS if name != "recompute")  # which would look like `full`
+QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
+
+
+class State(IntEnum):
+    """What became of one row in one layer."""
+
+    FRESH = 0  # a literal: computed by every method
+    TWICE = 1  # the same, and before that in a probe
+    COMPUTED = 2  # a passage's, computed
+    EXACT = 3  # stored behind these very tokens, and taken as it is
+    MOVED = 4  # stored, and rotated to where it stands
+    LEFT = 5  # stored, and not rotated
+    SHIFTED = 6  # stored, rotated, and corrected by what changed elsewhere
+
+
+# What the legend says, and the colour: names of ui/assets/style.css are the app's colours; the others differ from them,
+# and from each other, in lightness.
+LOOKS = {
+    State.FRESH: ("fresh: always computed", "--rb-fresh"),
+    State.TWICE: ("fresh, run twice (probe)", "#2f4798"),
+    State.COMPUTED: ("passage, computed", "--rb-recomputed"),
+    State.EXACT: ("stored, exact as it is", "#cfe6e2"),
+    State.MOVED: ("stored and moved", "--rb-reused"),
+    State.LEFT: ("stored, not moved", "--rb-other"),
+    State.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
+}
+
+
+def main() -> int:
+    """Draw every method of the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "pictures")
+    parser.add_argument("--home", type=Path, help="where a converted model is kept; a new folder by default")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short to be asked about
+    with tempfile.TemporaryDirectory() as folder, opened(given.home or Path(folder)) as (engine, prompt):
+        for name in PICTURED:
+            path = given.out / f"{name}.png"
+            # Without the version of who wrote it, so that equal pictures are equal files.
+            picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
+            print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+    return 0
+
+
+@contextlib.contextmanager
+def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
+    """An engine on the bundled model, and the prompt, its passages stored."""
+    from ragblend import Chunk, Engine
+    from ragblend.app.bench.prefilling import stored
+    from ragblend.app.readers import read_document
+    from ragblend.app.samples import documents_folder
+
+    texts = []
+    for document, beginning in PASSAGES:
+        parts = read_document(documents_folder() / document)
+        paragraphs = [text.strip() for part in parts for text in part.text.split("\n\n")]
+        texts += [text for text in paragraphs if text.startswith(beginning)]
+    assert len(texts) == len(PASSAGES), texts
+    with contextlib.closing(Engine.open(home=home)) as engine, stored(engine, texts):
+        yield engine, engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], QUESTION))
+
+
+def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
+    """One method over the prompt."""
+    policy, scores = scored(METHODS[name])
+    policy, seen = watched(policy)
+    engine.prefill(prompt, method=policy, ratio=RATIO)
+    assert seen.plan is not None
+    title = name if policy.fixed_ratio is not None else f"{name}, ratio {100 * RATIO:g}%"
+    return draw(title, seen.plan, states(seen, policy), scores[0] if scores else None)
+
+
+@dataclass
+class Watched:
+    """Filled in while a watched policy runs. steps: from which layer on which rows (ascending) were computed."""
+
+    plan: Plan | None = None
+    steps: list[tuple[int, Tensor]] = field(default_factory=list)
+    probed: list[Tensor] = field(default_factory=list)
+
+    def computed(self) -> Tensor:
+        """(L, T) bool: which rows each layer computed; stored rows of a probe are in all."""
+        assert self.plan is not None, "the policy has not run"
+        computed = torch.zeros(self.plan.layers, self.plan.tokens, dtype=torch.bool)
+        ends = [layer for layer, _ in self.steps[1:]] + [self.plan.layers]
+        for (begin, rows), end in zip(self.steps, ends, strict=True):
+            computed[begin:end, rows] = True
+        for rows in self.probed:
+            computed[:, rows[~self.plan.always[rows].cpu()]] = True
+        return computed
+
+
+def watched(policy: Policy) -> tuple[Policy, Watched]:
+    """The same policy, and what it will do when it runs: an instance of a subclass, so nothing else changes."""
+    seen = Watched()
+
+    def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
+        found: Tensor = type(policy).rows(self, plan, *more)
+        seen.plan, seen.steps = plan, [(0, found.cpu())]  # a request that lost a chunk begins again
+        return found
+
+    def narrow(self: Policy, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
+        kept = type(policy).narrow(self, plan, evidence, next_layer)
+        seen.steps.append((next_layer, kept.cpu()))
+        return kept
+
+    def probe_rows(self: Any, plan: Plan, *more: Any) -> Tensor | None:
+        found: Tensor | None = type(policy).probe_rows(self, plan, *more)
+        if found is not None:
+            seen.probed.append(found.cpu())
+        return found
+
+    return overridden(policy, {"rows": rows, "narrow": narrow, "probe_rows": probe_rows}), seen
+
+
+def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
+    """The same policy with other methods by these names."""
+    made: Policy = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
+    made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
+    return made
+
+
+def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
+    """The same policy, and the (T,) scores that it chooses by, once it has run; none if it has no score."""
+    scores: list[Tensor] = []
+
+    def of_tokens(self: Any, *shown: Any) -> Tensor:
+        found: Tensor = type(policy).scores(self, *shown)  # type: ignore[attr-defined]
+        scores.append(found.clone())
+        return found
+
+    def narrow(self: Any, plan: Plan, evidence: Any, next_layer: int) -> Tensor:
+        scores.append(torch.zeros(plan.tokens))
+        scores[-1][evidence.rows] = self.deviation(evidence)
+        return type(policy).narrow(self, plan, evidence, next_layer)
+
+    attends, blends = isinstance(policy, ByAttention), isinstance(policy, AfterLayer)
+    return overridden(
+        policy, {"scores": of_tokens} if attends else {"narrow": narrow} if blends else {}
+    ), scores
+
+
+def states(seen: Watched, policy: Policy) -> Tensor:
+    """(L, T) int64 of `State`."""
+    plan, computed = seen.plan, seen.computed()
+    assert plan is not None
+    kept = State.LEFT if not policy.moves_keys else State.SHIFTED if policy.corrects(plan) else State.MOVED
+    of_kind = dict.fromkeys(Kind, State.FRESH) | {Kind.EXACT: State.EXACT, Kind.REUSABLE: kept}
+    row = torch.tensor([of_kind[Kind(kind)] for kind in plan.kinds.tolist()])
+    found = row.repeat(plan.layers, 1)
+    found[computed & ~plan.always] = State.COMPUTED
+    for rows in seen.probed:
+        last = policy.attention_layers(plan).stop - 1
+        # What stands before the first row that can change goes on where the probe left it.
+        again = rows[(rows >= plan.settled_tokens) & plan.always[rows]]
+        found[: last + 1, again] = State.TWICE
+    return found
+
+
+def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figure":
+    """The grid of states, layer 0 at the bottom, and under it the scores."""
+    from matplotlib.patches import Patch
+
+    figure = figure_of(9.0, 2.3 if scores is None else 2.8)
+    heights = [5.0] if scores is None else [5.0, 1.3]
+    panels = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    _draw_states(panels[0], plan, found)
+    if scores is not None:
+        _draw_scores(panels[1], plan, scores, found)
+    panels[-1].set_xlabel("tokens of the prompt", fontsize=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
+    shown = [state for state in State if bool((found == state).any())]
+    patches = [Patch(color=colour(state), label=LOOKS[state][0]) for state in shown]
+    where: dict[str, Any] = {
+        "loc": "outside lower center",
+        "ncols": 5,
+        "handlelength": 1,
+        "columnspacing": 1.2,
+    }
+    figure.legend(handles=patches, frameon=False, fontsize=7.5, **where)
+    return figure
+
+
+def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
+    """Lines and words say where the instructions, each passage and the question begin and end."""
+    from matplotlib.colors import ListedColormap
+
+    layers, tokens = found.shape
+    axes.imshow(
+        found.numpy(), cmap=ListedColormap([colour(state) for state in State]), vmin=0, vmax=len(State) - 1,
+        origin="lower", aspect="auto", interpolation="nearest", extent=(0, tokens, 0, layers),
+    )  # fmt: skip
+    spans = [(span.start, span.stop, f"passage {number}") for number, span in enumerate(plan.spans, 1)]
+    ends = [(0, spans[0][0], "instructions"), *spans, (spans[-1][1], plan.tokens, "question")]
+    for begin, end, label in ends:
+        axes.axvline(begin, color="black", linewidth=0.8)
+        place: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points"}
+        axes.annotate(label, ((begin + end) / 2, layers), ha="center", fontsize=8, **place)
+    shown = [0, layers // 3, 2 * layers // 3, layers - 1]
+    axes.set_yticks([layer + 0.5 for layer in shown], [str(layer) for layer in shown])
+    axes.tick_params(labelsize=8)
+    axes.set_ylabel("layer", fontsize=8)
+
+
+def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> None:
+    """A bar for each token that may be chosen, in the colour of what became of it above layer 0.
+
+    Roots, because a few tokens have most of a score, and beside them the others would be flat.
+    """
+    heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
+    colours = [colour(State(state)) for state in found[1:].amin(0).tolist()]
+    axes.bar([at + 0.5 for at in range(plan.tokens)], heights.tolist(), width=1.0, color=colours)
+    axes.set_yticks([])
+    axes.set_ylabel("score\n(root)", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def colour(state: State) -> str:
+    """A state's colour; the app's own are read where they are defined, so that they stay the same."""
+    name = LOOKS[state][1]
+    if not name.startswith("--"):
+        return name
+    style = (REPO / "ui" / "assets" / "style.css").read_text(encoding="utf-8")
+    return style.partition(f"{name}: ")[2][:7]  # the first is that of the light page
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

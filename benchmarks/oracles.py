@@ -1,0 +1,86 @@
+"""Oracles: methods that know what full prefill would give, which only a bench can tell them.
+
+    python -m benchmarks.quality --data FILE --methods full,probe-shift,transplant:by=probe-shift
+
+`transplant` copies full prefill's KV in at the rows that another
+policy chooses: if it is far better than computing these rows again, the trouble is stale neighbours, not the choice.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.plan import Plan
+from ragblend.engine.selection import METHODS, Policy
+from ragblend.engine.selection.evidence import Attention, Probed
+from ragblend.engine.selection.shift import Change, Delta
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.engine.cache import FusedCache
+
+
+@dataclass(frozen=True)
+class Transplant(Policy):
+    """True KV at the rows that the method named `by` chooses, before anything is computed.
+
+    truth: the cache that full prefill of the same prompt filled. Raises UsageError for a method that chooses later.
+    """
+
+    by: str = "probe"
+    truth: Any = None
+    name: str = field(default="transplant", kw_only=True)
+    _chosen: list[Tensor] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        able = [
+            name
+            for name, policy in METHODS.items()
+            if name == "recompute" or (policy.fixed_ratio is None and type(policy).narrow is Policy.narrow)
+        ]
+        if self.by not in able:
+            raise UsageError(
+                f"by={self.by} is no method that chooses rows before any is computed; there are {', '.join(able)}"
+            )
+
+    def given(self, truth: "FusedCache") -> "Transplant":
+        """The oracle for the prompt that full prefill filled this cache for."""
+        return replace(self, truth=truth)
+
+    def probe_rows(self, plan: Plan) -> Tensor | None:
+        return self._by.probe_rows(plan)
+
+    def attention_layers(self, plan: Plan) -> range:
+        return self._by.attention_layers(plan)
+
+    def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
+        return self._by.layer_scores(plan, attention)
+
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+        chosen = self._by.rows(plan, probed)
+        self._chosen[:] = [chosen[plan.candidates[chosen]]]
+        return super().rows(plan)
+
+    def corrects(self, plan: Plan) -> bool:
+        return True
+
+    def correct(self, plan: Plan, change: Change) -> Delta | None:
+        rows, keys, values = self._chosen[0], change.stored_keys, change.stored_values
+        at = rows - change.run.start
+        true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)
+        delta = Delta(
+            torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
+        )
+        delta.keys[:, at] = change.unrotated(true_keys[:, rows].float(), rows) - keys[:, at]
+        delta.values[:, at] = true_values[:, rows].float() - values[:, at]
+        return delta
+
+    @property
+    def _by(self) -> Policy:
+        if self.truth is None:
+            raise UsageError(
+                f"method {self.name!r} copies from a full prefill, which only `bench quality` has at hand"
+            )
+        return METHODS[self.by]

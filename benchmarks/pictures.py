@@ -1,0 +1,106 @@
+"""The README's two pictures: what `ragblend demo` prints, and the page with one cited answer.
+
+    python -m benchmarks.pictures             # into docs/pictures/: demo.svg and page.png
+
+Both are the real thing: the command in a process of its own, the page in the system's Chromium. Its home is a new one,
+unless --home names one whose model is converted already.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+COLUMNS = 100
+QUESTION = "How long is the causeway under water at every high tide?"
+SOURCE = "visitor-guide.html"
+RAGBLEND = Path(sys.executable).parent / "ragblend"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WAIT_MS = 240_000
+
+
+def demo_picture(home: Path) -> None:
+    """`make demo`, up to the list of sources."""
+    command: list[str | Path] = [RAGBLEND, "demo", "--home", home]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"COLUMNS": str(COLUMNS)}
+    )
+    shown = done.stdout.strip().partition("\nNext:")[0]
+    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(Text("$ make demo", style="bold green"), end="\n\n")
+    for line in shown.splitlines():
+        loud = line.startswith(("Full prefill", "Fused", "The fused one", "Question"))
+        console.print(Text(line, style="bold" if loud else ""), soft_wrap=False)
+    # rich links a font of another host, which no page of ours asks for.
+    drawn = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="ragblend demo"), flags=re.DOTALL)
+    (PICTURES / "demo.svg").write_text(drawn.replace("Fira Code, monospace", "monospace"), encoding="utf-8")
+
+
+@contextmanager
+def served(home: Path) -> Iterator[str]:
+    """The address of `ragblend ui` on that home."""
+    command: list[str | Path] = [RAGBLEND, "ui", "--no-browser", "--port", "0", "--json", "--home", home]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+def page_picture(home: Path) -> None:
+    """The samples, one answer with its citation, and the source that it leads to."""
+    from playwright.sync_api import sync_playwright
+
+    browser = next(path for name in BROWSERS if (path := shutil.which(name)))
+    with served(home) as url, sync_playwright() as playwright:
+        window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = window.new_page(viewport={"width": 1280, "height": 800})
+        page.set_default_timeout(WAIT_MS)
+        page.goto(url)
+        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.fill("#rb-question textarea", QUESTION)
+        page.press("#rb-question textarea", "Control+Enter")
+        _answered(page)
+        page.click("[data-act=regenerate]")  # the first answer also loads the model
+        _answered(page)
+        page.click(".rb-sources summary")
+        page.click(f".rb-source:has-text('{SOURCE}')")
+        page.wait_for_selector("#rb-source .rb-mark")
+        page.screenshot(path=PICTURES / "page.png")
+        window.close()
+
+
+def _answered(page: Any) -> None:
+    page.wait_for_selector("#rb-stop")
+    page.wait_for_selector("#rb-send")
+    page.wait_for_selector("#rb-live .rb-turns", state="detached")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--home", type=Path, help="an existing home; else a new one, removed at the end")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = chosen.home or Path(folder)
+        demo_picture(home)
+        page_picture(home)
+
+
+if __name__ == "__main__":
+    main()

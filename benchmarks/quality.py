@@ -1,0 +1,147 @@
+"""`ragblend bench quality` with what is no method of the engine beside it.
+
+    python -m benchmarks.quality --methods full,cacheblend,map_reduce,refine+cacheblend --ratios 0.15
+    python -m benchmarks.quality --generate ruler:multi_value,tokens=4000,n=20 --methods full,transplant:by=cacheblend
+
+Modes are LangChain's ways to read passages (`modes.py`); `transplant:by=METHOD` is the oracle, which computes
+nothing and copies the true KV in at the rows that METHOD chooses. All other options are the product's.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.questions import Form, Generate, write_questions
+from ragblend.app.bench import cli as product
+from ragblend.app.bench import quality as measured
+from ragblend.app.bench.data import Question
+from ragblend.app.bench.quality_report import Others, QualityRequest, with_all
+from ragblend.app.bench.records import Record
+from ragblend.app.bench.sources import Source
+from ragblend.app.bench.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
+from ragblend.app.cli import main
+from ragblend.app.cli_common import Cli, command
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from benchmarks.modes import Mode
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompt import Prompt
+
+app = typer.Typer(name="quality", rich_markup_mode=None, pretty_exceptions_enable=False)
+MODES = ("map_reduce", "map_rerank", "refine")
+ORACLE = "transplant"
+
+
+@command(app, "quality")
+def quality(
+    cli: Cli,
+    generate: Generate = None,
+    data: product.Data = None,
+    form: Form = None,
+    docs: product.Docs = None,
+    collection: product.Collection = None,
+    methods: Annotated[
+        str, typer.Option(help="As for the product; also modes, MODE+METHOD, and oracles.")
+    ] = "all",
+    ratios: product.Ratios = "0.05,0.15,0.3",
+    compare: product.Compare = None,
+    limit: product.Limit = None,
+    seed: product.Seed = None,
+    passages: product.Passages = None,
+    skip: product.Skip = False,
+    max_new_tokens: product.MostTokens = None,
+    output: product.Output = Path("bench-results"),
+    fresh: product.Fresh = False,
+    keep_kv: product.KeepKV = False,
+) -> None:
+    """Compare methods, modes and oracles with full prefill, on questions made here or read from other formats."""
+    names, others = parse(methods, ratios, compare or [])
+    if generate or form:
+        write_questions(cli, output / "questions.json", generate or [], data, form)
+        data = output / "questions.json"
+    chosen = product.settings_of(cli, collection=collection).collection
+    source = Source(data, docs, cli.home, chosen, limit, seed, passages, skip)
+    engine = product.engine_arguments(cli)
+    request = QualityRequest(
+        source, engine, names, ratios, max_new_tokens, output, fresh, keep_kv, tuple(compare or ())
+    )
+    product.show_quality(cli, request, others)
+
+
+def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
+    """The engine's own methods among them, as a list again, and the others. Raises UsageError."""
+    import ragblend.integrations
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
+
+    names = split_methods(with_all(methods, METHODS))
+    modes = [mode for name in names for mode in modes_of(name, ratios)]
+    oracles = [
+        Variant(name, each.ratio)
+        for name in names
+        if base_name(name) == ORACLE
+        for each in parse_variants(ORACLE, ratios, [ORACLE], ())
+    ]
+    own = ",".join(name for name in names if base_name(name) != ORACLE and not modes_of(name, ratios))
+    variants: dict[Variant, measured.Measure] = {each: transplanted(each) for each in oracles}
+    depends = None
+    if modes:
+        from benchmarks.modes import measuring, settings
+
+        variants |= {mode.variant: measuring(mode) for mode in modes}
+        depends = settings()
+    if compare:  # modes have no divergence to compare
+        parse_pairs(
+            compare, [*(parse_variants(own, ratios, method_names(), WITHOUT_RATIO) if own else ()), *oracles]
+        )
+    code = tuple(Path(path) for path in ragblend.integrations.__path__) if modes else ()
+    return own, Others(variants, depends, code)
+
+
+def modes_of(name: str, ratios: str) -> "list[Mode]":
+    """What a name in the list says of a mode; nothing for a method."""
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+
+    mode, plus, method = name.partition("+")
+    if mode not in MODES:
+        return []
+    try:
+        from benchmarks.modes import Mode
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--methods: {mode!r} needs {error.name}: pip install 'ragblend[langchain]'"
+        ) from error
+    if not plus:
+        return [Mode(mode)]
+    return [
+        Mode(mode, each.method, each.ratio) for each in parse_variants(method, ratios, METHODS, WITHOUT_RATIO)
+    ]
+
+
+def transplanted(oracle: Variant) -> measured.Measure:
+    """How a variant that copies from the reference's KV is measured. Raises UsageError for a wrong parameter."""
+    from benchmarks.oracles import Transplant
+    from ragblend.engine.selection.naming import with_parameters
+
+    policy = with_parameters(Transplant(), oracle.method) if ":" in oracle.method else Transplant()
+    assert isinstance(policy, Transplant)
+
+    def measure(
+        engine: "Engine",
+        question: Question,
+        prompt: "Prompt",
+        reference: measured.Outcome,
+        max_new_tokens: int,
+    ) -> Record:
+        reference.prefilled.cache.truncate()  # the answer stands behind the prompt
+        given = policy.given(reference.prefilled.cache)
+        outcome = measured.outcome_of(engine, prompt, oracle, reference, max_new_tokens, given)
+        return measured.record_of(question, oracle, reference, outcome)
+
+    return measure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.quality"))

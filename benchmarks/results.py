@@ -1,0 +1,183 @@
+"""docs/results.md and the README's table, from recorded runs of the benches.
+
+    python -m benchmarks.results                                       # render again
+    python -m benchmarks.results --add bench-results --title "..." --command "ragblend bench quality ..."
+
+`--add` takes the rows of `quality.json` or `ttft.json` out of a bench's output folder, with the machine that it names,
+into `recorded.json` beside this file. Figures are never typed into the documents: a test renders them and compares.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+RECORDED = REPO / "benchmarks" / "recorded.json"
+RESULTS = REPO / "docs" / "results.md"
+README = REPO / "README.md"
+Run = dict[str, Any]
+Row = Mapping[str, Any]
+
+INTRODUCTION = """# Results
+
+<!-- Made by `python -m benchmarks.results` from benchmarks/recorded.json: do not edit. -->
+
+How near each method comes to full prefill, and how much faster its first token comes. Each run names its command; a
+run on your own documents and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
+
+The last two runs give the command that was typed, but for `--home` and `--output`. The others are earlier ones, some
+put together from several; their commands are written so that they repeat the run, `FILE` and `FOLDER` being the
+questions and the model of the title.
+
+KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
+nats: 0 is full prefill. *Identical* are answers that are full prefill's word for word, *likeliest* the places at which
+the likeliest token is. *probe-shift leaves* is its KL as a part of that method's at the same ratio, with the paired 95%
+interval. F1 is against the right answers, *faster* the median of full prefill's time to first token through the
+method's.
+"""
+README_RUN = "MuSiQue, Qwen2.5-Coder-1.5B"
+README_RATIOS = (None, 0.15)
+README_COLUMNS = ("method", "kl", "exact_match", "speedup")
+MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%".replace(".0%", "%")
+
+
+def times(value: float) -> str:
+    return "1" if value == 1 else f"{value:.0f} times" if value >= 10 else f"{value:.1f} times"
+
+
+def three(value: float) -> str:
+    return f"{value:.3f}"
+
+
+# field of a row: heading, and how a value is written; in the order of the columns
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "case": ("", str),
+    "method": ("method", lambda name: f"`{name}`"),
+    "ratio": ("ratio", percent),
+    "kept": ("kept of the passages", str),
+    "kv_mb": ("KV of the prompt, MB", str),
+    "prompt": ("prompt", str),
+    "own": ("its own LLM", str),
+    "fused": ("RAGBlend", str),
+    "kl": ("KL", three),
+    "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
+    "left": ("`probe-shift` leaves", str),
+    "kl_shift": ("KL, `probe-shift`", three),
+    "ms_token": ("ms a token", str),
+    "found_values": ("found, multi-value", percent),
+    "found_queries": ("found, multi-query", percent),
+    "found_variables": ("found, variables", percent),
+    "exact_match": ("identical", percent),
+    "top1": ("likeliest", percent),
+    "f1": ("F1", three),
+    "ttft_ms": ("TTFT, ms", lambda ms: f"{ms:,.0f}"),
+    "speedup": ("faster", times),
+    "speedup_range": ("range", str),
+    "cold_speedup": ("faster, cold disk", times),
+    "fused_kv": ("peak memory / fused KV", str),
+}
+
+
+def table(rows: Iterable[Row], columns: Iterable[str] = tuple(COLUMNS)) -> str:
+    """In Markdown, the columns of which any row has a value."""
+    kept = list(rows)
+    shown = [name for name in columns if any(row.get(name) is not None for row in kept)]
+    lines = [[COLUMNS[name][0] for name in shown], ["---"] * len(shown)]
+    lines += [[_cell(row, name) for name in shown] for row in kept]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    if name == "left":
+        low, high = row["left_ci"]
+        return f"{value:.2f} ({low:.2f} to {high:.2f})"
+    return COLUMNS[name][1](value)
+
+
+def section(run: Run) -> str:
+    count = f"{run['n']} questions. " if run.get("n") else ""
+    return f"## {run['title']}\n\n`{run['command']}`\n\n{count}{run['machine']}. {run['says']}\n\n{table(run['rows'])}"
+
+
+def results_page(runs: list[Run]) -> str:
+    return "\n".join([INTRODUCTION, *map(section, runs)])
+
+
+def readme_table(runs: list[Run]) -> str:
+    [run] = [run for run in runs if run["title"] == README_RUN]
+    rows = [row for row in run["rows"] if row["ratio"] in README_RATIOS]
+    return table(rows, README_COLUMNS)
+
+
+def with_table(readme: str, runs: list[Run]) -> str:
+    """The README with its table as it is recorded. Raises ValueError where the marks are missing."""
+    text, found = MARKS.subn(lambda _: readme_table(runs), readme)
+    if found != 1:
+        raise ValueError(f"{README.name} must hold one `<!-- results -->` and one `<!-- end of results -->`")
+    return text
+
+
+def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
+    """What a bench left in its output folder, as runs. Raises FileNotFoundError if that is nothing."""
+    found = [folder / name for name in ("quality.json", "ttft.json") if (folder / name).exists()]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} holds neither quality.json nor ttft.json: is it a bench's --output?"
+        )
+    return [_run(json.loads(path.read_text(encoding="utf-8")), title, command, says) for path in found]
+
+
+def _run(report: Run, title: str, command: str, says: str) -> Run:
+    at = report["environment"]
+    machine = f"{at['gpu'] or at['cpu']}, {at['cpu_cores']} cores, {at['dtype']}, torch {at['torch']}"
+    rows = [
+        {name: _rounded(row[name]) for name in COLUMNS if row.get(name) is not None} for row in report["rows"]
+    ]
+    count = report.get("settings", {}).get("questions")
+    return {"title": title, "command": command, "machine": machine, "n": count, "says": says, "rows": rows}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def dumped(runs: list[Run]) -> str:
+    """The runs as JSON, a row a line."""
+    text = re.sub(r"\n {4,}", " ", json.dumps(runs, indent=1))
+    return re.sub(r"\n {3}\}", " }", text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--add", type=Path, metavar="FOLDER", help="a bench's output folder")
+    parser.add_argument("--title", default="", help="replaces the recorded run of that title")
+    parser.add_argument("--command", default="", help="what was run")
+    parser.add_argument("--says", default="", help="what a reader must know beside the figures")
+    chosen = parser.parse_args()
+    runs: list[Run] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    if chosen.add is not None:
+        if not chosen.title or not chosen.command:
+            parser.error("--add needs --title and --command")
+        runs = [run for run in runs if run["title"] != chosen.title]
+        runs += taken(chosen.add, chosen.title, chosen.command, chosen.says)
+        RECORDED.write_text(dumped(runs), encoding="utf-8")
+    RESULTS.write_text(results_page(runs), encoding="utf-8")
+    README.write_text(with_table(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

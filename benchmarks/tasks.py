@@ -1,0 +1,219 @@
+"""Generated questions whose exact answers are known: RULER's tasks (Hsieh et al., COLM'24, §3) and two-hop questions.
+
+A spec is a task and what it is to be like: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by
+itself is all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run
+goes on where it stopped, and a larger n extends it.
+
+Each task is a function of (draw, spec, count_tokens): sentences of our own filler with what is asked about hidden among
+them. The texts are ours; what is asked, and how many distractors there are, follows the paper.
+"""
+
+import dataclasses
+import difflib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import filler
+from benchmarks.formats import pack
+from ragblend.kvstore.errors import UsageError
+
+CountTokens = Callable[[str], int]
+ONE = "\nAnswer with the number alone."
+ALL = "\nAnswer with all of the numbers, separated by commas, and nothing else."
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to generate. tokens: of all passages together; chunk: of one; seed: other questions of the same kind.
+
+    items: keys, values or queries, as the task has them; hops: of a variable's chain; chains: how many of
+    those there are, the asked one included.
+    """
+
+    task: str
+    n: int = 20
+    tokens: int = 4000
+    chunk: int = 512
+    seed: int = 0
+    items: int = 4
+    hops: int = 4
+    chains: int = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """One generated question: its passages, its words, and what an exact answer must hold."""
+
+    passages: tuple[str, ...]
+    question: str
+    instruction: str
+    required: tuple[str, ...]
+
+
+def magic_numbers(
+    draw: random.Random, spec: Spec, count: CountTokens, keys: int, values: int, asked: int
+) -> Task:
+    """So many keys with so many numbers each; asked: of how many numbers the keys are asked for, all or one."""
+    names, numbers = filler.keys(draw, keys), filler.numbers(draw, keys * values)
+    pairs = list(zip((name for name in names for _ in range(values)), numbers, strict=True))
+    wanted = pairs if asked == len(pairs) else [draw.choice(pairs)]
+    needles = [f"One of the magic numbers of {name} is {number}." for name, number in pairs]
+    passages = haystack(draw, needles, spec, count)
+    whose = ", ".join(dict.fromkeys(name for name, _ in wanted))
+    question = (
+        f"What is the magic number of {whose}?" if asked == 1 else f"What are the magic numbers of {whose}?"
+    )
+    if values > 1:
+        question = f"What are all {values} magic numbers of {whose}?"
+    return Task(passages, question, ONE if asked == 1 else ALL, tuple(number for _, number in wanted))
+
+
+def single_needle(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """One key, one number."""
+    return magic_numbers(draw, spec, count, keys=1, values=1, asked=1)
+
+
+def multi_key(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """Several keys with a number each; one is asked for."""
+    return magic_numbers(draw, spec, count, keys=spec.items, values=1, asked=1)
+
+
+def multi_value(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """One key with several numbers; all are asked for."""
+    return magic_numbers(draw, spec, count, keys=1, values=spec.items, asked=spec.items)
+
+
+def multi_query(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """Several keys with a number each; all are asked for."""
+    return magic_numbers(draw, spec, count, keys=spec.items, values=1, asked=spec.items)
+
+
+def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """Chains of assignments; every variable that holds one value is asked for."""
+    values = filler.numbers(draw, spec.chains, digits=5)
+    variables = filler.letters(draw, spec.chains * (spec.hops + 1))
+    chains = [variables[place :: spec.chains] for place in range(spec.chains)]
+    lines = [_chain(names, value) for names, value in zip(chains, values, strict=True)]
+    # Chains are mixed, and every assignment stands after the one that it refers to.
+    mixed = [chain for chain in range(spec.chains) for _ in range(spec.hops + 1)]
+    draw.shuffle(mixed)
+    needles = [lines[chain].pop(0) for chain in mixed]
+    question = (
+        f"Which variables hold the value {values[0]}, directly or through others? There are {spec.hops + 1}."
+    )
+    instruction = "\nAnswer with the names of the variables, separated by commas, and nothing else."
+    return Task(haystack(draw, needles, spec, count), question, instruction, tuple(chains[0]))
+
+
+def two_hop(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
+    """Who has an office in a town, and where that person was born: two sentences, among others of their kind."""
+    people = filler.names(draw, 4 * spec.items)
+    persons = [
+        f"{first} {last}" for first, last in zip(people[: spec.items], people[spec.items :], strict=False)
+    ]
+    places = people[2 * spec.items :]
+    towns, births = places[: spec.items], places[spec.items :]
+    offices = [
+        f"The harbour master of {town} is {person}." for town, person in zip(towns, persons, strict=True)
+    ]
+    born = [f"{person} was born in {birth}." for person, birth in zip(persons, births, strict=True)]
+    halves = [offices, born] if draw.random() < 0.5 else [born, offices]
+    for half in halves:
+        draw.shuffle(half)
+    question = f"In which place was the harbour master of {towns[0]} born?"
+    passages = haystack(draw, [*halves[0], *halves[1]], spec, count)
+    return Task(passages, question, "\nAnswer with the name of the place alone.", (births[0],))
+
+
+TASKS: dict[str, Callable[[random.Random, Spec, CountTokens], Task]] = {
+    "single_needle": single_needle,
+    "multi_key": multi_key,
+    "multi_value": multi_value,
+    "multi_query": multi_query,
+    "variable_tracking": variable_tracking,
+    "two_hop": two_hop,
+}
+
+
+FAMILY = "ruler"
+RULER = tuple(name for name in TASKS if name != "two_hop")
+LIMITS = {"n": 10_000, "tokens": 4_000_000, "items": 100, "hops": 100, "chains": 20, "chunk": 100_000}
+
+
+def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
+    """Every spec, in order; a family gives one for each of its tasks. Raises UsageError."""
+    return tuple(spec for text in texts for spec in _specs(text))
+
+
+def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
+    """The questions of all specs as entries of a file, one task after another. Raises UsageError without room."""
+    return [_entry(spec, number, count) for spec in specs for number in range(spec.n)]
+
+
+def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
+    # Seeded without n (its default stands in), so that a larger n adds questions and keeps those that there were.
+    draw = random.Random(f"{dataclasses.replace(spec, n=Spec.n)} {number}")
+    task = TASKS[spec.task](draw, spec, count)
+    return {
+        "ctxs": [{"title": "", "text": text} for text in task.passages],
+        "question": task.question,
+        "answers": [", ".join(task.required)],
+        "instruction": task.instruction,
+        "required": list(task.required),
+        "task": f"{spec.task} {spec.tokens:,}",
+    }
+
+
+def _specs(text: str) -> list[Spec]:
+    name, *settings = [part.strip() for part in text.split(",")]
+    family, _, task = name.rpartition(":")
+    if family not in ("", FAMILY) or (family and task not in RULER) or (task not in TASKS and task != FAMILY):
+        near = difflib.get_close_matches(task, [*TASKS, FAMILY], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(
+            f"--generate: there is no task {name!r}; there are {', '.join(TASKS)} and {FAMILY}{hint}"
+        )
+    values = dict(_setting(setting) for setting in settings if setting)
+    return [Spec(each, **values) for each in (RULER if task == FAMILY else (task,))]
+
+
+def _setting(text: str) -> tuple[str, int]:
+    known = [field.name for field in dataclasses.fields(Spec) if field.name != "task"]
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name not in known:
+        raise UsageError(f"--generate: {name!r} is unknown; there are {', '.join(known)}")
+    most = LIMITS.get(name)
+    if not (value.isascii() and value.isdigit()) or (most is not None and not 1 <= int(value) <= most):
+        expected = "a whole number from 0" if most is None else f"a whole number from 1 to {most}"
+        raise UsageError(f"--generate: {name} is {value!r}; expected {expected}")
+    return name, int(value)
+
+
+def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: CountTokens) -> tuple[str, ...]:
+    """Passages of filler with the needles in their order at different places. Raises UsageError if there is no room."""
+    hay: list[str] = []
+    left = spec.tokens - sum(count(f" {needle}") for needle in needles)
+    source = filler.sentences(draw)
+    while left > 0:
+        hay.append(next(source))
+        left -= count(f" {hay[-1]}")
+    if len(hay) < len(needles):
+        raise _too_short(spec, f"{len(needles)} sentences that are asked about")
+    for place, needle in zip(
+        sorted(draw.sample(range(len(hay) + 1), len(needles)))[::-1], needles[::-1], strict=True
+    ):
+        hay.insert(place, needle)
+    return tuple(pack(hay, spec.chunk, lambda sentence: count(f" {sentence}"), " "))
+
+
+def _chain(variables: Sequence[str], value: str) -> list[str]:
+    sources = [value, *variables[:-1]]
+    return [f"VAR {variable} = {source}." for variable, source in zip(variables, sources, strict=True)]
+
+
+def _too_short(spec: Spec, what: str) -> UsageError:
+    return UsageError(
+        f"--generate {spec.task}: {spec.tokens} tokens have no room for {what}; ask for more tokens"
+    )

@@ -1,0 +1,240 @@
+"""One prompt, read: find its chunks, plan, decide the ratio, fuse, count; or all of it by the model's own forward."""
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ragblend.engine import nodes
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
+from ragblend.engine.controller import Decision, Workload, decide
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.fusion import Spent, fused_prefill
+from ragblend.engine.loader import LayerLoader, LostChunk
+from ragblend.engine.plan import Kind, Plan, Span, make_plan
+from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.results import Prefilled
+from ragblend.engine.runtime import Runtime
+from ragblend.engine.selection import BLIND, Policy
+from ragblend.engine.session import Session
+from ragblend.engine.trace import Recorder, Trace
+from ragblend.kvstore.blob import ChunkReader
+from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.memory import Held, held_nbytes
+
+log = logging.getLogger("ragblend")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the engine: a tokenized prompt, the policy and ratio to serve it with, and whose KV to use."""
+
+    prompt: Prompt
+    policy: Policy
+    ratio: float | None  # None: what the controller finds, DEFAULT_RATIO at least
+    collection: str
+    seed: int = 0
+    room_tokens: int = 256
+    session: Session | None = None
+
+
+def prefill(
+    runtime: Runtime, request: Request, cancel: threading.Event | None = None, answering: bool = False
+) -> Prefilled:
+    """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere.
+
+    answering: an unfused model's own `generate` comes next and reads the prompt itself, so it is not read here.
+    """
+    refusal = runtime.refusal(len(request.prompt.token_ids))
+    if refusal is not None:
+        return _unfused(runtime, request, refusal, cancel, answering)
+    prefilled = _fused(runtime, request, cancel)
+    if prefilled.report.misses and request.policy.name != "full":
+        for chunk in request.prompt.chunks:
+            if chunk.token_ids:
+                collection = chunk.collection or request.collection
+                runtime.chores.add(partial(nodes.encode_later, runtime, chunk, collection))
+    if prefilled.report.hits and runtime.store.tiers:
+        runtime.chores.add(partial(_promote, runtime, request))
+    if prefilled.report.hits:
+        runtime.chores.add(runtime.store.write_uses)
+    return prefilled
+
+
+def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -> Prefilled:
+    """A chunk found damaged on the way counts as missing, and the request begins again."""
+    begun = time.perf_counter()
+    recorder = Recorder(runtime.transfers, begun)
+    request, warning = _servable(runtime.decoder, request)
+    with ExitStack() as readers:
+        with recorder.part("lookup"):
+            plan, decision = _decided(runtime, request, _find(runtime, request, readers))
+        while True:
+            try:
+                logits, cache, spent = _compute(runtime, request, plan, recorder, cancel)
+                break
+            except LostChunk as lost:
+                log.warning("%s; it is computed in place", lost)
+                plan = plan.without(lost.span)
+    runtime.transfers.synchronize()
+    prefill_ms = (time.perf_counter() - begun) * 1e3
+    trace = recorder.finish()
+    report = _report(request, plan, decision, spent, trace)
+    timings = replace(report.timings, prefill_ms=prefill_ms, ttft_ms=prefill_ms)
+    return Prefilled(request.prompt, logits, cache, replace(report, warning=warning, timings=timings))
+
+
+def _servable(decoder: Decoder, request: Request) -> tuple[Request, str | None]:
+    """The request as this model can serve it, and what is otherwise than asked."""
+    if decoder.shows_attention or not request.policy.needs_attention:
+        return request, None
+    warning = (
+        f"{request.policy.name} collects attention, which this model's layers do not show; "
+        f"the prompt is served by {BLIND.name}: chunks' first tokens and an even sample, the rest shifted"
+    )
+    return replace(request, policy=BLIND), warning
+
+
+def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span, ...]:
+    """What the session holds of the prompt's beginning, and behind that every chunk's place and stored KV, opened."""
+    prompt, decoder, spans = request.prompt, runtime.decoder, list[Span]()
+    prefix, everything, begin = prompt.prefix_ids, prompt.token_ids, 0
+    if request.session is not None and request.policy.name != "full":  # which reads all the same
+        held = request.session.span(prompt, decoder)
+        if held is not None:
+            spans, begin = [held], held.stop
+    for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
+        if not isinstance(segment, Chunk) or not segment.token_ids or offset < begin:
+            continue
+        collection = segment.collection or request.collection
+        reader, behind = _open(runtime, prefix, segment.token_ids, collection)
+        if reader is not None:
+            readers.enter_context(reader)
+        exact = reader is not None and behind == everything[:offset]
+        spans.append(Span(offset, len(segment.token_ids), reader, exact))
+    return tuple(spans)
+
+
+def _open(
+    runtime: Runtime, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
+) -> tuple[ChunkReader | Held | None, tuple[int, ...]]:
+    """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
+    store, geometry, canonical = runtime.store, runtime.decoder.geometry, runtime.canonical_prefix
+    key = runtime.key_of(prefix, token_ids, collection)
+    if prefix != canonical and store.contains(key):
+        reader = store.open_chunk(key, token_ids, geometry, len(prefix))
+        if reader is not None:
+            return reader, prefix
+    key = runtime.key_of(canonical, token_ids, collection)
+    return store.open_chunk(key, token_ids, geometry, len(canonical)), canonical
+
+
+def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
+    """The plan at the ratio that was asked for, or that the controller chose."""
+    decoder, policy = runtime.decoder, request.policy
+    ids = torch.tensor(request.prompt.token_ids, device=decoder.device)
+    layers = decoder.geometry.layers
+    plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed)
+    loaded: dict[str, int] = {}
+    for span in policy.spans(plan):
+        assert span.reader is not None
+        loaded[span.reader.tier] = loaded.get(span.reader.tier, 0) + held_nbytes(span.reader)
+    work = Workload(plan.tokens, layers, loaded, lambda ratio: policy.passes(replace(plan, ratio=ratio)))
+    asked = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
+    decision = decide(runtime.profile, work, asked, DEFAULT_RATIO)
+    # What a session holds is no reason to recompute more of the chunks that are new.
+    held = sum(span.length for span in spans if span.held)
+    share = 1 - held / plan.stored_tokens if held and policy.fixed_ratio is None else 1.0
+    return replace(plan, ratio=decision.ratio * share), decision
+
+
+def _compute(
+    runtime: Runtime, request: Request, plan: Plan, recorder: Recorder, cancel: threading.Event | None
+) -> tuple[Tensor, FusedCache, Spent]:
+    decoder, policy, transfers = runtime.decoder, request.policy, runtime.transfers
+    cache = FusedCache(decoder.geometry, plan.tokens, request.room_tokens, decoder.device)
+    loader = LayerLoader(
+        policy.spans(plan), cache, decoder, transfers, runtime.readers, recorder, policy.moves_keys
+    )
+    try:
+        logits, spent = fused_prefill(decoder, plan, policy, cache, loader, recorder, cancel)
+    finally:
+        loader.finish()
+    return logits, cache, spent
+
+
+def _promote(runtime: Runtime, request: Request) -> None:
+    """Bring what was used one tier up."""
+    prompt, geometry = request.prompt, runtime.fingerprint.geometry
+    for chunk in prompt.chunks:
+        for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
+            if chunk.token_ids:
+                key = runtime.key_of(prefix, chunk.token_ids, chunk.collection or request.collection)
+                with runtime.use.turn():
+                    runtime.store.promote(key, chunk.token_ids, geometry, len(prefix))
+
+
+def _unfused(
+    runtime: Runtime, request: Request, warning: str, cancel: threading.Event | None, answering: bool
+) -> Prefilled:
+    """How a model that cannot be fused is served. Its cache is not kept: not all kinds go back to the prompt."""
+    tokens = len(request.prompt.token_ids)
+    counts, served = TokenCounts(prompt=tokens, fresh=tokens), "f" * tokens
+    report = Report("full", None, counts, warning=warning, served=served)
+    if answering:
+        return Prefilled(request.prompt, torch.empty(0), None, report)
+    begun = time.perf_counter()
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("the prefill was cancelled")
+    model = runtime.loaded.model
+    with torch.inference_mode():
+        ids = torch.tensor([request.prompt.token_ids], device=model.device)
+        logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    elapsed = (time.perf_counter() - begun) * 1e3
+    report = replace(report, timings=Timings(prefill_ms=elapsed, ttft_ms=elapsed))
+    return Prefilled(request.prompt, logits, None, report)
+
+
+def _report(request: Request, plan: Plan, decision: Decision, spent: Spent, trace: Trace) -> Report:
+    """What was done. The ratio that was spent is of stored tokens, and of fresh ones computed twice for choosing."""
+    found = [span.reader is not None for span in plan.spans if not span.held]
+    spent_rows = spent.stored_layer_rows + spent.again_layer_rows
+    counts = TokenCounts(
+        prompt=plan.tokens,
+        reused=plan.stored_tokens - spent.recomputed,
+        recomputed=spent.recomputed,
+        fresh=plan.always_tokens - plan.missing_tokens,
+        missing=plan.missing_tokens,
+    )
+    parts = {f"{part}_ms": trace.total_ms(part) for part in ("load", "stall", "move", "select", "probe")}
+    return Report(
+        request.policy.name,
+        decision.ratio if request.policy.fixed_ratio is None else None,
+        counts,
+        spent_rows / (plan.layers * plan.stored_tokens) if plan.stored_tokens else 0.0,
+        Timings(**parts),
+        hits=sum(found),
+        misses=len(found) - sum(found),
+        decision=decision,
+        trace=trace,
+        probe_rows=spent.probe_rows,
+        computed_fraction=spent.layer_rows / (plan.layers * plan.tokens),
+        served=_served(plan, spent),
+    )
+
+
+def _served(plan: Plan, spent: Spent) -> str:
+    """How each token was served, a letter each."""
+    kinds = plan.kinds.cpu()
+    letters = torch.full(kinds.shape, ord("r"), dtype=torch.uint8)
+    if spent.rows is not None:
+        letters[spent.rows.cpu()] = ord("c")
+    letters[kinds == Kind.FRESH] = ord("f")
+    letters[kinds == Kind.MISSING] = ord("m")
+    return bytes(letters.tolist()).decode("ascii")

@@ -1,0 +1,284 @@
+"""Runtime: one model on one device and in one home, each part of it made on first use and shared by all engines."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ragblend.engine.config import EngineConfig
+from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.decoder import Decoder, regime_tokens
+from ragblend.engine.device import TransferStream, memory_tiers, pick_device, pick_dtype, transfer_stream
+from ragblend.engine.files import tokenizer_digest
+from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
+from ragblend.engine.model import (
+    Checkpoint,
+    LoadedModel,
+    fingerprint,
+    load,
+    load_tokenizer,
+    locate,
+    locate_tokenizer,
+    needs_conversion,
+)
+from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.tokenizing import Tokenizing
+from ragblend.kvstore.codec import RAW, Codec, codec_named
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
+from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.policy import DEFAULT_POLICY
+from ragblend.kvstore.store import KVStore
+
+log = logging.getLogger("ragblend")
+_TYPICAL_TOKENS = 512
+T = TypeVar("T")
+_runtimes: dict[tuple[Any, ...], "Runtime"] = {}
+_sharing = threading.Lock()
+
+
+class once(Generic[T]):
+    """A property that the first thread to ask computes while others wait; `Runtime.close` forgets it."""
+
+    lock = "_loading"
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name = make, make.__name__
+
+    def __get__(self, runtime: "Runtime | None", owner: object = None) -> T:
+        if runtime is None:  # asked of the class
+            return self  # type: ignore[return-value]
+        with getattr(runtime, self.lock):
+            if self._name not in vars(runtime):
+                vars(runtime)[self._name] = self._make(runtime)
+            found: T = vars(runtime)[self._name]
+            return found
+
+
+class light(once[T]):
+    """The same for what does not wait while a model is converted or loaded."""
+
+    lock = "_light"
+
+
+class Runtime:
+    """What costs time or memory. `close` forgets it all; the next use loads it again.
+
+    queue: before the device; chores: for when nobody waits; use: before store and node index where they are used
+    outside the device's turn, and before all is closed (behind the queue).
+    """
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        self.config, self.home = config, home
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(self.device, config.dtype)
+        self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
+        self._loading, self._light = threading.RLock(), threading.RLock()
+        self.codec: Codec = RAW  # how KV is packed that is stored from now on
+        self._budgets: dict[str, int] = {}
+        self._adopt(config)
+
+    @classmethod
+    def shared(cls, config: EngineConfig, home: Path) -> "Runtime":
+        """The process's one for that model, device, dtype and home; an older one takes the budgets and codec."""
+        device = pick_device(config.device)
+        key = (config.model, str(device), pick_dtype(device, config.dtype), home)
+        with _sharing:
+            if key in _runtimes:
+                _runtimes[key]._adopt(config)
+            else:
+                _runtimes[key] = cls(config, home)
+            return _runtimes[key]
+
+    def _adopt(self, config: EngineConfig) -> None:
+        """Budgets and codec from now on (None: as before). What is too much goes with a tier's next puts.
+
+        A tier that an open store does not have is there when it is opened again.
+        """
+        wanted = {
+            "disk": config.store_budget_bytes,
+            "memory": config.memory_budget_bytes,
+            "device": config.device_budget_bytes,
+        }
+        with self._light:
+            self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
+            if config.kv_codec is not None:
+                self.codec = codec_named(config.kv_codec)
+            if "store" in vars(self):
+                tiers: list[KVStore | MemoryTier] = [self.store, *self.store.tiers]
+                for tier in tiers:
+                    if tier.name in self._budgets:
+                        tier.budget_bytes = self._budgets[tier.name]
+
+    def close(self) -> None:
+        """End background work and free model and store. An `encode` under way waits between two chunks, and goes on."""
+        self.chores.finish()
+        with self.queue.turn(), self.use.turn():
+            with self._loading, self._light:
+                names = [name for name, part in vars(Runtime).items() if isinstance(part, once)]
+                parts = {name: vars(self).pop(name) for name in names if name in vars(self)}
+            if "readers" in parts:
+                parts["readers"].shutdown()
+            for name in {"store", "nodes"} & set(parts):
+                parts[name].close()
+
+    # --- the model
+
+    @once
+    def checkpoint(self) -> Checkpoint:
+        return locate(self.config.model, self.home, self.dtype)
+
+    @property
+    def needs_conversion(self) -> bool:
+        """Whether loading the model will take a minute, this once."""
+        return "checkpoint" not in vars(self) and needs_conversion(self.config.model, self.home, self.dtype)
+
+    @property
+    def model_name(self) -> str:
+        name = self.checkpoint.folder.name
+        return f"{self.config.model} ({name})" if self.config.model == "default" else self.config.model
+
+    @once
+    def model_config(self) -> Any:
+        return self.checkpoint.config()
+
+    @property
+    def context_window(self) -> int:
+        return int(getattr(self.model_config, "max_position_embeddings", None) or 1 << 20)
+
+    @once
+    def fingerprint(self) -> ModelFingerprint:
+        return fingerprint(self.checkpoint, self.model_config, self.dtype)
+
+    @once
+    def loaded(self) -> LoadedModel:
+        return load(self.checkpoint, self.device, self.dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        decoder = self.loaded.decoder
+        assert decoder is not None, "only asked for after the gate"
+        return decoder
+
+    @once
+    def gate(self) -> GateVerdict:
+        loaded, decoder = self.loaded, self.loaded.decoder
+        if decoder is None:
+            verdict = GateVerdict(False, (), loaded.unsupported)
+        else:
+            ids = self.tokenizing.passage_ids(TEXT)
+            folder = self.home / "models"
+            verdict = kept_verdict(folder, self.fingerprint.digest, lambda: run_gate(decoder, ids))
+            decoder.layouts = list(verdict.layouts) or decoder.layouts
+            if not verdict.shows_attention:
+                decoder.hide_attention()
+        if not verdict.passed:
+            log.warning(
+                "%s cannot be fused and is served by full prefill: %s", self.model_name, verdict.reason
+            )
+        return verdict
+
+    # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first
+
+    @light
+    def _tokenizer_folder(self) -> Path:
+        return locate_tokenizer(self.config.model, self.home, self.dtype)
+
+    @light
+    def tokenizing(self) -> Tokenizing:
+        return Tokenizing(load_tokenizer(self._tokenizer_folder))
+
+    @light
+    def canonical_prefix(self) -> tuple[int, ...]:
+        return self.tokenizing.prefix_ids()
+
+    @light
+    def _tokenizer_digest(self) -> str:
+        return tokenizer_digest(self._tokenizer_folder, self.home / "models" / "digests.json")
+
+    # --- the store
+
+    @light
+    def store(self) -> KVStore:
+        policy, budgets = self.config.store_policy, self._budgets
+        tiers = memory_tiers(
+            self.device, budgets.get("memory"), budgets.get("device"), policy or DEFAULT_POLICY
+        )
+        return KVStore.open(self.home / "kv", budgets.get("disk"), tiers, policy, self._token_cost)
+
+    @light
+    def nodes(self) -> NodeIndex:
+        return NodeIndex.open(self.home / "nodes.sqlite")
+
+    def scope(self, collection: str) -> Scope:
+        """What the node ids of a collection are looked up under."""
+        return Scope(collection, self._tokenizer_digest)
+
+    def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str) -> ChunkKey:
+        return chunk_key(self.fingerprint, prefix, collection, token_ids)
+
+    @once
+    def readers(self) -> ThreadPoolExecutor:
+        """The loader's threads."""
+        return ThreadPoolExecutor(self.config.loader_threads, thread_name_prefix="ragblend-loader")
+
+    @once
+    def transfers(self) -> TransferStream:
+        """What takes KV to the device beside the compute."""
+        return transfer_stream(self.device)
+
+    # --- what was measured, and what may be served
+
+    @property
+    def profile_path(self) -> Path:
+        """Where the profile of this model on this device is kept."""
+        return self.home / "profiles" / f"{self.fingerprint.digest[:16]}-{self.device.type}.json"
+
+    @once
+    def profile(self) -> DeviceProfile | None:
+        """What was measured, now or earlier; None before that, or if the file is of no use."""
+        try:
+            found = DeviceProfile.read(self.profile_path)
+            return found.priced(self.config.prices) if found else None
+        except UsageError as error:
+            log.warning("%s", error)
+            return None
+
+    def keep_profile(self, measured: DeviceProfile) -> None:
+        """Use it from now on, in this process and those to come."""
+        measured.save(self.profile_path)
+        vars(self)["profile"] = measured
+
+    def _token_cost(self, cached_tokens: int, new_tokens: int) -> float:
+        """Of computing a token, as a multiple of one of 512 behind nothing; 1 before anything was measured.
+
+        A multiple, so that what is stored before and after the measuring, and by several models, can be compared.
+        """
+        profile = self.profile
+        typical = profile.prefill.ms_per_token(0, _TYPICAL_TOKENS) if profile is not None else 0.0
+        if profile is None or not typical:
+            return 1.0
+        return profile.prefill.ms_per_token(cached_tokens, new_tokens) / typical
+
+    def refusal(self, tokens: int) -> str | None:
+        """Why a prompt of that length must not be fused; None if it may be."""
+        if not self.gate.passed:
+            return f"{self.model_name} is served by full prefill: {self.gate.reason}"
+        regime = regime_tokens(self.model_config)
+        if regime is not None and tokens > regime:
+            return (
+                f"this prompt of {tokens} tokens is served by full prefill: beyond {regime} tokens the model's RoPE "
+                "changes its frequencies with the length, and stored keys would be rotated wrongly"
+            )
+        return None
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raises PromptTooLongError where nothing of the window would be left to answer in."""
+        if tokens >= self.context_window:
+            raise PromptTooLongError(
+                f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
+                "what is left: use fewer or shorter passages, or a model with a longer window"
+            )

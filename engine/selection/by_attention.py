@@ -1,0 +1,162 @@
+"""Rows by a score of what the question attends to, seen in a probe: A3, ProphetKV, and our own.
+
+The probe runs the fresh rows once through the stored KV, up to the last layer whose attention is collected. Each layer
+scores its keys, the mean over these layers is the score of a token, and the highest are computed, with the fresh rows.
+Missing chunks are left out of the probe: they would cost as much again as they do anyway. Cost: the rows of the probe
+that are computed again (all but what the prompt begins with), times the share of the layers; the budget pays for them.
+
+    merged_heads    A3 (arXiv 2511.17560), equations 3 to 5
+    summed_rows     ProphetKV (arXiv 2602.02579, ICML'26), first stage
+    rooted_squares  ours
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.selection.base import Policy, budget_rows, chooses, fresh_rows, inexact_rows, needed_rows
+from ragblend.engine.selection.evidence import COLLECTED_ROWS, Attention, Probed
+from ragblend.engine.selection.shift import evenly_spread
+from ragblend.engine.selection.static import nearness_to_beginning
+from ragblend.kvstore.errors import UsageError
+
+# Of the budget, what a probe may take: beyond that, chunks' beginnings and a shift came as near (docs/methods.md).
+PROBE_SHARE = 1 / 3
+# Where a shift is fitted, of the rows to choose: so many, at most a quarter, are an even sample of all, and this share
+# are beginnings of chunks. All that it would know else are rows that the question attends to, which change more.
+CALIBRATION_ROWS = 48
+BEGINNINGS = 0.2
+
+
+def affordable_rows(plan: Plan) -> Tensor | None:
+    """Our probe: of long literals behind the chunks (a conversation) only the end, and none that takes too much."""
+    rows = fresh_rows(plan)
+    if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
+        end = max(plan.suffix_start, plan.tokens - COLLECTED_ROWS)
+        rows = rows[(rows < plan.settled_tokens) | (rows >= end)]
+    again = int((rows >= plan.settled_tokens).sum())
+    return rows if again <= PROBE_SHARE * budget_rows(plan) else None
+
+
+@dataclass(frozen=True)
+class ByAttention(Policy):
+    """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
+    smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
+    computed instead, and for a shift an even sample.
+    """
+
+    layers: Callable[[int], range]
+    score: Callable[[Plan, Attention], Tensor]
+    smooth: Callable[[Tensor], Tensor] | None = None
+    probe: Callable[[Plan], Tensor | None] = fresh_rows
+    needs_attention: bool = field(default=True, kw_only=True)
+
+    def probe_rows(self, plan: Plan) -> Tensor | None:
+        return self.probe(plan) if chooses(plan) else None
+
+    def attention_layers(self, plan: Plan) -> range:
+        return self.layers(plan.layers)
+
+    def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
+        return self.score(plan, attention)
+
+    def passes(self, plan: Plan) -> list[tuple[float, float]]:
+        probe = self.probe_rows(plan)
+        if probe is None:
+            return super().passes(plan)
+        settled, through = plan.settled_by(probe), self.attention_layers(plan).stop
+        count = budget_rows(plan, Probed({}, (probe.numel() - settled) * through / plan.layers))
+        rows = plan.always_tokens + min(count, plan.candidate_tokens)
+        return [(probe.numel(), through), (rows - settled, through), (rows, plan.layers - through)]
+
+    def scores(self, probed: Probed) -> Tensor:
+        """(T,) float32: the mean over the layers, smoothed."""
+        mean = torch.stack(list(probed.scores.values())).mean(0)
+        return mean if self.smooth is None else self.smooth(mean)
+
+    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+        if not chooses(plan):
+            return needed_rows(plan) if plan.ratio == 0 else inexact_rows(plan)
+        count, nearness = budget_rows(plan, probed), nearness_to_beginning(plan)
+        if probed is None:
+            sample = count // 2 if self.shift is not None else 0
+            return _chosen(plan, sample, (nearness, count - sample))
+        sample = beginnings = 0
+        if self.shift is not None:
+            sample, beginnings = min(CALIBRATION_ROWS, count // 4), round(count * BEGINNINGS)
+        best = count - sample - beginnings
+        return _chosen(plan, sample, (self.scores(probed), best), (nearness, beginnings))
+
+
+def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
+    """(R,) the rows that must be computed, and of the candidates so many evenly spread over all of them; then for each
+    of ranked, scores (T,) and a count, as many of the best of what is left."""
+    left, rows = plan.candidates.clone(), plan.always.clone()
+
+    def take(those: Tensor) -> None:
+        rows[those], left[those] = True, False
+
+    take(evenly_spread(left.nonzero().squeeze(1), sample))
+    for scores, count in ranked:
+        take(scores.masked_fill(~left, -torch.inf).topk(min(count, int(left.sum()))).indices)
+    return rows.nonzero().squeeze(1)
+
+
+def second_layer(count: int) -> range:
+    """Layer 1, whose queries and keys depend on layer 0 alone, which reuse leaves right."""
+    layer = min(1, count - 1)
+    return range(layer, layer + 1)
+
+
+def later_layers(count: int) -> range:
+    """From a quarter of the depth on: those before attend to sinks, neighbours and separators."""
+    return range(count // 4, count)
+
+
+def merged_heads(plan: Plan, attention: Attention) -> Tensor:
+    """A3: the documents' share, summed over the question's rows; all heads one dot product, over the root of its size.
+
+    softmax over keys k of documents of sum_h(q_wh . k_kh) x scaling / sqrt(N), summed over rows w.
+    """
+    queries, keys = attention.queries, attention.keys
+    grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:]).sum(
+        1
+    )  # a group's heads share their keys
+    merged = torch.einsum("hwd,hkd->wk", grouped.float(), keys.float())
+    merged *= attention.scaling / queries.shape[0] ** 0.5
+    of_documents = plan.kinds[attention.first_key :] > Kind.MISSING
+    merged = (merged + attention.mask).masked_fill(~of_documents, -torch.inf)
+    return merged.softmax(dim=-1).nan_to_num(0.0).sum(0)  # NaN: a window without any document
+
+
+def summed_rows(plan: Plan, attention: Attention) -> Tensor:
+    """ProphetKV: attention summed over the question's rows, averaged over heads. The paper's weights are not used."""
+    return attention.weights.sum(dim=1, dtype=torch.float32).mean(0)  # (N, W, K) -> (N, K) -> (K,)
+
+
+def rooted_squares(plan: Plan, attention: Attention) -> Tensor:
+    """Ours: the length (L2) of the vector of what each of the question's rows gives a key, averaged over heads.
+
+    It favours a token that one row needs much over one that all need a little.
+    """
+    # torch's vector_norm over a middle dimension takes 11 times as long (9 x 48 x 3,766 on a CPU).
+    return attention.weights.float().square().sum(dim=1).sqrt_().mean(0)
+
+
+@dataclass(frozen=True)
+class AveragePool:
+    """A3's smoothing: the mean of `kernel` tokens, which is odd, about each."""
+
+    kernel: int
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UsageError(f"kernel must be odd and above 0, not {self.kernel}")
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        pool = torch.nn.AvgPool1d(self.kernel, stride=1, padding=self.kernel // 2)
+        pooled: Tensor = pool(scores[None])[0]
+        return pooled

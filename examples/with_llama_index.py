@@ -1,0 +1,37 @@
+"""LlamaIndex's starter example; one line of it is ours.
+
+python examples/with_llama_index.py            # the bundled SmolLM2; or a hub id, a folder, a .gguf file
+"""
+
+import sys
+
+from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
+
+from ragblend.app.samples import documents_folder
+from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
+
+
+def main() -> None:
+    documents = SimpleDirectoryReader(documents_folder(), required_exts=[".md"]).load_data()
+    splitter = SentenceSplitter(chunk_size=256, chunk_overlap=0)
+    index = VectorStoreIndex.from_documents(
+        documents, embed_model=RAGBlendEmbedding(), transformations=[splitter]
+    )
+
+    model = sys.argv[1] if len(sys.argv) > 1 else "default"
+    llm = RAGBlendLLM(model=model, max_new_tokens=16)  # the changed line
+
+    query_engine = index.as_query_engine(llm=llm)
+    for question in ("Who found the clapper of the bell?", "Where did the clapper of the bell fall?"):
+        answer = query_engine.query(question)
+        kv = llm.last_stats["kv"]
+        print(
+            f"{answer}\n  nodes from the store: {kv['hits']}, read now: {kv['misses']}; {kv['ttft_ms']:.0f} ms"
+        )
+        llm.backend.engine.finish_background()  # what was read now is stored behind the answer
+    llm.backend.engine.close()
+
+
+if __name__ == "__main__":
+    main()

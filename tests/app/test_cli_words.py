@@ -1,0 +1,192 @@
+"""What the command line says of itself, of all collections, and when it is stopped or nobody reads on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer.main
+
+from ragblend import __version__
+from ragblend.app.cli import app, main
+
+CODE = "import sys; from ragblend.app.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def commands(group, path=()):
+    """Every command and group with its words."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+def test_help_shows_all_that_it_holds(capfd, monkeypatch):
+    """`[default: RAGBLEND_HOME ...]` was taken for markup, and went: "Where all data lives ."."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    found = 0
+    for path, command in commands(typer.main.get_command(app)):
+        assert main([*path, "--help"]) == 0
+        shown = "".join(capfd.readouterr().out.split())
+        texts = [text for parameter in command.params if (text := getattr(parameter, "help", None))]
+        missing = [text for text in [command.help, *texts] if "".join((text or "").split()) not in shown]
+        assert missing == [], path
+        found += len(texts)
+    assert found > 100
+
+
+def test_version(capfd):
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"ragblend {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "position", "offered"),
+    [
+        ("ragblend do", 1, {"docs", "doctor"}),
+        ("ragblend docs ", 2, {"list", "show", "rm"}),
+        ("ragblend ask --keep", 2, {"--keep-tokens"}),
+    ],
+)
+def test_the_shell_completes_without_loading_anything(words, position, offered):
+    code = f"import sys; sys.modules.update(torch=None, sqlite3=None, numpy=None); {CODE}"
+    asked = {"_RAGBLEND_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and set(done.stdout.split()) == offered, done.stderr
+
+
+@pytest.fixture
+def two(cli, documents, capfd):
+    """A home with two collections: three documents and one."""
+    assert cli("ingest", documents) == 0
+    assert cli("ingest", documents / "sky.txt", "--collection", "harbour") == 0
+    capfd.readouterr()
+    return cli
+
+
+def test_collections_are_listed_with_what_they_hold(two, capfd):
+    assert two("collections", "--json") == 0
+    rows = json.loads(capfd.readouterr().out)["collections"]
+    assert [(row["collection"], row["documents"], row["passages"], row["current"]) for row in rows] == [
+        ("default", 3, 4, True),
+        ("harbour", 1, 1, False),
+    ]
+    assert two("collections") == 0
+    assert "1 document" in capfd.readouterr().out
+
+
+def test_a_collection_is_taken_out_whole(two, home, capfd):
+    assert two("collections", "rm", "nosuch") == 2
+    assert "default, harbour" in capfd.readouterr().err
+    kept = two.engine.stored()
+    assert two("collections", "rm", "harbour", "--json") == 0
+    removed = json.loads(capfd.readouterr().out)
+    assert len(removed["removed"]) == 1 and two.engine.stored() < kept
+    assert two("collections", "--json") == 0
+    assert [row["collection"] for row in json.loads(capfd.readouterr().out)["collections"]] == ["default"]
+
+
+def test_all_documents_are_listed(two, capfd):
+    assert two("docs", "list", "--all", "--json") == 0
+    rows = json.loads(capfd.readouterr().out)["documents"]
+    assert [row["collection"] for row in rows] == ["default"] * 3 + ["harbour"]
+    assert two("docs", "list", "--all") == 0
+    assert "harbour:" in capfd.readouterr().out
+    assert two("docs", "list", "--all", "--collection", "harbour") == 2
+
+
+def test_the_doctor_sees_every_collection(two, open_workspace, capfd):
+    """It looked at the default one alone, and was well pleased with a home whose other index was gone."""
+    assert two("doctor") == 0
+    assert "4 documents in default, harbour" in capfd.readouterr().out
+    with open_workspace(collection="harbour") as workspace:
+        workspace.index.delete(list(workspace.index.node_ids()))
+    assert two("doctor") == 1
+    assert "harbour: 1 passages of the registry are not in the index" in capfd.readouterr().out
+
+
+@pytest.fixture
+def interrupts():
+    """Ctrl-C interrupts; a process in the background was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_answer_that_is_interrupted_says_so_and_stays(two, capfd, interrupts, json_too):
+    def interrupt(number):
+        if number == 2:
+            interrupts()
+
+    two.engine.on_piece = interrupt
+    assert two("ask", "Sky?", *(["--json"] if json_too else [])) == 1
+    shown = capfd.readouterr()
+    assert "Interrupted" in shown.err and "Traceback" not in shown.err
+    if json_too:
+        assert json.loads(shown.out)["error"]["type"] == "Cancelled"
+    else:
+        assert shown.out.rstrip() == "It is"
+    assert two.engine.stream_made.closed
+
+
+def test_any_other_command_that_is_interrupted_says_so(two, capfd, monkeypatch, interrupts):
+    monkeypatch.setattr(two.embedder, "load", interrupts)
+    assert two("doctor") == 1
+    assert capfd.readouterr().err == "Interrupted.\n"
+
+
+def test_waiting_for_missing_passages_may_be_skipped(two, capfd, monkeypatch, interrupts):
+    """As it says of itself; the answer is there."""
+    two.engine.misses = 1
+    monkeypatch.setattr(two.engine, "finish_background", interrupts)
+    assert two("ask", "Sky?") == 0
+    assert "Sources:" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments"),
+    [
+        ("stdout", ["docs", "list"]),
+        ("stdout", ["--help"]),
+        ("stdout", ["--version"]),
+        ("stderr", ["docs", "list", "--json"]),
+        ("both", ["collections", "--json"]),
+    ],
+)
+def test_a_pipe_that_is_closed_early_is_no_error(two, home, closed, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {name: writer for name in ("stdout", "stderr") if closed in (name, "both")}
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    at = [] if {"--help", "--version"} & set(arguments) else ["--home", str(home)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", CODE, *arguments, *at], timeout=120, env=buffered, **given)
+    os.close(writer)
+    assert done.returncode == 0
+    assert not done.stderr, done.stderr
+    assert closed != "stderr" or done.stdout
+
+
+def test_a_failure_stays_one_when_nobody_reads_of_it(two, home):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", CODE, "docs", "show", "nosuch", "--home", str(home)]
+    assert subprocess.run(command, stdout=writer, stderr=writer, timeout=120).returncode == 1
+    os.close(writer)
+
+
+def test_notes_that_nobody_reads_do_not_end_an_answer(two, monkeypatch, capfd):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = write
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Closed())
+        assert two("ask", "Sky?") == 0
+    assert "Sources:" in capfd.readouterr().out

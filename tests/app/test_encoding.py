@@ -1,0 +1,145 @@
+"""A folder is asked, changed and killed while its KV is encoded: the real command line, on a model of four layers."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.app.removal import remove_document
+from ragblend.app.upkeep import check
+from ragblend.app.workspace import Workspace
+
+TINY = Path(__file__).parents[1] / "engine" / "tiny_models.py"
+FILES, SENTENCES, SOON_S = 24, 60, 300.0
+
+
+def asked(workspace, question, **options):
+    talks = Conversations(workspace.workspaces)
+    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    spec = importlib.util.spec_from_file_location("tiny_models_of_the_app", TINY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "harbour"
+    folder.mkdir()
+    for ship in range(FILES):
+        lines = (f"Ship {ship} carries {n} barrels of herring to quay {n + ship}." for n in range(SENTENCES))
+        (folder / f"ship{ship:02}.txt").write_text(" ".join(lines))
+    return folder
+
+
+@pytest.fixture
+def opened(home, tiny_model):
+    """The home as another process has it, with the real engine and embedder."""
+    workspace = Workspace.open(home, model=str(tiny_model), chunk_tokens=64, max_new_tokens=4)
+    yield workspace
+    workspace.close()
+    workspace.engine.close()
+
+
+def start(home, tiny_model, folder, *options):
+    arguments = [
+        sys.executable,
+        "-m",
+        "ragblend.app.cli",
+        "ingest",
+        str(folder),
+        "--json",
+        "--home",
+        str(home),
+    ]
+    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "64"}
+    return subprocess.Popen(
+        [*arguments, "--model", str(tiny_model), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def values(home):
+    return list((home / "kv").rglob("*.kv"))
+
+
+def await_values(running, home, count):
+    limit = time.monotonic() + SOON_S
+    while len(values(home)) < count:
+        assert running.poll() is None, running.communicate()[1]
+        assert time.monotonic() < limit, "nothing was encoded"
+        time.sleep(0.01)
+
+
+def assert_nothing_is_left_over(workspace):
+    """What is in the index, the nodes and the store is of the registry's passages, and no more."""
+    passages = set(workspace.library.nodes("default"))
+    resources = workspace.engine.runtime
+    assert workspace.index.node_ids() == passages
+    assert set(resources.nodes.node_ids(resources.scope("default"))) == passages
+    stored = set(workspace.engine.store.keys())
+    named = {key for key in stored if {node for _, node in resources.nodes.nodes_with(key)} & passages}
+    assert stored == named, "KV of what was deleted"
+    assert check(workspace) == []
+
+
+def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_model, folder, opened):
+    running = start(home, tiny_model, folder)
+    await_values(running, home, 3)
+    documents = opened.library.documents("default")
+    assert {document.state for document in documents} == {"done"} and len(documents) == FILES
+    answer = asked(opened, "How many barrels does ship 7 carry?")
+    assert answer.sources and opened.engine.finish_background(60)
+    for gone in (documents[0], documents[-1], documents[FILES // 2]):
+        (folder / gone.name).unlink()
+        with opened.workspaces.writing():
+            remove_document(opened, gone)
+    assert running.poll() is None, "it still encodes"
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert_nothing_is_left_over(opened)
+
+    before = {path.name for path in values(home)}
+    done = start(home, tiny_model, folder)
+    out, err = done.communicate(timeout=SOON_S)
+    report = json.loads(out)
+    assert done.returncode == 0, err
+    assert len(report["unchanged"]) == FILES - 3 and report["gone"] == []
+    assert report["kv"]["with_kv"] == report["kv"]["passages"] == opened.library.count_passages("default")
+    assert before <= {path.name for path in values(home)}, "what was encoded is not encoded again"
+    assert_nothing_is_left_over(opened)
+
+
+def taken(home):
+    return sum(path.stat().st_blocks * 512 for path in values(home))
+
+
+def test_no_encode_stops_when_all_can_be_asked_and_the_rest_takes_what_is_announced(
+    home, tiny_model, folder, opened
+):
+    out, err = start(home, tiny_model, folder, "--no-encode").communicate(timeout=SOON_S)
+    assert json.loads(out)["kv"] is None and values(home) == [] and "Askable now" in err
+    answer = asked(opened, "How many barrels does ship 7 carry?")
+    assert answer.report.misses == len(answer.sources) > 0
+    assert opened.engine.finish_background(60)
+    assert asked(opened, "How many barrels does ship 7 carry?").report.misses == 0, "kept from then on"
+
+    there, before = len(values(home)), taken(home)
+    out, err = start(home, tiny_model, folder).communicate(timeout=SOON_S)
+    kv = json.loads(out)["kv"]
+    assert 0.8 < kv["planned_bytes"] / (taken(home) - before) < 1.2 and "tokens): it takes" in err
+    assert kv["encoded"] == kv["planned_passages"] == len(values(home)) - there

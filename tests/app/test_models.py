@@ -1,0 +1,229 @@
+"""Models to choose from: what is here, what would fit, bringing one here, using it, and the way back."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import serve_hub
+
+from ragblend.app.models import (
+    GIGABYTE,
+    SUGGESTIONS,
+    Here,
+    Machine,
+    full_name,
+    models_here,
+    offers,
+    this_machine,
+)
+from ragblend.app.settings import Settings
+from ragblend.ui import views
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """Four layers of random weights."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+    from tiny_models import save_model
+
+    return save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A hub's cache of this test alone: huggingface_hub reads where it is when it is imported."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def hub(tiny_model, hub_cache, monkeypatch):
+    """A hub with one model, which is the whole network."""
+    from huggingface_hub import constants
+
+    with serve_hub("anna/tiny", tiny_model) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        yield server
+
+
+FAST = {"bytes_a_parameter": 2, "flops_per_s": 1e13, "bytes_per_s": 1e11}
+SLOW = {"bytes_a_parameter": 4, "flops_per_s": 1e11, "bytes_per_s": 8e9}
+
+
+def test_no_more_than_fits_is_offered():
+    for free in (3, 4, 6, 8, 12, 40):
+        found = offers(Machine(free * GIGABYTE, **FAST))
+        assert 1 <= len(found) <= 3 or free < 3
+        assert all(offer.memory_bytes <= free * GIGABYTE for offer in found)
+        assert found == sorted(found, key=lambda offer: offer.memory_bytes)
+    assert offers(Machine(1 * GIGABYTE, **FAST)) == []
+
+
+def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
+    quick, slow = (offers(Machine(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
+    assert quick[0].model is SUGGESTIONS[0] and quick[-1].model is SUGGESTIONS[-1] and len(quick) == 3
+    assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
+    slowest = offers(Machine(40 * GIGABYTE, 4, 1e9, 1e8))
+    assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], (
+        "none is quick: the smallest, with its figures"
+    )
+
+
+def test_figures_grow_with_the_model():
+    found = offers(Machine(40 * GIGABYTE, **FAST))
+    assert [o.first_token_s for o in found] == sorted(o.first_token_s for o in found)
+    assert [o.tokens_per_s for o in found] == sorted((o.tokens_per_s for o in found), reverse=True)
+    half = offers(Machine(40 * GIGABYTE, 2, 5e12, 1e11))
+    assert half[0].first_token_s == pytest.approx(2 * found[0].first_token_s)
+
+
+def test_the_suggestions_can_be_true():
+    """bfloat16 takes two bytes a parameter; all are free to use, and have room for six passages."""
+    for model in SUGGESTIONS:
+        assert model.download_bytes == pytest.approx(2 * model.parameters, rel=0.02)
+        assert model.licence in {"Apache-2.0", "MIT"} and model.window >= 8192 and model.kv_bytes % 1024 == 0
+    assert list(SUGGESTIONS) == sorted(SUGGESTIONS, key=lambda model: model.parameters)
+
+
+def test_this_machine_is_measured():
+    machine = this_machine("cpu", "float32")
+    assert machine.bytes_a_parameter == 4 and machine.free_bytes > 0
+    assert machine.flops_per_s > 0 and machine.bytes_per_s > 0
+
+
+def test_what_is_here_is_listed(cli, home, tiny_model, hub_cache, tmp_path, capfd):
+    """Converted ones, .gguf files, the hub's cache; an embedder of that cache is no model to ask."""
+    (home / "models" / "tiny-0123-float32").mkdir(parents=True)
+    for file in tiny_model.iterdir():
+        (home / "models" / "tiny-0123-float32" / file.name).write_bytes(file.read_bytes())
+    (home / "models" / "mine.gguf").write_bytes(b"GGUF" + b"\0" * 96)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "other.gguf").write_bytes(b"GGUF")
+    in_cache(hub_cache, "anna/tiny", tiny_model)
+    in_cache(hub_cache, "anna/embedder", tiny_model, architectures=["BertModel"])
+    assert cli("models", "list", "--folder", tmp_path / "more", "--json") == 0
+    rows = json.loads(capfd.readouterr().out)["models"]
+    kinds = {Path(row["name"]).name: row["kind"] for row in rows}
+    assert kinds == {
+        "default": "bundled",
+        "tiny": "hub",
+        "mine.gguf": ".gguf",
+        "other.gguf": ".gguf",
+        "tiny-0123-float32": "converted",
+    }
+    assert [row["name"] for row in rows if row["current"]] == ["default"]
+    assert all(row["bytes"] > 0 for row in rows)
+
+
+def in_cache(cache, name, model, **changes):
+    """Lay a model into the hub's cache as its library does."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1" * 40)
+    for file in model.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    config = json.loads((snapshot / "config.json").read_text()) | changes
+    (snapshot / "config.json").write_text(json.dumps(config))
+
+
+def test_a_suggestion_asks_nobody(cli, hub, capfd):
+    assert cli("models", "suggest", "--json") == 0
+    assert cli("models", "list") == 0
+    assert hub.asked == []
+    rows = json.loads(capfd.readouterr().out.splitlines()[0])["models"]
+    assert all(row["first_token_s"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_a_model_of_the_hub_is_downloaded_used_and_left_again(cli, hub, home, capfd):
+    assert cli("models", "use", "anna/tiny", "--json") == 0
+    assert json.loads(capfd.readouterr().out) == {"model": "anna/tiny", "before": "default"}
+    assert any("safetensors" in path for path in hub.asked)
+    assert Settings.load(home / "settings.toml").model == "anna/tiny"
+    assert cli("models", "list") == 0
+    assert "* hub" in capfd.readouterr().out
+    assert cli("models", "use", "default") == 0
+    assert Settings.load(home / "settings.toml").model == "default"
+    assert "`ragblend models use anna/tiny` goes back" in capfd.readouterr().out
+
+
+def test_a_path_is_kept_whole(cli, home, tiny_model, hub_cache, monkeypatch):
+    """From wherever the next command is given."""
+    monkeypatch.chdir(tiny_model.parent)
+    assert cli("models", "use", tiny_model.name) == 0
+    assert Settings.load(home / "settings.toml").model == str(tiny_model)
+
+
+def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
+    assert cli("models", "use", "anna/other") == 1
+    assert "could not be had from the hub" in capfd.readouterr().err
+    assert cli("models", "use", "defualt") == 2
+    assert "did you mean 'default'" in capfd.readouterr().err
+    assert not (home / "settings.toml").exists()
+
+
+def test_a_name_may_be_the_last_part_of_one():
+    here = [Here("anna/tiny", "hub", 1), Here("/models/mine.gguf", ".gguf", 1)]
+    assert full_name("Qwen2.5-0.5B-Instruct", here) == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert full_name("mine.gguf", here) == "/models/mine.gguf"
+    assert full_name("tiny", [*here, Here("berta/tiny", "hub", 1)]) == "tiny", "it could be either"
+    assert full_name("elsewhere/mine", here) == "elsewhere/mine"
+
+
+def test_documents_are_said_to_be_read_again(cli, hub, documents, capfd):
+    assert cli("ingest", documents) == 0
+    capfd.readouterr()
+    assert cli("models", "use", "anna/tiny") == 0
+    assert "3 documents were read for default" in capfd.readouterr().out
+
+
+def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd):
+    assert cli("ingest", documents, "--json") == 0
+    assert "Larger models of the hub" not in capfd.readouterr().err, "a program is not told"
+    assert cli("ask", "Sky?") == 0
+    told = capfd.readouterr().err
+    assert "Larger models of the hub" in told and "ragblend models use default" in told
+    assert any(model.name in told for model in SUGGESTIONS)
+    assert cli("ask", "Sky?") == 0
+    assert "Larger models of the hub" not in capfd.readouterr().err
+
+
+def test_the_first_ingest_names_them_before_the_kv_is_made(cli, documents, hub_cache, capfd):
+    assert cli("ingest", documents) == 0
+    assert "Larger models of the hub" in capfd.readouterr().err
+    assert cli("ask", "Sky?") == 0
+    assert "Larger models of the hub" not in capfd.readouterr().err
+
+
+def test_a_picker_offers_each_once_and_what_is_in_use():
+    fitting = offers(Machine(40 * GIGABYTE, **FAST))
+    here = [Here("default", "bundled", 100), Here(fitting[0].model.name, "hub", 100)]
+    choices = views.model_choices(here, fitting, "/my/model")
+    names = [name for _, name in choices]
+    assert names[0] == "/my/model" and len(names) == len(set(names)) == 5
+    labels = {name: label for label, name in choices}
+    assert "here" in labels["default"] and "here" in labels[fitting[0].model.name]
+    assert "to download" in labels[fitting[-1].model.name] and "15.2 GB" in labels[fitting[-1].model.name]
+
+
+def test_an_empty_home_has_no_models_of_its_own(tmp_path, hub_cache):
+    assert {one.kind for one in models_here(tmp_path / "models")} <= {"bundled"}
+
+
+def test_the_page_tells_a_newcomer_of_larger_ones():
+    fitting = offers(Machine(40 * GIGABYTE, **FAST))
+    told = views.settings.larger_models("It is <small>.", fitting)
+    assert all(offer.model.name in told for offer in fitting) and "under Settings" in told
+    welcome = views.chat.welcome
+    assert told in welcome(0, [], "It is <small>.", fitting) and "under Settings" not in welcome(0)
+    assert views.settings.larger_models("It is small.", []) == ""

@@ -1,0 +1,126 @@
+"""Deletion is complete, by every way in, also after a kill: nothing is found by a search of the home's bytes."""
+
+import pytest
+
+from ragblend.app import removal
+from ragblend.app.answer import Source
+from ragblend.app.chats import DELETED_TEXT, Chats
+from ragblend.app.ingest import ingest
+from ragblend.app.library import Library
+from ragblend.app.workspace import Workspaces
+
+SECRET = "CANARY the lighthouse keeper hides rubies behind the seventh stair of Harrow tower"
+
+
+@pytest.fixture
+def secret(documents):
+    path = documents / "secret.txt"
+    path.write_text(SECRET)
+    return path
+
+
+@pytest.fixture
+def told(home, workspace, documents, secret):
+    """The documents ingested, and an answer that was given the secret and one other passage."""
+    ingest(workspace, [documents])
+    with Chats.open(home / "chats.sqlite") as chats:
+        chat = chats.create("A talk")
+        chats.add(chat.id, "user", "Where?")
+        for first, name in enumerate(("secret.txt", "sky.txt")):
+            document = workspace.library.find("default", name)
+            sources = [
+                Source(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
+                for n, p in enumerate(workspace.library.passages_of(document.id))
+            ]
+            segments = [{"number": s.number, "text": s.text[:40]} for s in sources]
+            chats.add(chat.id, "assistant", "There.", sources, {"segments": segments})
+    return workspace
+
+
+def test_the_command_line_takes_a_document_out_of_conversations_too(cli, home, told):
+    """`docs rm` left the passages in chats.sqlite; the page did not."""
+    nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
+    assert left_of(home, nodes) and b"CANARY" in read(home)
+    assert cli("docs", "rm", "secret.txt") == 0
+    assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
+    with Chats.open(home / "chats.sqlite") as chats:
+        first, second = [message for message in chats.messages(1) if message.role == "assistant"]
+    assert {s.text for s in first.sources} == {DELETED_TEXT} and first.text == "There."
+    assert "sky" in second.sources[0].text, "what others hold stays"
+
+
+def test_what_a_changed_document_no_longer_says_is_gone_too(told, home, documents, secret):
+    nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
+    secret.write_text("Nothing is hidden here.")
+    ingest(told, [documents])
+    assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
+
+
+@pytest.mark.parametrize("place", ["remove", "forget_removed", "erase"])
+def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch, place):
+    """The registry's row goes last, and what is still to be erased elsewhere is noted with it."""
+    from ragblend.integrations.chroma import VectorIndex
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
+    owner = {"remove": Library, "forget_removed": Chats, "erase": VectorIndex}[place]
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, place, killed)
+        broken.setattr(removal, "erase_removed", killed if place == "remove" else removal.erase_removed)
+        with pytest.raises(Killed):
+            cli("docs", "rm", "secret.txt")
+    assert left_of(home, nodes)
+    cli("docs", "rm", "secret.txt")  # says that there is none, where the row is gone already
+    assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
+
+
+def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home, cli):
+    document = told.library.find("default", "secret.txt")
+    (passage,) = told.library.passages_of(document.id)[:1]
+    found = Source(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
+    assert cli("docs", "rm", "secret.txt") == 0
+    with Chats.open(home / "chats.sqlite", told.library.known) as chats:
+        assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT
+    assert b"CANARY" not in read(home)
+
+
+def test_a_home_of_before_is_cleaned_by_its_next_writer(cli, home, told):
+    """Chroma's files and the conversations there hold what was deleted; nobody noted what."""
+    nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
+    with told.library._database.transaction() as sql:
+        sql.execute("DELETE FROM documents WHERE path LIKE '%secret.txt'")
+        sql.execute("INSERT INTO unerased VALUES ('default', 1)")
+    told.library.erase()
+    told.known_passages.remove(nodes)
+    told.engine.forget(nodes)
+    told.close()
+    assert left_of(home, nodes) and b"CANARY" in read(home)
+    assert cli("store", "repair") == 0
+    assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
+
+
+def test_writing_without_deleting_erases_nothing(workspace, documents, monkeypatch):
+    from ragblend.integrations.chroma import VectorIndex
+
+    monkeypatch.setattr(VectorIndex, "erase", lambda self: pytest.fail("nothing was deleted"))
+    ingest(workspace, [documents])
+    ingest(workspace, [documents])
+
+
+def read(home):
+    return b"".join(path.read_bytes() for path in home.rglob("*") if path.is_file())
+
+
+def left_of(home, nodes):
+    content = read(home)
+    return [node for node in nodes if node.encode() in content or bytes.fromhex(node) in content]
+
+
+def test_opening_is_enough_of_a_workspace(home):
+    with Workspaces.open(home) as opened, opened.writing():
+        pass

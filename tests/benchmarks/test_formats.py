@@ -1,0 +1,164 @@
+"""Other data sets' formats: converted as they are meant, refused with the file, the record and the field."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.formats import PASSAGE_WORDS, PASSAGES, convert, split_parts
+from ragblend.app.bench.data import load as load_file
+from ragblend.kvstore.errors import UsageError
+
+
+def load(path, form=None, passages=PASSAGES, skip=False):
+    """Converted, and read as the product reads it."""
+    form = form or ("longbench" if '"input"' in path.read_text() else "squad")
+    converted = path.with_name("converted.json")
+    converted.write_text(json.dumps(convert(path, form, passages)))
+    return load_file(converted, skip)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(value, lines=False):
+        path = tmp_path / "data.json"
+        text = "\n".join(json.dumps(each) for each in value) if lines else json.dumps(value)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def longbench(**changed):
+    parts = [f"Passage {n}:\nTown {n}\nThe mayor of town {n} is Keeper {n}." for n in range(1, 5)]
+    record = {"context": "\n\n".join(parts), "input": "Who is the mayor of town 3?", "answers": ["Keeper 3"]}
+    return record | {"dataset": "hotpotqa", "length": 40, "_id": "x"} | changed
+
+
+def squad():
+    def article(title, count):
+        return {"title": title, "paragraphs": [paragraph(title, n) for n in range(count)]}
+
+    def paragraph(title, n):
+        answers = [{"text": f"{n} boats", "answer_start": 3}] * 2
+        qas = [{"id": f"{title}{n}", "question": f"How many boats has {title} {n}?", "answers": answers}]
+        return {"context": f"{title} {n} has {n} boats.", "qas": qas}
+
+    return {"version": "1.1", "data": [article("North_Port", 3), article("South_Port", 9)]}
+
+
+def test_a_longbench_context_is_cut_where_its_passages_begin(write) -> None:
+    (question,) = load(write([longbench()], lines=True)).questions
+    assert [passage[:10] for passage in question.passages] == [f"Passage {n}:" for n in range(1, 5)]
+    assert (question.text, question.answers, question.task) == (
+        "Who is the mayor of town 3?",
+        ("Keeper 3",),
+        "hotpotqa",
+    )
+    assert question.instruction is None
+
+
+def test_a_longbench_task_that_asks_nothing_is_told_what_to_do(write) -> None:
+    context = "\n\n".join(f"{n} " + "word " * 100 for n in range(20))
+    record = longbench(context=context, input="", dataset="gov_report")
+    (question,) = load(write([record], lines=True)).questions
+    assert question.text.startswith("Write a one-page summary")
+    assert question.instruction == ""
+    assert len(question.passages) == 7
+    assert "".join("".join(question.passages).split()) == "".join(context.split())  # nothing is lost
+
+
+def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -> None:
+    questions = load(write(squad()), passages=5).questions
+    assert len(questions) == 12
+    for question in questions:
+        asked = question.text.removeprefix("How many boats has ").removesuffix("?").replace("_", " ")
+        assert len(question.passages) == len(set(question.passages)) == 5
+        assert sum(f"{asked} has" in passage.replace("_", " ") for passage in question.passages) == 1
+        assert len(question.answers) == 1
+    places = {[q.answers[0] in p for p in q.passages].index(True) for q in questions}
+    assert len(places) > 2  # not always first
+
+
+def test_squads_rows_are_read_as_well(write) -> None:
+    rows = [
+        {
+            "context": f"It has {n} boats.",
+            "question": f"How many on {n}?",
+            "answers": {"text": [str(n)], "answer_start": [7]},
+        }
+        for n in range(3)
+    ]
+    questions = load(write(rows, lines=True)).questions
+    assert [question.answers for question in questions] == [("0",), ("1",), ("2",)]
+    assert {len(question.passages) for question in questions} == {3}
+
+
+def test_a_question_that_its_paragraph_does_not_answer_is_left_out(write) -> None:
+    data = squad()
+    data["data"][0]["paragraphs"][1]["qas"][0] |= {"is_impossible": True}
+    assert len(load(write(data)).questions) == 11
+
+
+def test_an_empty_question_is_left_to_the_product(write) -> None:
+    path = write([longbench(), longbench(input="  ")], lines=True)
+    with pytest.raises(UsageError, match="question 1: 'question' is empty"):
+        load(path)
+    assert len(load(path, skip=True).questions) == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "lines", "said"),
+    [
+        ([longbench(), {"input": "q", "answers": ["a"]}], True, "line 2: the field 'context' is missing"),
+        ([longbench(), 3], True, "line 2: found a JSON number"),
+        ([{"context": "c", "question": "q"}], False, "question 0: the field 'answers' is missing"),
+        (
+            {"data": [{"title": "t", "paragraphs": [{"qas": [{"question": "q"}]}]}]},
+            False,
+            "'context' is missing",
+        ),
+        (
+            {"data": [{"title": "t", "paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}]},
+            False,
+            r"qas\[0\]: the field 'answers' is missing",
+        ),
+        ({"data": []}, False, "empty list"),
+        ({"data": [{"title": "t", "paragraphs": []}]}, False, "no question that can be measured"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_record(records, lines, said, write) -> None:
+    path = write(records, lines)
+    with pytest.raises(UsageError, match=said) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_line_that_is_not_json_is_named(write) -> None:
+    path = write([longbench()], lines=True)
+    path.write_text(path.read_text() + "\n\n{broken\n")
+    with pytest.raises(UsageError, match="line 3 is not JSON"):
+        load(path)
+
+
+def test_a_named_format_is_not_guessed(write) -> None:
+    path = write(squad())
+    with pytest.raises(UsageError, match="question 0: the field 'context' is missing"):
+        load(path, "longbench")
+    with pytest.raises(UsageError, match="--format: 'csv' is unknown"):
+        load(path, "csv")
+
+
+def test_packing_keeps_every_word_and_the_limit() -> None:
+    pieces = [f"p{n} " + "w " * (37 * n % 900) for n in range(40)]
+    packed = split_parts("\n\n".join(pieces), 300)
+    assert " ".join(packed).split() == " ".join(pieces).split()
+    assert max(len(passage.split()) for passage in packed) <= 300
+    assert min(len(a.split()) + len(b.split()) for a, b in pairwise(packed)) > 300
+
+
+def test_few_shot_examples_share_passages_and_numbered_passages_do_not() -> None:
+    examples = "".join(f"Dialogue: a{n}\nSummary: b\n" for n in range(40))
+    assert len(split_parts(examples)) == 1
+    assert len(split_parts("".join(f"Passage {n}:\nshort\n" for n in range(40)))) == 40
+    assert max(len(part.split()) for part in split_parts("one " * 5000)) == PASSAGE_WORDS

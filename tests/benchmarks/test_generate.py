@@ -1,0 +1,142 @@
+"""Generated questions: the same for the same seed, as long as asked, and their exact answers really are in the text."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.tasks import RULER, TASKS, generate, parse_specs
+from ragblend.app.bench.data import entry_question
+from ragblend.kvstore.errors import UsageError
+
+
+def count_words(text):
+    """A tokenizer that makes a token of every word, figure by figure of every number, and of every mark."""
+    return len(re.findall(r"[A-Za-z]+|[0-9.,=?-]", text))
+
+
+def made(*specs):
+    entries = generate(parse_specs(specs), count_words)
+    return [entry_question(entry, place, "generated") for place, entry in enumerate(entries)]
+
+
+def text_of(question):
+    return "\n".join(question.passages)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_same_spec_gives_the_same_questions_and_another_seed_others(task) -> None:
+    first = made(f"{task},n=3,tokens=1500")
+    assert made(f"{task},n=3,tokens=1500") == first
+    digests = {q.digest for seed in (0, 1) for q in made(f"{task},n=3,tokens=1500,seed={seed}")}
+    assert len(digests) == 6
+    assert [question.index for question in first] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_larger_n_adds_questions_and_keeps_those_that_there_were(task) -> None:
+    """n was a part of the seed: raising it threw away all that was measured."""
+    few, many = made(f"{task},n=2,tokens=1500"), made(f"{task},n=4,tokens=1500")
+    assert many[:2] == few
+    assert len({question.digest for question in many}) == 4
+
+
+@pytest.mark.parametrize("tokens", [600, 4000, 60_000])
+@pytest.mark.parametrize("task", TASKS)
+def test_passages_have_the_length_that_was_asked_for(task, tokens) -> None:
+    (question,) = made(f"{task},n=1,tokens={tokens},chunk=200")
+    sizes = [count_words(passage) for passage in question.passages]
+    assert sum(sizes) == pytest.approx(tokens, rel=0.05)
+    assert max(sizes) <= 200
+    assert len(set(question.passages)) == len(sizes)  # two that are equal would share one stored KV
+
+
+@pytest.mark.parametrize("task", ["single_needle", "multi_key", "multi_value", "multi_query"])
+def test_what_the_needles_say_of_the_asked_keys_is_what_is_required(task) -> None:
+    for question in made(f"{task},n=8,tokens=1500,items=5"):
+        said = re.findall(r"magic numbers of ([\w-]+) is (\d+)\.", text_of(question))
+        asked = re.findall(r"\w+-\w+", question.text)
+        assert sorted(number for key, number in said if key in asked) == sorted(question.required)
+        assert len(said) == (1 if task == "single_needle" else 5)
+        assert len(question.required) == (5 if task in ("multi_value", "multi_query") else 1)
+
+
+def test_chains_of_variables_are_mixed() -> None:
+    orders = set()
+    for question in made("variable_tracking,n=8,tokens=1500,hops=3,chains=2"):
+        assigned = re.findall(r"VAR (\w+) =", text_of(question))
+        orders.add("".join("x" if variable in question.required else "." for variable in assigned))
+    assert len(orders) > 4
+
+
+def test_variables_hold_the_value_by_following_the_assignments() -> None:
+    for question in made("variable_tracking,n=8,tokens=1500,hops=3,chains=4"):
+        held = {}
+        for variable, source in re.findall(r"VAR (\w+) = (\w+)\.", text_of(question)):
+            held[variable] = source if source.isdigit() else held[source]  # a KeyError: out of order
+        (value,) = re.findall(r"\d{5}", question.text)
+        assert {name for name, number in held.items() if number == value} == set(question.required)
+        assert len(held) == 16
+        assert len(question.required) == 4
+
+
+def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
+    for question in made("two_hop,n=8,tokens=1500,chunk=200"):
+        text = text_of(question)
+        (town,) = re.findall(r"master of (\w+) born", question.text)
+        (person,) = re.findall(rf"harbour master of {town} is (\w+ \w+)\.", text)
+        assert re.findall(rf"{person} was born in (\w+)\.", text) == list(question.required)
+        passages = [[name in passage for name in (town, *question.required)] for passage in question.passages]
+        assert [True, True] not in passages  # one passage alone does not do
+        assert len(re.findall("was born in", text)) == 4
+
+
+def test_filler_holds_nothing_that_could_be_taken_for_an_answer() -> None:
+    for question in made("single_needle,n=5,tokens=3000", "two_hop,n=5,tokens=3000"):
+        text = re.sub(r"[^.]*(magic number|harbour master|was born)[^.]*\.", "", text_of(question))
+        assert not re.search(r"\d", text)
+        assert not any(answer.lower() in text.lower() for answer in question.required)
+
+
+def test_needles_are_spread_over_the_whole_text() -> None:
+    places = []
+    for question in made("single_needle,n=60,tokens=800,chunk=200"):
+        text = text_of(question)
+        places.append(text.index("magic number") / len(text))
+    assert min(places) < 0.15 < 0.85 < max(places)
+    assert max(b - a for a, b in pairwise(sorted(places))) < 0.3
+
+
+def test_a_family_is_all_its_tasks_and_specs_add_up() -> None:
+    specs = parse_specs(["ruler,n=2,tokens=900", "ruler:multi_key,items=6", "two_hop"])
+    assert [spec.task for spec in specs] == [*RULER, "multi_key", "two_hop"]
+    assert {(spec.n, spec.tokens) for spec in specs[: len(RULER)]} == {(2, 900)}
+    assert specs[-2].items == 6
+    entries = generate(specs[:2], count_words)
+    assert [entry["task"] for entry in entries] == ["single_needle 900"] * 2 + ["multi_key 900"] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("multi_valu", "did you mean 'multi_value'"),
+        ("ruler:two_hop", "no task 'ruler:two_hop'"),
+        ("other:multi_key", "no task 'other:multi_key'"),
+        ("", "no task ''"),
+        ("multi_key,length=4", "'length' is unknown; there are n, tokens"),
+        ("multi_key,n=0", "from 1 to"),
+        ("multi_key,tokens=4k", "tokens is '4k'"),
+        ("multi_key,n", "n is ''"),
+        ("multi_key,seed=-1", "seed is '-1'"),
+        ("multi_key,items=500", "items is '500'"),
+    ],
+)
+def test_a_wrong_spec_is_named(spec, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_specs([spec])
+
+
+@pytest.mark.parametrize("spec", ["multi_key,tokens=60", "two_hop,tokens=20"])
+def test_no_room_is_named(spec) -> None:
+    with pytest.raises(UsageError, match="no room for"):
+        made(spec)

@@ -1,0 +1,53 @@
+"""The pictures of docs/methods.md show what a prefill did: rows by layer become states by the policy that ran."""
+
+import pytest
+import torch
+
+from benchmarks.method_pictures import State, Watched, states
+from ragblend.engine.plan import Span, make_plan
+from ragblend.engine.selection import METHODS
+
+LAYERS = 4
+STORED = object()  # a plan asks only whether there is stored KV
+
+
+@pytest.fixture
+def letters():
+    """The states that a method's run is drawn as: one string a layer, one letter a token, the first layer first.
+
+    The prompt: two tokens of instructions, an exact passage of two, a separator, a moved passage of three, a question
+    of two.
+    """
+    spans = (Span(2, 2, STORED, exact=True), Span(5, 3, STORED))
+    plan = make_plan(torch.arange(10), spans, LAYERS, ratio=0.3, attention_share=0.2)
+    always = plan.always.nonzero().squeeze(1).tolist()
+
+    def drawn(method, steps, probed=()):
+        each = [(layer, torch.tensor(sorted([*always, *rows]))) for layer, rows in steps]
+        seen = Watched(plan, each, [torch.tensor(rows) for rows in probed])
+        found = states(seen, METHODS[method]).tolist()
+        return ["".join(State(state).name[0] for state in row) for row in found]
+
+    return drawn
+
+
+def test_what_is_not_computed_is_drawn_as_it_was_taken_from_the_store(letters) -> None:
+    assert letters("reuse", [(0, [])]) == ["FFEEFMMMFF"] * LAYERS
+    assert letters("naive", [(0, [])]) == ["FFEEFLLLFF"] * LAYERS
+    assert letters("full", [(0, [2, 3, 5, 6, 7])]) == ["FFCCFCCCFF"] * LAYERS
+
+
+def test_a_choice_at_a_layer_is_drawn_from_that_layer_on(letters) -> None:
+    found = letters("cacheblend-gradual", [(0, [5, 6, 7]), (1, [5, 7]), (3, [5])])
+    assert found == ["FFEEFCCCFF", "FFEEFCMCFF", "FFEEFCMCFF", "FFEEFCMMFF"]
+
+
+def test_fresh_rows_of_a_probe_run_twice_up_to_the_layer_where_it_ends(letters) -> None:
+    """But what nothing can change, which is all before the moved passage, goes on where the probe left it."""
+    fresh = [0, 1, 4, 8, 9]
+    assert letters("a3", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * 2 + ["FFEEFMCMFF"] * 2
+    assert letters("prophet", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * LAYERS
+
+
+def test_a_shift_is_drawn_on_all_moved_rows_that_are_not_computed_and_on_no_others(letters) -> None:
+    assert letters("probe-shift", [(0, [6])], [[8, 9]]) == ["FFEEFSCSTT"] * LAYERS

@@ -1,0 +1,354 @@
+"""RAG modes beside the methods: LangChain's own chains, on the real engine over the tiny model.
+
+A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
+"""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import modes
+from benchmarks.modes import measuring
+from benchmarks.quality import MODES, app, modes_of, parse
+from ragblend.app.bench import quality
+from ragblend.app.bench.prefilling import BenchError, stored
+from ragblend.app.bench.records import Journal, Record
+from ragblend.app.bench.summary import summarise
+from ragblend.app.bench.variants import Variant
+from ragblend.integrations.backend import Backend
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+
+pytest.importorskip("langchain_classic", reason="LangChain's chains are not installed")
+
+UNDEFINED = {"kl", "kl_ci", "top1", "exact_match", "exact_match_ci", "recomputed_fraction", "recovery"}
+VARIANTS = (Variant("full"), Variant("cacheblend", 0.5), *(Variant(mode) for mode in MODES))
+
+
+def mode_of(name, ratio=None):
+    """As `--methods` and `--ratios` have it."""
+    (found,) = modes_of(name, "" if ratio is None else str(ratio))
+    return found
+
+
+def text_of(engine, prompt):
+    return engine.tokenizer.decode(prompt.token_ids)
+
+
+def answer(engine, variant, question, max_new_tokens=4):
+    with stored(engine, question.passages):
+        return modes.answer(engine, variant, question.passages, question.text, max_new_tokens, 6)
+
+
+# --- on the engine
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "longest"),
+    [("map_reduce", 4, [6, 6, 6, 4]), ("map_rerank", 3, [20] * 3), ("refine", 3, [4] * 3)],
+)
+def test_every_call_of_a_chain_is_counted_and_read_in_full(
+    engine, questions, asked, mode, calls, longest, caplog, monkeypatch
+) -> None:
+    from ragblend.integrations.langchain import calls as adapter
+
+    monkeypatch.setattr(adapter, "_said", set())  # it says a thing once a process
+    question = questions[0]
+    said = answer(engine, mode_of(mode), question)
+    texts = [text_of(engine, prompt) for prompt, _ in asked]
+    assert len(texts) == said.calls == calls
+    assert all(question.text in text for text in texts)
+    for place, passage in enumerate(question.passages):  # each read once, in its own call, in their order
+        assert [passage in text for text in texts] == [call == place for call in range(calls)]
+    assert said.prompt_tokens == sum(len(prompt.token_ids) for prompt, _ in asked)
+    assert [options["max_new_tokens"] for _, options in asked] == longest
+    assert 0 < said.generated_tokens <= sum(longest)
+    assert {options["method"] for _, options in asked} == {"full"}
+    assert caplog.records == []  # that the reduce prompt holds no document is no news
+
+
+def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, questions) -> None:
+    """Same chains, same token ids, KV from the store: ratio 1 is full prefill, and at 0 something must differ."""
+    full = [answer(engine, mode_of("refine"), each, 12) for each in questions]
+    exact = [answer(engine, mode_of("refine+random", 1.0), each, 12) for each in questions]
+    assert [each.text for each in exact] == [each.text for each in full]
+    assert [each.prompt_tokens for each in exact] == [each.prompt_tokens for each in full]
+    reused = [answer(engine, mode_of("refine+reuse"), each, 12) for each in questions]
+    assert [each.text for each in reused] != [each.text for each in full]
+
+
+def test_a_passage_that_is_not_stored_stops_a_fused_mode_because_it_would_look_perfect(
+    engine, questions
+) -> None:
+    engine.encode(list(questions[0].passages[:2]))
+    with pytest.raises(BenchError, match=r"refine\+reuse reused 2 of 3 passages"):
+        modes.answer(engine, mode_of("refine+reuse"), questions[0].passages, "why?", 2)
+    engine.finish_background()
+
+
+def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, questions, monkeypatch) -> None:
+    registry = Backend(home=str(engine.home), collection="bench").registry
+    answer(engine, mode_of("refine"), questions[0], 1)
+    assert len(registry) == 0
+    monkeypatch.setattr(Backend, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        answer(engine, mode_of("refine"), questions[0], 1)
+    assert len(registry) == 0
+
+
+def test_a_prompt_of_a_mode_that_is_too_long_names_question_and_mode(
+    engine, questions, tmp_path, monkeypatch
+) -> None:
+    question = questions[0]
+    enough = len(quality.build_prompt(engine, question, 2).token_ids) + 2
+    # Full prefill's prompt just fits; the examples in LangChain's do not.
+    monkeypatch.setattr(type(engine.runtime), "context_window", property(lambda _: enough))
+    journal = Journal(tmp_path / "journal.jsonl")
+    with pytest.raises(PromptTooLongError, match="question 0, map_rerank: the prompt has "):
+        run_modes(engine, [question], journal, ("map_rerank",))
+
+
+# --- in the run
+
+
+def run_modes(engine, questions, journal, names=MODES, **more):
+    others = {Variant(name): measuring(mode_of(name)) for name in names}
+    chosen = [each for each in VARIANTS if each in others or len(names) > 1]
+    quality.run(engine, questions, chosen, journal, max_new_tokens=2, others=others, **more)
+
+
+def test_modes_stand_in_the_same_rows_and_what_is_not_defined_is_null(engine, questions, tmp_path) -> None:
+    journal = Journal(tmp_path / "quality.jsonl")
+    run_modes(engine, questions[:2], journal)
+    rows, comparisons = summarise(journal.records, questions[:2], (*VARIANTS, Variant("full")), seed=0)
+    by_method = {row["method"]: row for row in rows}
+    assert len({frozenset(row) for row in rows}) == 1  # every row has the same names
+    for mode in MODES:
+        row = by_method[mode]
+        assert {name for name in UNDEFINED if row[name] is None} == UNDEFINED
+        assert row["prompt_tokens"] > by_method["full"]["prompt_tokens"]
+        assert 0 <= row["f1"] <= 1
+        assert row["gold_match"] is not None
+        records = [journal.records[each.digest, mode, None] for each in questions[:2]]
+        assert row["speedup"] == pytest.approx(sum(r.full_ttft_ms / r.ttft_ms for r in records) / 2)
+    for method in ("full", "cacheblend"):
+        row = by_method[method]
+        assert (row["calls"], row["unscored"]) == (1, None)
+        assert 1 <= row["generated_tokens"] <= 2
+        assert None not in (row["kl"], row["top1"], row["exact_match"], row["recomputed_fraction"])
+    assert comparisons == []
+
+
+def test_a_mode_on_a_method_is_compared_with_no_control(questions) -> None:
+    """It has a ratio, as what is compared has, but no divergence."""
+    variants = [Variant("reuse"), Variant("refine+cacheblend", 0.5)]
+    nothing = {"f1": 0.5, "rouge_l": 0.5, "gold_match": False, "ttft_ms": 1.0, "full_ttft_ms": 2.0}
+    measured = [{"kl": 0.1, "top1": 1.0, "exact_match": True, "recomputed_fraction": 0.0}]
+    measured.append(dict.fromkeys(measured[0]))
+    records = [
+        Record(questions[0].digest, each.method, each.ratio, **known, **nothing, prompt_tokens=9, answer="")
+        for each, known in zip(variants, measured, strict=True)
+    ]
+    rows, comparisons = summarise({each.key: each for each in records}, questions[:1], variants, seed=0)
+    assert comparisons == []
+    assert [row["kl"] for row in rows] == [0.1, None]
+
+
+def test_a_stopped_run_with_modes_goes_on_and_asks_nothing_twice(engine, questions, tmp_path) -> None:
+    steps = []
+
+    def stop(done, total):
+        steps.append(total)
+        if done == 7:
+            raise KeyboardInterrupt
+
+    journal = Journal(tmp_path / "quality.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run_modes(engine, questions[:2], journal, progress=stop)
+    kept, resumed = dict(journal.records), Journal(journal.path)
+    assert len(kept) == resumed.resumed == 7
+    run_modes(engine, questions[:2], resumed, progress=lambda done, total: steps.append(total))
+    assert (steps[0], steps[-1]) == (10, 3)
+    assert kept.items() <= resumed.records.items()
+    assert len([line for line in journal.path.read_text().splitlines() if line]) == 10
+
+
+def test_a_journal_of_before_there_were_modes_is_read_and_its_unknown_counts_are_null(
+    engine, questions, tmp_path
+) -> None:
+    path, question = tmp_path / "quality.jsonl", questions[0]
+    quality.run(engine, [question], [Variant("full"), Variant("reuse")], Journal(path), max_new_tokens=2)
+    newer = {"generated_tokens", "calls", "unscored"}
+    old = [json.loads(line) for line in path.read_text().splitlines() if line]
+    old = [{name: value for name, value in line.items() if name not in newer} for line in old]
+    path.write_text("".join(f"\n{json.dumps(line)}\n" for line in old))
+    journal = Journal(path)
+    assert journal.resumed == 2
+    rows, _ = summarise(journal.records, [question], [Variant("full"), Variant("reuse")], seed=0)
+    assert [(row["generated_tokens"], row["calls"]) for row in rows] == [(None, 1), (None, 1)]
+    assert rows[1]["kl"] == old[[line["method"] for line in old].index("reuse")]["kl"]
+
+
+# --- LangChain's chains, with a model whose words and times are known
+
+
+class Clock:
+    """Time that passes only where it is told to: on a busy machine no other is exact."""
+
+    def __init__(self):
+        self.s = 0.0
+
+    def __call__(self):
+        return self.s
+
+
+def fake_models(answers, clock, before_ms=0.0, after_ms=0.0):
+    """One model for all calls that gives these answers in turn, so long before and after its first token."""
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage
+    from langchain_core.outputs import ChatGeneration, ChatResult
+
+    from benchmarks.modes import Models
+
+    left = iter(answers)
+
+    class Fake(BaseChatModel):
+        @property
+        def _llm_type(self) -> str:
+            return "fake"
+
+        def get_num_tokens(self, text: str) -> int:
+            return len(text.split())
+
+        def _generate(self, *arguments: Any, **options: Any) -> ChatResult:
+            clock.s += (before_ms + after_ms) / 1000
+            times = {"ttft_ms": before_ms, "total_ms": before_ms + after_ms}
+            kv = {"method": "full", "hits": 0, "misses": 0, **times}
+            usage = {"input_tokens": 100, "output_tokens": 7, "total_tokens": 107}
+            message = AIMessage(next(left), usage_metadata=usage, response_metadata={"kv": kv})
+            return ChatResult(generations=[ChatGeneration(message=message)])
+
+    return Models(Fake(), Fake(), Fake(), prompt_tokens=4000)
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    def run(mode, answers, **times):
+        clock = Clock()
+        monkeypatch.setattr(modes, "perf_counter", clock)
+        passages = [f"passage {place}" for place in range(3)]
+        return modes.ask(mode, fake_models(answers, clock, **times), passages, "who?")[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "expected_ms"),
+    [
+        ("map_reduce", 4, 3 * 90 + 30),  # the fourth call's first token
+        ("refine", 3, 2 * 90 + 30),
+        ("map_rerank", 3, 3 * 90),  # nothing is known before the last candidate is complete
+    ],
+)
+def test_the_first_token_is_the_final_answers(ask, mode, calls, expected_ms) -> None:
+    said = ask(mode, ["yes\nScore: 50"] * calls, before_ms=30, after_ms=60)
+    assert said.ttft_ms == pytest.approx(expected_ms)
+    assert (said.calls, said.prompt_tokens, said.generated_tokens) == (calls, 100 * calls, 7 * calls)
+
+
+@pytest.mark.parametrize(
+    ("answers", "chosen", "unscored"),
+    [
+        (["red\nScore: 10", "blue\nScore: 90", "green\nScore: 20"], "blue", 0),
+        (["no idea", "blue\nScore: 0", "green\nScore: "], "blue", 2),  # any score is better than none
+        (["  no idea ", "none", "never"], "no idea", 3),
+    ],
+)
+def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
+    ask, answers, chosen, unscored
+) -> None:
+    said = ask("map_rerank", answers)
+    assert (said.text, said.unscored) == (chosen, unscored)
+
+
+@pytest.mark.parametrize(
+    "words", [1600, 5000]
+)  # LangChain reduces 3000: two that do not fit, and one by itself
+def test_extracts_that_never_get_shorter_end_in_a_named_error(ask, words) -> None:
+    with pytest.raises(BenchError, match=r"map_reduce gave up .* --passages N"):
+        ask("map_reduce", ["word " * words] * 50)
+
+
+# --- as it is typed
+
+
+@pytest.fixture
+def bench(model_folder, home, tmp_path, data_file):
+    def run(*arguments):
+        where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
+        line = [*where, "--output", tmp_path / "out", "--data", data_file, *arguments]
+        return CliRunner().invoke(app, [str(part) for part in line], catch_exceptions=False)
+
+    return run
+
+
+def test_the_table_has_dashes_and_the_json_nulls(bench, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(modes, "EXTRACT_TOKENS", 4)
+    arguments = ("--limit", "1", "--max-new-tokens", "3", "--methods", "full,refine,map_rerank")
+    done = bench(*arguments)
+    (line,) = [line for line in done.stdout.splitlines() if "refine" in line]
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells[:7] == ["refine", "", "–", "–", "1", "–", "–"]
+    assert "map_rerank: 100.0% of its answers came without a score" in done.stderr
+    rows = json.loads(bench(*arguments, "--json").stdout)
+    assert [row["method"] for row in rows] == ["full", "refine", "map_rerank"]
+    assert rows[1]["kl"] is None
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["settings"]["modes"]["score_tokens"]
+    assert (tmp_path / "out" / "quality.png").exists()
+
+
+def test_modes_alone_need_no_ratio_and_draw_no_picture_of_divergences(bench, tmp_path) -> None:
+    done = bench("--limit", "1", "--max-new-tokens", "2", "--methods", "refine", "--ratios", "", "--json")
+    (row,) = json.loads(done.stdout)
+    assert (row["method"], row["ratio"], row["n"]) == ("refine", None, 1)
+    assert not (tmp_path / "out" / "quality.png").exists()
+
+
+def test_an_updated_langchain_is_measured_again(bench, tmp_path, monkeypatch) -> None:
+    arguments = ("--limit", "1", "--max-new-tokens", "2", "--methods", "refine")
+    bench(*arguments)
+    changed = modes.settings() | {"langchain-classic": "99"}
+    monkeypatch.setattr(modes, "settings", lambda: changed)
+    bench(*arguments)
+    assert len(list((tmp_path / "out").glob("quality-*.jsonl"))) == 2
+
+
+def test_a_missing_langchain_is_named_before_any_model_is_loaded(bench, home, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.modes", None)
+    with pytest.raises(UsageError, match=r"'refine' needs .*pip install 'ragblend\[langchain\]'$"):
+        bench("--methods", "full,refine")
+    assert not home.exists()
+    bench("--methods", "full", "--limit", "1", "--max-new-tokens", "1")  # who asks for no mode needs none
+
+
+def test_modes_are_named_alone_and_with_a_method() -> None:
+    own, others = parse("full,refine,refine+reuse,map_reduce+random,random", "0.1,0.2", [])
+    assert own == "full,random"
+    found = ["refine", "refine+reuse", "map_reduce+random 0.1", "map_reduce+random 0.2"]
+    assert [str(each) for each in others.variants] == found
+    assert modes_of("refine", "")[0].arguments == {"method": "full"}
+    assert modes_of("map_reduce+random", "0.1")[0].arguments == {"method": "random", "ratio": 0.1}
+    assert parse("full,random", "0.1", [])[1].settings is None
+
+
+@pytest.mark.parametrize("wrong", ["refine+", "refine+magic"])
+def test_what_is_no_mode_is_named(wrong) -> None:
+    with pytest.raises(UsageError, match="--methods"):
+        parse(wrong, "0.1", [])
+
+
+def test_a_mode_has_no_divergence_to_compare() -> None:
+    with pytest.raises(UsageError, match=r"--compare .*there are reuse, transplant:by=random@0.1"):
+        parse("reuse,refine,transplant:by=random", "0.1", ["refine,reuse"])

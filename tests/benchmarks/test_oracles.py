@@ -1,0 +1,104 @@
+"""The transplant oracle: full prefill's KV at the rows that another method chooses, and nothing anywhere else."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.oracles import Transplant
+from benchmarks.quality import parse
+from ragblend import Chunk
+from ragblend.app.bench import quality
+from ragblend.app.bench.data import Question
+from ragblend.app.bench.records import Journal
+from ragblend.app.bench.variants import Variant
+from ragblend.engine.plan import Span, make_plan
+from ragblend.engine.selection import METHODS, added, policy_named
+from ragblend.engine.selection.shift import Change, Run
+from ragblend.kvstore.errors import UsageError
+
+TEXTS = (
+    "The harbour master kept two ledgers of the ships that came in from the north.",
+    "On the ninth of November a storm broke the northern mole behind the lamp room.",
+    "Only one of the ledgers was ever seen again, and nobody knows who has it now.",
+)
+
+
+def largest(one, other):
+    return float((one - other).abs().max())
+
+
+def test_it_copies_the_truth_at_the_chosen_rows(engine):
+    engine.encode(TEXTS)
+    prompt = engine.tokenize(
+        engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "Who kept the ledgers?")
+    )
+    full, reused = (engine.prefill(prompt, method=method) for method in ("full", "reuse"))
+    found = engine.prefill(prompt, method=Transplant(by="epic").given(full.cache), ratio=0.3)
+    assert found.report.tokens.recomputed == 0
+    start, stop = prompt.offsets[3], prompt.offsets[3] + len(prompt.chunks[1].token_ids)
+    for layer in range(4):
+        truth, stale, now = (each.cache.span(layer, start, stop) for each in (full, reused, found))
+        for part in range(2):
+            assert largest(now[part][:, :3], truth[part][:, :3]) < 1e-3
+            assert torch.equal(now[part][:, -3:], stale[part][:, -3:])
+    everything = engine.prefill(prompt, method=Transplant(by="recompute").given(full.cache))
+    assert largest(everything.logits, full.logits) < 1e-3 < largest(reused.logits, full.logits)
+
+
+def test_it_runs_beside_the_methods(engine, tmp_path):
+    """It copies from the reference's KV, behind which the reference's answer stood a moment ago."""
+    journal = Journal(tmp_path / "oracle.jsonl")
+    _, others = parse("transplant:by=epic", "0.4", [])
+    _, more = parse("transplant:by=random", "1", [])
+    measures = {**others.variants, **more.variants}
+    question = Question(0, "Who kept the ledgers?", TEXTS, ("the harbour master",))
+    variants = (*measures, Variant("epic", 0.4))
+    quality.run(engine, [question], variants, journal, max_new_tokens=3, others=measures)
+    kl = {(record.method, record.ratio): record.kl for record in journal.records.values()}
+    assert kl["transplant:by=random", 1.0] == pytest.approx(0, abs=1e-6)
+    assert kl["transplant:by=epic", 0.4] != kl["epic", 0.4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_puts_the_truth_in_whatever_the_dtype(dtype):
+    plan = make_plan(torch.zeros(60, dtype=torch.long), (Span(5, 50, SimpleNamespace(start=0)),), 1, 0.3, 0.2)
+    truth = [torch.randn(2, 60, 8).to(dtype) for _ in range(2)]
+    cache = SimpleNamespace(span=lambda layer, start, stop: tuple(each[:, start:stop] for each in truth))
+    policy = Transplant(by="random").given(cache)
+    policy.rows(plan)
+    rows = METHODS["random"].rows(plan)
+    rows = rows[plan.candidates[rows]]
+    run = Run.of(plan, 5, 55, rows)
+    stored = [torch.randn(2, 50, 8).to(dtype) for _ in range(2)]
+    delta = policy.correct(plan, Change(0, run, None, None, *stored, unrotated=lambda keys, positions: keys))
+    for more, old, true in zip((delta.keys, delta.values), stored, truth, strict=True):
+        assert largest(old[:, rows - 5].float() + more[:, rows - 5], true[:, rows].float()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("transplant:by=foo", "there are recompute, random, epic, a3"),
+        ("transplant:by=cacheblend", "before any is computed"),
+        ("transplant:by=full", "before any is computed"),
+        ("transplant:as=epic", "no parameter 'as'"),
+    ],
+)
+def test_what_it_cannot_do_is_named(method, said):
+    with pytest.raises(UsageError, match=said):
+        parse(method, "0.3", [])
+
+
+def test_without_the_truth_it_says_who_has_it(engine):
+    prompt = engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "Who?")
+    with pytest.raises(UsageError, match="bench quality"):
+        engine.prefill(prompt, method=Transplant())
+
+
+def test_what_is_added_must_have_a_name_of_its_own():
+    with added(Transplant()):
+        assert policy_named("transplant").name == "transplant"
+        for name in ("", "reuse", "transplant"):
+            with pytest.raises(UsageError, match="a new one"), added(Transplant(name=name)):
+                pass

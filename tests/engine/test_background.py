@@ -1,0 +1,171 @@
+"""KV in the background: named without the model, encoded behind every question, and none of what was deleted."""
+
+import shutil
+import threading
+
+import pytest
+from benches import make_prompt, make_text
+
+from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine import nodes
+from ragblend.kvstore.errors import Cancelled
+
+TEXTS = [make_text(seed) for seed in range(6)]
+NODES = [f"node-{number}" for number in range(6)]
+
+
+def entered(bench):
+    """The engine, with all nodes entered and none encoded."""
+    bench.engine.enter(TEXTS, NODES)
+    return bench.engine
+
+
+def asking(texts, nodes):
+    chunks = [Chunk(text, node, entered=True) for text, node in zip(texts, nodes, strict=True)]
+    return Prompt([Literal("Passages: "), *chunks, Literal(" Where?")])
+
+
+def test_nodes_are_entered_without_the_weights(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "weightless")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    engine = Engine.open(str(folder), home=tmp_path / "home", device="cpu", dtype="float32")
+    engine.enter(TEXTS, NODES)
+    found = engine.tokenize(Prompt([Chunk(node_id=NODES[0])])).token_ids
+    assert len(found) >= engine.count_tokens(TEXTS[0]) > 0
+    engine.close()
+
+
+def test_what_is_missing_is_encoded_and_takes_the_bytes_that_were_said(fresh):
+    engine = entered(fresh)
+    missing = engine.missing(NODES)
+    assert missing.node_ids == tuple(NODES) and missing.room_bytes == engine.store.budget_bytes
+    assert list(engine.encode_nodes(NODES)) == [engine.count_tokens(text) for text in TEXTS]
+    assert engine.store.stats().bytes == missing.nbytes
+    assert sum(engine.count_tokens(text) for text in TEXTS) == missing.tokens
+    assert engine.missing(NODES).node_ids == () and list(engine.encode_nodes(NODES)) == [0] * 6
+    assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_the_bytes_of_every_codec_are_known(fresh_bench_for, codec):
+    engine = entered(fresh_bench_for(kv_codec=codec))
+    said = engine.missing(NODES).nbytes
+    assert len(list(engine.encode_nodes(NODES))) == 6 and engine.store.stats().bytes == said
+
+
+def test_the_budget_ends_it_and_nothing_is_evicted(fresh_bench_for):
+    first = entered(fresh_bench_for())
+    whole = first.missing(NODES).nbytes
+    engine = entered(fresh_bench_for(store_budget_bytes=whole // 2))
+    encoded = list(engine.encode_nodes(NODES))
+    stats = engine.store.stats()
+    assert 0 < len(encoded) < 6 and stats.entries == len(encoded) and stats.evictions == 0
+    assert engine.missing(NODES).node_ids == tuple(NODES[len(encoded) :])
+
+
+def test_what_was_asked_for_comes_first(fresh):
+    engine = entered(fresh)
+    ids = engine.tokenize(Prompt([Chunk(TEXTS[4])])).chunks[0].token_ids
+    (key,) = nodes.keys_of(engine.runtime, [ids], engine.runtime.canonical_prefix, "default")
+    assert engine.store.open_chunk(key, ids) is None
+    assert engine.missing(NODES).node_ids == ("node-4", "node-0", "node-1", "node-2", "node-3", "node-5")
+
+
+def test_a_node_that_is_deleted_while_it_is_encoded_gets_no_kv(fresh):
+    engine, asked = entered(fresh), []
+
+    def delete() -> bool:
+        if not asked:
+            asked.append(engine.forget(NODES[:1]))
+        return False
+
+    first, second = engine.encode_nodes(NODES[:2], delete)
+    assert first == 0 < second
+    assert asked and engine.store.stats().entries == 1
+    engine.forget(NODES)
+    assert engine.store.stats().entries == 0 and engine.runtime.nodes.keys() == set()
+
+
+def test_a_node_that_is_deleted_while_a_question_waits_gets_no_kv(fresh):
+    engine = entered(fresh)
+    prompt = engine.tokenize(asking(TEXTS[:2], NODES[:2]))
+    engine.forget(NODES[:1])
+    assert engine.prefill(prompt).report.misses == 2
+    assert engine.finish_background(60)
+    assert engine.store.stats().entries == 1 and engine.missing(NODES[:2]).node_ids == ()
+    engine.forget(NODES[1:2])
+    assert engine.store.stats().entries == 0
+
+
+def test_kv_that_a_question_brought_goes_with_its_node(fresh):
+    """Of a node that a framework names and that was never encoded as such."""
+    chunks = [Chunk(TEXTS[0], "theirs-0"), Chunk(TEXTS[1], "theirs-1")]
+    fresh.engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
+    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 2
+    assert fresh.engine.forget(["theirs-0", "theirs-1"]) > 0
+    assert fresh.engine.store.stats().entries == 0
+
+
+def test_encoding_is_left_between_two_layers(fresh):
+    engine, layers = entered(fresh), []
+
+    def leave() -> bool:
+        layers.append(1)
+        return len(layers) > 2
+
+    with pytest.raises(Cancelled):
+        list(engine.encode_nodes(NODES, leave))
+    assert engine.store.stats().entries == 0
+    assert len(list(engine.encode_nodes(NODES))) == 6, "and gone on with"
+    assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
+
+
+def test_a_question_does_not_wait_for_a_passage(fresh):
+    """The pass over a passage is left when a question comes, and begun again after it."""
+    engine, answered, asking_now = entered(fresh), threading.Event(), []
+    engine.prefill(make_prompt(TEXTS[:1]))  # loaded
+    assert engine.finish_background(60)
+
+    def ask() -> None:
+        engine.prefill(make_prompt([make_text(9)], suffix=" Who?"))
+        answered.set()
+
+    def leave() -> bool:
+        """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
+        if not asking_now:
+            asking_now.append(threading.Thread(target=ask))
+            asking_now[0].start()
+            while len(engine.runtime.queue._waiting) < 2:
+                answered.wait(0.01)
+        return False
+
+    encoding = engine.encode_nodes(NODES, leave)
+    next(encoding)  # of node-0, which is stored already under another prefix or not
+    if not asking_now:
+        next(encoding)
+    assert answered.is_set(), "the question was answered before the passage it interrupted"
+    assert engine.finish_background(60) and len(list(encoding)) >= 4
+    asking_now[0].join(60)
+    assert engine.missing(NODES).node_ids == ()
+
+
+def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(fresh):
+    def forget(done: int, total: int) -> None:
+        if done == 1:
+            fresh.engine.forget(NODES[2:3])
+
+    fresh.engine.encode(TEXTS, node_ids=NODES, progress=forget)
+    assert fresh.engine.store.stats().entries == 5
+    fresh.engine.forget(NODES)
+    assert fresh.engine.store.stats().entries == 0
+
+
+def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
+    """Two minutes went by before the first document was cut."""
+    engine = Engine.open(home=tmp_path, device="cpu", dtype="float32")
+    engine.enter(TEXTS, NODES)
+    assert engine.count_tokens(TEXTS[0]) > 0 and engine.needs_conversion
+    made = [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()]
+    assert len(made) == 1 and made[0].endswith("-tokenizer")
+    engine.close()

@@ -1,0 +1,143 @@
+"""Methods by name: parameters, what there was and is called otherwise now, and what other packages add."""
+
+import importlib
+import sys
+
+import pytest
+
+from ragblend.engine.selection import BLIND, METHODS, method_names, naming, policy_named
+from ragblend.kvstore.errors import UsageError
+
+OLD = [
+    ("heads", "`epic`"),
+    ("a3-heads", "`a3`"),
+    ("transplant:by=epic", "benchmarks.quality"),
+    ("probe:shift=linear", "`probe-shift`"),
+    ("probe:shift=none", "`probe` has none"),
+    ("probe-shift:strength=1", "0.8"),
+    ("probe-shift:firsts=0", "0.2"),
+    ("probe-shift:witnesses=0", "48"),
+    ("probe:passes=2", "has one"),
+    ("probe:norm=sum", "`prophet`"),
+    ("probe:since=0.5", "0.25"),
+    ("probe:until=0.5", "last layer"),
+    ("a3:heads=each", "merged"),
+    ("a3:layer=2", "layer 1"),
+    ("cacheblend:measure=keys", "`cacheblend-k`"),
+    ("cacheblend:floor_ratio=0", "1%"),
+    ("cacheblend-gradual:spread=0.5", "shares=1.5/0.5"),
+    ("epic:last=4", "epic:first=16"),
+    ("epic:last_share=0.5", "epic:first=16"),
+]
+
+
+@pytest.mark.parametrize(("method", "successor"), OLD)
+def test_an_old_name_says_what_to_write_now(method, successor):
+    with pytest.raises(UsageError) as raised:
+        policy_named(method)
+    assert successor in str(raised.value)
+
+
+def test_every_old_name_is_in_that_list():
+    methods, parameters = {method.partition(":")[0] for method, _ in OLD}, " ".join(name for name, _ in OLD)
+    assert set(naming.OLD_METHODS) <= methods
+    assert all(f":{name}=" in parameters for name in naming.OLD_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("prob", "did you mean 'probe'"),
+        ("prob", "cacheblend-gradual"),
+        ("a3:kernl=1", "did you mean 'kernel'"),
+        ("a3:kernl=1", "kernel=5"),
+        ("a3:kernel", "name=value"),
+        ("a3:", "name=value"),
+        ("a3:kernel=two", "whole number"),
+        ("a3:kernel=4", "odd"),
+        ("epic:first=-1", "first must be at least 0"),
+        ("cacheblend:check_layer=-1", "check_layer"),
+        ("full:x=1", "there are none"),
+        ("full:choose=1", "no parameter"),
+        ("probe:name=x", "no parameter"),
+    ],
+)
+def test_wrong_names_and_parameters_are_named(method, said):
+    with pytest.raises(UsageError, match=said):
+        policy_named(method)
+
+
+def test_parameters_reach_the_policy_and_its_parts():
+    assert policy_named("cacheblend") is METHODS["cacheblend"]
+    assert policy_named(BLIND) is BLIND
+    policy = policy_named("cacheblend:check_layer=2, shares=3/1")
+    assert (policy.check_layer, policy.shares, policy.name) == (
+        2,
+        "3/1",
+        "cacheblend:check_layer=2, shares=3/1",
+    )
+    assert policy_named("a3:kernel=1").parameters == {"kernel": 1}
+    assert METHODS["a3"].parameters == {"kernel": 5}
+
+
+MODULE = """
+from ragblend.engine.selection.base import every_row
+from ragblend.engine.selection.static import Beginnings, Static
+
+EVERYTHING = Static(every_row)
+FIRST = Static(Beginnings(first=2))
+KIND = Static
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """package(name, **entry points): a distribution of that name, version 1.0, on the path."""
+
+    def install(name, **points):
+        (tmp_path / f"{name}.py").write_text(MODULE)
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"{point} = {name}:{value}" for point, value in points.items()]
+        (folder / "entry_points.txt").write_text("\n".join(["[ragblend.policies]", *lines]))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_another_package_adds_policies(package):
+    package("their_policies", everything="EVERYTHING", first="FIRST")
+    assert "their_policies" not in sys.modules  # listing imports nothing
+    assert {"everything", "first"} <= set(method_names())
+    assert "their_policies" not in sys.modules
+    assert policy_named("everything").name == "everything"
+    assert policy_named("first:first=3").parameters == {"first": 3}
+    assert policy_named("epic") is METHODS["epic"] and "everything" not in METHODS
+    with pytest.raises(UsageError, match="everything"):
+        policy_named("unheard of")
+
+
+def test_none_of_our_names_can_be_taken(package):
+    package("their_policies", **{"probe-shift": "EVERYTHING"})
+    assert policy_named("probe-shift") is METHODS["probe-shift"]
+    assert method_names().count("probe-shift") == 1
+
+
+@pytest.mark.parametrize("value", ["ABSENT", "KIND", "__doc__"])
+def test_a_broken_policy_is_named_with_its_package(package, value):
+    package("broken_policies", theirs=value)
+    with pytest.raises(
+        UsageError, match=r"method 'theirs' of the package broken_policies 1\.0 cannot be used"
+    ):
+        policy_named("theirs")
+    assert policy_named("epic") is METHODS["epic"]
+
+
+def test_a_name_that_two_packages_add_is_refused(package):
+    package("one_package", theirs="EVERYTHING")
+    package("other_package", theirs="FIRST")
+    with pytest.raises(UsageError, match=r"(one|other)_package 1\.0 and (one|other)_package 1\.0"):
+        policy_named("theirs")

@@ -1,0 +1,90 @@
+"""Every view, light and dark, wide and narrow, as axe judges it: nothing serious that keeps somebody out."""
+
+import pytest
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+
+HARBOUR = "The harbour master of Lantern Quay kept two ledgers of ships. "
+QUIET = "*, *::before, *::after { animation: none !important; transition: none !important; }"
+pytestmark = pytest.mark.timeout(900)
+
+
+class Judge:
+    """Collects what axe finds serious in one view after the other."""
+
+    def __init__(self, page) -> None:
+        self._page, self.found = page, set()
+
+    def look(self, view: str) -> None:
+        self._page.add_style_tag(content=QUIET)  # a colour on its way to another one is neither
+        for each in axe.Axe().run(self._page).response["violations"]:
+            if each["impact"] in ("serious", "critical"):
+                nodes = [node["html"][:160] for node in each["nodes"][:3]]
+                self.found.add((view, each["id"], each["help"], *nodes))
+
+
+def open_tab(mine, name: str) -> None:
+    """Also where the narrow page has it in its menu."""
+    page = mine.page
+    tab = page.locator(f"#rb-tabs > .tab-wrapper [role=tablist] button:has-text('{name}')")
+    if not tab.is_visible():
+        page.click("#rb-tabs > .tab-wrapper .overflow-menu > button")
+        tab = page.locator(f"#rb-tabs > .tab-wrapper .overflow-dropdown button:has-text('{name}')")
+    tab.click()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_no_view_has_a_serious_finding(start, open_page, tmp_path, scheme, width) -> None:
+    (folder := tmp_path / "harbour").mkdir()
+    (folder / "harbour.txt").write_text(HARBOUR * 100)  # more than its frame shows
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 and then nothing that a reader knows")
+    mine = open_page(start(settings="max_new_tokens = 24\n"), width, 844, color_scheme=scheme)
+    page, judge = mine.page, Judge(mine.page)
+    judge.look("welcome")
+    open_tab(mine, "Library")
+    mine.add(folder, watch=True)
+    mine.all_encoded()  # what is drawn anew closes what is opened here
+    page.click(".rb-jobs summary")
+    page.click("button:has-text('New collection')")
+    page.click("#rb-document-state input")
+    page.wait_for_selector("[role=option]:has-text('Failed')")
+    judge.look("library, a list open")
+    page.keyboard.press("Escape")
+    page.click("[data-act=delete-document] >> nth=0")
+    judge.look("library, asked whether to delete")
+    open_tab(mine, "Chat")
+    mine.ask("What did the harbour master of Lantern Quay keep?")
+    page.click(".rb-sources summary")
+    page.click(".rb-source")
+    page.wait_for_selector("#rb-source .rb-mark")
+    judge.look("answer and source")
+    page.click(".rb-button.chip")
+    page.wait_for_selector("#rb-hood .rb-bar")
+    page.click(".rb-table summary")
+    page.hover(".rb-turn.user")
+    page.click("[data-act=edit-open]")
+    page.hover(".rb-chat")
+    page.click("[data-act=rename-open]")
+    judge.look("under the hood, editing, renaming")
+    open_tab(mine, "Compare")
+    page.fill("#rb-compare-question textarea", "What did the harbour master keep?")
+    page.click("#rb-compare-go")
+    page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
+    page.wait_for_selector("#rb-compare-stop", state="hidden")
+    judge.look("compare")
+    open_tab(mine, "Store")
+    page.wait_for_selector(".rb-tier")
+    page.click("#rb-check")
+    page.wait_for_selector("#rb-store-message:has-text('sound')")
+    judge.look("store")
+    open_tab(mine, "Settings")
+    page.wait_for_selector("#rb-ratio-meaning p")
+    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
+    page.click("#rb-save")
+    page.wait_for_selector("#rb-saved .rb-note.error")
+    page.fill("#rb-top-k input[type=number]", "")
+    page.wait_for_selector("#rb-trouble .rb-note:has-text('Passages per question')")
+    judge.look("settings with errors")
+    page.click("#rb-trouble button")
+    page.wait_for_selector("#rb-trouble .rb-note", state="detached")
+    assert judge.found == set()

@@ -1,0 +1,123 @@
+"""What a browser may send, and what may fail: every callback of the page answers with words, and goes on."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+
+import gradio as gr
+from gradio.state_holder import SessionState
+
+from ragblend.app.desk import Desk
+from ragblend.app.workspace import Workspaces
+from ragblend.ui.context import Context
+from ragblend.ui.page import build_page
+from ragblend.ui.serving import gradio_environment
+from ragblend.ui.startup import Startup
+
+WRONG = (None, "", "nowhere", 7, True, 1e300, [], [None], {}, {"a": [1]})
+
+
+class Page:
+    """The page over a home without a model; callbacks are called as Gradio's routes call them."""
+
+    def __init__(self, desk):
+        self.desk, self.blocks = desk, build_page(Context(desk))
+        self.functions = [each for each in self.blocks.fns.values() if each.fn is not None]
+
+    def call(self, function, changed=None):
+        """Everything that is drawn, as text, with first values but for `changed` (index, value)."""
+        values = [getattr(each, "value", None) for each in function.inputs]
+        labels = [getattr(each, "label", None) for each in function.inputs]
+        if "Model" in labels:  # as the form is filled: another one would be loaded
+            values[labels.index("Model")] = str(self.desk.settings.model)
+        if changed:
+            values[changed[0]] = changed[1]
+        return self.runner.run(self._called(function, values))
+
+    async def _called(self, function, values):
+        request, state = gr.Request(session_hash="here"), SessionState(self.blocks)
+        event = gr.EventData(None, {"act": "nothing known", "id": "7"})
+        iterator, drawn = None, []
+        while True:
+            answer = await self.blocks.process_api(
+                function, values, state, request, iterator, session_hash="here", event_data=event
+            )
+            drawn.append(answer["data"])
+            iterator = answer.get("iterator")
+            if not answer["is_generating"]:
+                return str(drawn)
+
+    def named(self, name):
+        return next(each for each in self.functions if each.name == name)
+
+
+@pytest.fixture
+def page(tmp_path):
+    home = tmp_path / "home"
+    with (
+        Desk.open(home, model=str(tmp_path / "none.gguf")) as desk,
+        gradio_environment(home),
+        asyncio.Runner() as runner,
+    ):
+
+        async def built():
+            return Page(desk)
+
+        # Outside a loop Gradio makes loops for its locks, and closes none of them.
+        made = runner.run(built())
+        made.runner = runner
+        yield made
+
+
+def test_no_value_that_a_field_sends_is_an_error_or_leaves_a_trace(page) -> None:
+    """A dropdown that sent nothing once opened a collection None, and nothing could be saved from then on."""
+    fields, different = 0, {(each.name, *map(id, each.inputs)): each for each in page.functions}
+    for function in different.values():
+        for index, component in enumerate(function.inputs):
+            if isinstance(component, gr.State | gr.File):  # kept on this side; what a browser uploaded
+                continue
+            fields += 1
+            for value in WRONG[fields % 2 :: 2]:
+                page.call(function, (index, value))
+    assert fields > 50
+    assert page.desk.workspaces.names() == ["default"]
+    page.desk.workspaces.change(top_k=3)
+    assert "letters" in page.call(page.named("create"), (0, "letters"))
+    assert page.desk.workspaces.names() == ["default", "letters"]
+
+
+def test_a_field_without_a_value_is_named(page) -> None:
+    price = page.named("price")
+    labels = [each.label for each in price.inputs]
+    said = page.call(price, (labels.index("Passages per question"), None))
+    assert "“Passages per question” is empty. Give it a value and try again." in said
+
+
+def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
+    def broken(*_, **__):
+        raise ZeroDivisionError("the sky fell")
+
+    for name in ("of", "names", "change", "create"):
+        monkeypatch.setattr(Workspaces, name, broken)
+    for name in ("load", "create", "run", "check", "save"):
+        said = page.call(page.named(name), *([(0, "Why?")] if name == "run" else []))
+        assert "did not foresee (ZeroDivisionError: the sky fell)" in said, name
+        assert "Try again" in said, name
+
+
+def test_a_start_that_fails_unforeseen_is_said() -> None:
+    """It was said only where the error had a name; else the page waited without a word."""
+    startup = Startup()
+    startup.begin(None).join()
+    assert "AttributeError" in startup.problem
+    assert not startup.is_loading
+
+
+def test_making_a_collection_that_is_there_shows_it(page) -> None:
+    """Whoever missed the answer to the first click was told to choose another name, whatever was clicked after that."""
+    for words in ("letters", "was there already; it is shown now"):
+        said = page.call(page.named("create"), (0, " letters "))
+        assert "'value': 'letters'" in said
+        assert words in said

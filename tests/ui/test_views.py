@@ -1,0 +1,349 @@
+"""What the views say: the right words and figures for the data, whatever state it is in."""
+
+import pytest
+from hostile import acts
+from records import TIER, WHEN, document, hood, job, message, queue, source, stats
+
+from ragblend.app.chats import Chat, ChatPage
+from ragblend.app.citations import cite
+from ragblend.app.comparing import Compared, Comparison, Side
+from ragblend.app.encoding import KvProgress
+from ragblend.app.hood import HoodSegment, Run
+from ragblend.app.library import DocumentPage
+from ragblend.app.reencoding import cost_of
+from ragblend.app.settings import Settings
+from ragblend.app.store_view import Sample, StoreHistory
+from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+from ragblend.engine.trace import TraceEvent
+from ragblend.kvstore.policy import PrefillProfile
+from ragblend.kvstore.uses import StoreStats
+from ragblend.ui import page, views
+from ragblend.ui.views import duration, milliseconds, size
+
+
+def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
+    html = views.chat.answer_turn(message("x"), cite("It is so [1]. And so [4].", [source("guide.html")]))
+    assert acts(html).count("cite") >= 1
+    assert 'data-number="1"' in html
+    assert "rb-cite unknown" in html
+    assert "The model cited [4], which is not among its sources." in html
+
+
+def test_what_the_source_does_not_say_is_marked_so_and_the_list_has_the_numbers() -> None:
+    boats = source("Three boats lie at the quay.")
+    cited = cite("Three boats lie at the quay [1]. Nine boats lie at the quay [1].", [boats])
+    html = views.chat.answer_turn(message("x"), cited)
+    assert html.count("no sentence of it was found to say this") == 2, "title and label, once"
+    assert html.count('class="rb-cite model unsaid"') == html.count('class="rb-cite model"') == 1
+    assert [f'data-at="{c.start}"' in html for c in cited.citations] == [True, True]
+    assert '<span class="rb-cite">1</span>' in html
+
+
+def test_only_the_last_answer_can_be_made_anew() -> None:
+    messages = [message("q", "user"), message("a"), message("q", "user"), message("b")]
+    cited = [None, cite("a", []), None, cite("b", [])]
+    assert acts(views.chat.transcript(messages, cited)).count("regenerate") == 1
+
+
+def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong() -> None:
+    report = {"notice": "2 passages were left out.", "stopped": True, "error": "The disk is full."}
+    html = views.chat.answer_turn(message("x", report=report), cite("x", []))
+    assert all(word in html for word in ("2 passages were left out.", "Stopped.", "The disk is full."))
+
+
+def test_a_long_list_of_conversations_offers_the_rest() -> None:
+    chats = tuple(Chat(n, f"c{n}", WHEN, WHEN, 2) for n in range(3))
+    html = views.chat.conversations(ChatPage(chats, 10), 1)
+    assert acts(html).count("open-chat") == 3
+    assert "7 older ones" in html
+    assert html.count('aria-current="true"') == 1
+
+
+def test_an_empty_library_shows_the_way_and_a_filled_one_questions() -> None:
+    assert acts(views.chat.welcome(0)) == ["samples", "go-library"]
+    assert acts(views.chat.welcome(8, ["a?", "b?", "c?", "d?"])) == ["suggest"] * 3
+
+
+# --- under the hood
+
+
+def segments():
+    return [
+        HoodSegment("instructions", None, 10, (Run("fresh", 10),), "You are"),
+        HoodSegment("guide.pdf, p. 3", 1, 100, (Run("reused", 80), Run("recomputed", 20)), "The causeway"),
+        HoodSegment("log.md", 2, 50, (Run("missing", 50),), "A leak"),
+    ]
+
+
+def test_the_bar_has_a_stretch_for_every_run_in_proportion() -> None:
+    html = views.hood.bar(segments())
+    assert [html.count(f'class="k-{kind}"') for kind in ("reused", "recomputed", "fresh", "missing")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert 'width="80.00"' in html
+    assert "80 reused · [1] guide.pdf, p. 3: 100 tokens (80 reused, 20 recomputed)" in html
+
+
+def test_the_table_says_the_same_as_the_bar() -> None:
+    html = views.hood.table(segments())
+    assert html.count("<tr>") == 4
+    assert "<td>80</td><td>20</td>" in html
+
+
+def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
+    from dataclasses import replace
+
+    fast = replace(
+        hood("m"), ttft_ms=500.0, full_prefill_ms=2000.0, full_prefill_is="estimate", method="cacheblend"
+    )
+    html = views.hood.speed(fast, 7)
+    assert "full prefill, estimate" in html
+    assert "First token 4.0 times faster." in html
+    assert acts(html) == ["measure"]
+    measured = views.hood.speed(replace(fast, full_prefill_is="measured"), 7)
+    assert "full prefill, measured" in measured
+    assert acts(measured) == []
+
+
+def test_what_is_slower_is_not_called_faster() -> None:
+    from dataclasses import replace
+
+    html = views.hood.speed(
+        replace(hood("m"), ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse"),
+        1,
+    )
+    assert "Slower than full prefill" in html
+
+
+def test_an_answer_without_a_model_has_no_hood() -> None:
+    assert "nothing to see" in views.hood.view(None, 1)
+
+
+def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
+    events = [
+        TraceEvent("stall", "host", 2.0, 1.0, 0, None),
+        TraceEvent("compute", "host", 0.0, 8.0, 0, None),
+        TraceEvent("load", "w", 0.0, 3.0, 0, 2),
+    ]
+    html = views.hood.timeline(events)
+    assert html.count('class="track"') == 2
+    assert html.index("p-compute") < html.index("p-stall")
+    assert "load, layer 0, passage 3: 3.0 ms" in html
+    assert "8.0 ms of prefill" in html
+
+
+def test_too_many_events_leave_the_shortest_out() -> None:
+    events = [TraceEvent("load", "w", float(n), float(n), n, 0) for n in range(10)]
+    assert [event.layer for event in views.longest(events, 3)] == [7, 8, 9]
+    assert views.longest(events, 10) == events
+
+
+# --- library
+
+
+def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
+    page = DocumentPage((document(state="failed", reason="It is encrypted."), document()), 2, {})
+    html = views.library.documents(page, 0, 50)
+    assert "It is encrypted." in html
+    assert acts(html) == ["retry-document", "delete-document", "delete-document"]
+
+
+def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() -> None:
+    """A cancelled one was said to be in the queue, with no way to have it read after all."""
+    page = DocumentPage((document(state="pending"),), 1, {})
+    waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
+    assert ("in the queue" in waiting, "in the queue" in left) == (True, False)
+    again = DocumentPage((document(state="failed"),), 1, {})
+    assert "rb-state s-pending" in views.library.documents(again, 0, 50, queued=["/x/a.pdf"])
+    assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
+
+
+def test_pages_lead_on_and_back() -> None:
+    html = views.library.pager(20_000, 50, 50, "document")
+    assert "51 to 100 of 20,000 documents" in html
+    assert 'data-offset="0"' in html
+    assert 'data-offset="100"' in html
+    assert "disabled" not in html
+    assert views.library.pager(20_000, 0, 50, "document").count("disabled") == 1
+    assert acts(views.library.pager(20, 0, 50, "document")) == []
+
+
+def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
+    """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
+    assert set(views.LABELS) == set(METHODS)
+    assert views.WITHOUT_RATIO == WITHOUT_RATIO
+    assert len(set(views.LABELS.values())) == len(METHODS)
+
+
+def test_files_are_in_the_queue_only_while_any_waits() -> None:
+    """The list went on saying so when all of them had been read."""
+    rows = [job(state="done")]
+    waiting, over = (views.library.jobs(rows, 3, finished) for finished in (False, True))
+    assert "<summary>3 files in the queue</summary>" in waiting
+    assert "<summary>What became of 3 files</summary>" in over
+    assert views.library.jobs([], 0, True) == ""
+
+
+def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:
+    html = views.library.queue(queue(current=job("/x/b.pdf", done=3, total=12)))
+    assert "1 of 4 files · 20 files a minute · 2 min left" in html
+    assert "embedding 3 of 12 passages" in html
+    assert acts(html) == ["pause", "cancel"]
+    assert 'aria-valuenow="25"' in html
+    assert 'aria-busy="true"' in html and 'aria-busy="false"' in views.library.queue(queue(is_idle=True))
+
+
+def kv(**values):
+    return KvProgress(
+        "encoding", "default", 12, 300, 90_000, 4 << 30, 1 << 30, "/x/b.pdf", 325.4, 900.0, **values
+    )
+
+
+def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() -> None:
+    html = views.library.queue(queue(finished=4, kv=kv()))
+    assert "12 of 300 passages · 325 tokens a second · 15 min left" in html and "b.pdf" in html
+    assert "4.0 GiB in all; the budget has 1.0 GiB left" in html and "can be asked already" in html
+    assert acts(html) == ["clear", "pause"]
+    assert acts(views.library.queue(queue(finished=4, kv=kv(), paused=True))) == ["clear", "resume"]
+    alone = views.library.queue(queue(total=0, finished=0, kv=KvProgress("converting", "default")))
+    assert "Converting the model for its first use" in alone
+    full = views.library.queue(
+        queue(total=0, finished=0, kv_message="budget reached: 3 of 9 passages have KV")
+    )
+    assert "budget reached" in full and acts(full) == []
+    assert "converting the model" in page.state_line(
+        queue(finished=4, kv=KvProgress("converting", "default")), Settings()
+    )
+    assert page.fingerprint(queue(kv=kv())) != page.fingerprint(queue())
+
+
+def test_a_paused_queue_goes_on_and_a_waiting_one_says_why() -> None:
+    assert "resume" in acts(views.library.queue(queue(paused=True)))
+    assert "Process 5 is writing" in views.library.queue(queue(waiting="Process 5 is writing there."))
+    assert views.library.queue(queue(total=0, finished=0)) == ""
+
+
+def test_a_finished_queue_offers_what_failed_again() -> None:
+    assert acts(views.library.queue(queue(finished=4, counts={"done": 3, "failed": 1}))) == [
+        "retry-all",
+        "clear",
+    ]
+    assert acts(views.library.queue(queue(finished=4, counts={"done": 4}))) == ["clear"]
+
+
+def test_the_header_tells_what_is_being_done() -> None:
+    settings = Settings()
+    assert page.state_line(queue(), settings) == "reading 1 of 4 files"
+    assert page.state_line(queue(finished=4), settings) == "the bundled model answers"
+    assert page.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
+    assert "a line" in views.frame.header("a line")
+
+
+def test_the_banner_tells_what_is_wrong_and_is_empty_else() -> None:
+    assert views.frame.banner("", None) == ""
+    assert "no model" in views.frame.banner("no model", None)
+
+
+def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() -> None:
+    first, second = queue(), queue(current=job(done=1, total=2))
+    assert page.fingerprint(first) != page.fingerprint(second)
+    # Tried again, and failed again between two looks: the page went on showing that it was being read.
+    failed_again = queue(changes=9)
+    listed = [page.listed_in(page.fingerprint(each)) for each in (first, second, failed_again)]
+    assert listed[0] == listed[1] != listed[2]
+
+
+def test_another_view_is_another_list() -> None:
+    """A list of the collection that was shown before may come last; at the next look it is replaced."""
+    views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
+    texts = [page.listed_in(page.fingerprint(queue(), view)) for view in views]
+    assert len(set(texts)) == 3
+
+
+# --- compare, store, settings
+
+
+def compared(method, text, kl=0.02, ratio=None):
+    tokens = {"prompt": 100, "reused": 80, "recomputed": 10, "fresh": 10, "missing": 0}
+    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1)
+
+
+def test_answers_are_marked_where_they_differ() -> None:
+    assert views.difference("five long hours", "five hours") == [
+        ("five ", True),
+        ("long ", False),
+        ("hours", True),
+    ]
+    assert views.difference("the same", "the same") == [("the same", True)]
+
+
+def test_a_comparison_grows_as_it_comes() -> None:
+    empty = Comparison("q", 100, 3)
+    assert "as the reference" in views.compare.comparison(empty, running=True)
+    full, left = compared("full", "five hours", 0.0), compared("cacheblend", "four hours", ratio=0.15)
+    html = views.compare.comparison(Comparison("q", 100, 3, None, full, (left, full)), running=False)
+    assert "(CacheBlend), 15%" in html
+    assert "<ins>four</ins>" in html
+    assert "<b>0.0200</b>" in html
+    assert "rb-dots" not in html
+
+
+def test_the_store_shows_each_tier_and_the_rate() -> None:
+    html = views.store.overview(stats(), 2, 7)
+    assert "75%" in html
+    assert 'aria-valuenow="50"' in html
+    empty = stats() | {"tiers": {"disk": TIER | {"hits": 0, "misses": 0}}}
+    assert '<div class="value">–</div>' in views.store.overview(empty, 2, 7)
+
+
+def test_the_rate_over_time_needs_two_points() -> None:
+    now = [0.0]
+    history = StoreHistory(lambda: now[0])
+    for hits, misses in ((0, 0), (1, 1), (1, 1), (5, 1)):
+        now[0] += 1
+        history.note(StoreStats(1, 1, 1, hits, misses))
+    assert history.samples == (Sample(1.0, 0, 0), Sample(2.0, 1, 1), Sample(4.0, 5, 1))
+    assert "now 83%" in views.store.hit_rates(history.samples)
+    assert "Ask a few questions" in views.store.hit_rates(history.samples[:2])
+
+
+def test_only_what_needs_reading_again_has_a_price() -> None:
+    profile = PrefillProfile.of("test", (0, 1024), (1, 1025), lambda cached, new: float(new))
+    before = Settings()
+    free = cost_of(before, before.changed({"top_k": 9}), 3, 30, profile)
+    assert (free.encodes_again, free.passages) == (False, 0)
+    shorter = cost_of(before, before.changed({"chunk_tokens": 256}), 3, 30, profile)
+    assert shorter.cuts_again
+    assert shorter.passages == 30
+    assert shorter.seconds == pytest.approx(60 * 0.256)  # half as long, so twice as many
+    other = cost_of(before, before.changed({"model": "x.gguf"}), 3, 30, profile)
+    assert other.seconds is None  # the profile is another model's
+    assert "never measured" in views.settings.cost(other)
+    assert "Nothing has changed" in views.settings.cost(cost_of(before, before, 3, 30, profile))
+    assert "3 documents (30 passages) must be read, cut and embedded again" in views.settings.cost(shorter)
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(0, "Nothing"), (0.15, "usual"), (1.0, "All"), (0.4, "Much")])
+def test_a_ratio_has_a_meaning(ratio, word) -> None:
+    assert views.ratio_meaning(ratio).startswith((word, "The " + word))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (milliseconds(4.25), "4.2 ms"),
+        (milliseconds(870), "870 ms"),
+        (milliseconds(1240), "1.24 s"),
+        (milliseconds(None), "–"),
+        (milliseconds(12_345), "12.3 s"),
+        (size(1536), "1.5 KiB"),
+        (size(5), "5 bytes"),
+        (duration(40), "40 s"),
+        (duration(7500), "2 h 5 min"),
+    ],
+)
+def test_numbers_are_written_for_people(made, expected) -> None:
+    assert made == expected

@@ -1,0 +1,134 @@
+"""Whatever stands in documents, answers, names or errors, the HTML that is made of it does nothing by itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hostile import HUNDRED, SCRIPTS, acts, faults
+from records import WHEN, document, hood, job, message, queue, source, stats
+
+from ragblend.app.chats import Chat, ChatPage, FoundChat
+from ragblend.app.citations import cite
+from ragblend.app.comparing import Compared, Comparison, Side
+from ragblend.app.documents import SCANNED
+from ragblend.app.encoding import KvProgress
+from ragblend.app.highlight import NotLocated, PageHighlight, TextHighlight
+from ragblend.app.jobs import Added
+from ragblend.app.library import DocumentPage
+from ragblend.app.models import GIGABYTE, Machine, offers
+from ragblend.app.pdf_pages import Box, PageImage
+from ragblend.app.reencoding import Cost
+from ragblend.app.removal import Removed
+from ragblend.app.store_view import Sample
+from ragblend.app.upkeep import Finding, Repaired
+from ragblend.app.watching import Watched
+from ragblend.ui import views
+from ragblend.ui.views import markdown, problem
+
+
+def compared(method, text, ratio=None, kl=0.02):
+    tokens = {"prompt": 100, "reused": 80, "recomputed": 10}
+    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1, text)
+
+
+def drawn(text):
+    """Every view that the page draws, as `file.macro` and what it is given."""
+    cited = cite(f"{text} [1] and [7].", [source(text)])
+    asked, answered = message(text, "user"), message(text)
+    failed = message(text, report={"error": text, "notice": text, "stopped": True, "ttft_ms": 5.0})
+    yield "chat.transcript", [asked, failed, asked, answered], [None, cited, None, cited]
+    yield "chat.live_turn", text, text, text, text
+    yield "chat.welcome", 3, [text], text
+    yield "chat.welcome", 0, [], text, offers(Machine(40 * GIGABYTE, 2, 1e13, 1e11))
+    yield ("chat.reading_samples",)
+    chat = Chat(1, text, WHEN, WHEN, 2)
+    yield "chat.conversations", ChatPage((chat,), 1), 1
+    yield "chat.found_conversations", [FoundChat(chat, text)], None
+    yield "chat.export_links", 1
+    image = PageImage(1, text, b"\x89PNG", 10, 10, (Box(1, 1, 5, 5),))
+    yield ("passage.empty",)
+    yield "passage.view", source(text), PageHighlight(text, text, (image,)), True
+    yield "passage.view", source(text), TextHighlight(text, text, text, 0, len(text), True, True, text)
+    yield "passage.view", source(text), NotLocated(text, text, text, text)
+    yield ("hood.empty",)
+    yield "hood.view", hood(text), 1
+    rows = tuple(document(text, state=state, reason=text + SCANNED) for state in ("done", "failed"))
+    yield "library.documents", DocumentPage(rows, 200, {}), 0, 50, text
+    yield "library.documents", DocumentPage((), 0, {}), 0, 50, text
+    yield "library.collection_tools", text, 3
+    kv = KvProgress("encoding", text, 1, 2, 100, 2000, 1000, text, 10.0, 10.0)
+    yield "library.queue", queue(counts={text: 2}, current=job(text, done=1, total=2), waiting=text)
+    yield "library.queue", queue(total=1, counts={text: 1, "failed": 1}, kv=kv)
+    yield "library.queue", queue(total=1, kv_message=text)
+    for state in ("failed", "embedding"):
+        yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
+    yield "library.added", Added(1, (text,) * 9, ((text, text),))
+    yield "library.watched", [Watched(1, text, text, False, text)]
+    yield "library.deleted", [Removed(text, 3, 500)]
+    yield ("compare.looking",)
+    full, left = (compared(name, text) for name in ("full", text))
+    yield "compare.comparison", Comparison("q", 100, 3, text, full, (left, full)), False
+    yield "store.overview", stats(text), 2, 7, 5000
+    yield "store.hit_rates", [Sample(1.0, 1, 1), Sample(2.0, 5, 1)]
+    yield "store.findings", [Finding("kv", text)]
+    yield "store.repaired", Repaired(1, 3, 3, 2, 0, 0, ())
+    yield "settings.cost", Cost(("model", text), True, True, 3, 30, None)
+    yield "settings.downloading", text, 1, 2, 3.0
+    yield "settings.saved", 2, text
+    yield "settings.meaning", text
+    yield "frame.header", text
+    yield "frame.banner", text, text
+    yield "frame.trouble", text
+    yield "entrance.page", False, text
+
+
+def test_every_view_that_the_page_draws_is_here() -> None:
+    called = re.compile(r"\bviews\.([a-z]+\.[a-z_]+)\(")
+    source_files = Path(views.__file__).parent.glob("*.py")
+    used = {name for file in source_files for name in called.findall(file.read_text())}
+    assert len(used) > 25
+    assert used - {"entrance.landing"} == {name for name, *_ in drawn("x")}
+
+
+def html_of(name, *values):
+    file, macro = name.split(".")
+    return getattr(getattr(views, file), macro)(*values)
+
+
+@pytest.mark.parametrize("text", HUNDRED, ids=range(100))
+def test_nothing_hostile_becomes_more_than_text(text) -> None:
+    for ours, theirs in zip(drawn("plain words"), drawn(text), strict=True):
+        plain, html = html_of(*ours), html_of(*theirs)
+        allowed = (
+            faults(plain) if ours[0] == "entrance.page" else []
+        )  # a whole page, with its own style and form
+        assert faults(html) == allowed, (ours[0], html[:2000])
+        assert set(acts(html)) <= {"cite", *acts(plain)}, ours[0]
+        if "cite" not in acts(plain):  # a text may hold any number of citations
+            assert acts(html) == acts(plain), ours[0]
+    assert faults(markdown(text) + problem(text)) == acts(markdown(text) + problem(text)) == []
+
+
+def test_what_cannot_be_seen_or_turns_the_direction_is_taken_out_everywhere() -> None:
+    for name, *values in drawn("a\u202eb\x1bc"):
+        assert not re.search("[\u202e\x1b]", html_of(name, *values)), name
+
+
+def test_the_check_sees_what_it_looks_for() -> None:
+    """The other side: raw, nearly every one of the scripts is a fault."""
+    assert sum(bool(faults(text)) for text in SCRIPTS) > 25
+    assert acts(SCRIPTS[36]) == ["delete-document"]
+
+
+def test_markdown_is_drawn_without_images_and_links_say_nothing_about_the_page() -> None:
+    made = markdown("**b** ![x](http://evil.example/i.png) [l](https://example.org/)\n\n| a |\n|---|\n| 1 |")
+    assert "<strong>b</strong>" in made
+    assert "<table>" in made
+    assert "<img" not in made
+    assert 'rel="noopener noreferrer nofollow"' in made
+
+
+def test_the_marks_of_inserts_cannot_be_written_by_a_document() -> None:
+    """A text that holds the private characters would otherwise put somebody else's citation into an answer."""
+    made = markdown(["a \ue0005\ue001 ", 5, " z"], lambda number: f"<b>{number}</b>")
+    assert made.count("<b>5</b>") == 1

@@ -1,0 +1,187 @@
+"""What of Gradio's interface the page needs, and nothing else: a list of routes, and the kind of every value in a call.
+
+Gradio copies any file that a value names to where it serves files from, whatever component the value is for. Here a
+call is read, checked against the components that it is for, and written anew from what was checked: files may be
+named where a `gr.File` is, and only those that the same visitor uploaded.
+"""
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+import orjson
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragblend.ui.guard import LONGEST_TEXT, MOST_VALUES, kind_of
+from ragblend.ui.safety import SAFE_METHODS, UPLOAD_PATH
+
+CALLS = {
+    "/gradio_api/queue/join": True,
+    "/gradio_api/run/predict": False,
+}  # whether its functions are queued ones
+READ = re.compile(
+    r"/|/theme\.css|/(assets|static|ragblend)/.+|"
+    r"/gradio_api/(app_id|queue/data|upload_progress|heartbeat/[0-9a-z]{1,32})"
+)
+SESSION = re.compile(r"[0-9a-z]{1,32}")
+LOG = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A call that the page would not make. Its text names what is wrong, and nothing that was sent."""
+
+
+class Gate:
+    """ASGI, between `Safety`, which names the visitor, and Gradio."""
+
+    def __init__(self, app: ASGIApp, page: gr.Blocks) -> None:
+        self.app, self._page = app, page
+        self._uploads: dict[str, set[str]] = {}  # by visitor: what is there of what was uploaded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        if method == "POST" and path in CALLS:
+            await self._call(scope, receive, send)
+        elif method == "POST" and path == UPLOAD_PATH:
+            await self._upload(scope, receive, send)
+        elif method in SAFE_METHODS and READ.fullmatch(path):
+            without_query = (
+                {**scope, "query_string": b""} if path == "/" else scope
+            )  # Gradio restores states by it
+            await self.app(without_query, receive, send)
+        else:
+            await PlainTextResponse("There is nothing at that path.", 404)(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = self._checked(await _whole(receive), CALLS[scope["path"]], scope["visitor"])
+        except Refused as refusal:
+            LOG.warning("A call was refused: %s", refusal)
+            await JSONResponse({"error": str(refusal)}, 422)(scope, receive, send)
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        headers += [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+        await self.app({**scope, "headers": headers}, _replayed(body, receive), send)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Note which files became of it. What goes wrong in it lies in what was sent, so it is no 500."""
+        answer = bytearray()
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                message["status"] = 400
+            answer.extend(message.get("body", b""))
+            await send(message)
+
+        await self.app(scope, receive, note)
+        paths = _parsed(bytes(answer))
+        if isinstance(paths, list):
+            kept = {path for path in self._uploads.get(scope["visitor"], ()) if os.path.lexists(path)}
+            self._uploads[scope["visitor"]] = kept | {path for path in paths if isinstance(path, str)}
+
+    def _checked(self, body: bytes, queued: bool, visitor: str) -> bytes:
+        call = _parsed(body)
+        _require(isinstance(call, dict), "a call is a JSON object")
+        number, session, target = (call.get(name) for name in ("fn_index", "session_hash", "trigger_id"))
+        _require(type(number) is int and number in self._page.fns, "there is no such function")
+        _require(isinstance(session, str) and bool(SESSION.fullmatch(session)), "session_hash is not one")
+        _require(target is None or type(target) is int, "trigger_id is no number")
+        function, values = self._page.fns[number], call.get("data")
+        _require(
+            function.fn is not None and bool(function.queue) is queued, "that function is called elsewhere"
+        )
+        count = len(function.inputs)
+        _require(isinstance(values, list) and len(values) == count, f"the function takes {count} values")
+        checked = {
+            "data": [self._value(*each, visitor) for each in zip(function.inputs, values, strict=True)],
+            "event_data": _event(call.get("event_data"), [name for _, name in function.targets]),
+            "fn_index": number,
+            "trigger_id": target,
+            "session_hash": session,
+        }
+        return orjson.dumps(checked)
+
+    def _value(self, component: Any, value: Any, visitor: str) -> Any:
+        if value is None:
+            return None
+        kind = kind_of(component)
+        if kind is None:
+            raise Refused("states are kept here, not sent")
+        if isinstance(component, gr.File):
+            files = value if isinstance(value, list) else [value]
+            _require(len(files) <= MOST_VALUES, "too many files at once")
+            own = [self._file(each, visitor) for each in files]
+            return own if isinstance(value, list) else own[0]
+        try:
+            return kind.validate_python(value)
+        except ValidationError:
+            raise Refused(f"that is no value for a {type(component).__name__}") from None
+
+    def _file(self, value: Any, visitor: str) -> dict[str, Any]:
+        """As Gradio wants it, with nothing left of what was sent but a path that the same visitor's upload got."""
+        path = value.get("path") if isinstance(value, dict) else None
+        is_own = isinstance(path, str) and path in self._uploads.get(visitor, ()) and _is_plain_file(path)
+        _require(is_own, "that file was not uploaded here")
+        return {"path": path, "orig_name": os.path.basename(str(path)), "meta": {"_type": "gradio.FileData"}}
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise Refused(reason)
+
+
+def _event(value: Any, events: list[str]) -> dict[str, Any] | None:
+    """What a click carries: names and plain values. A change carries the new value, which no callback reads."""
+    if value is None or ("change" in events and isinstance(value, str | int | float)):
+        return None
+    _require(isinstance(value, dict) and len(value) <= MOST_VALUES, "event_data is no object")
+    plain = all(_is_text(each) or each is None or isinstance(each, int | float) for each in value.values())
+    _require(plain and "path" not in value, "event_data has more than plain values")
+    return dict(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_TEXT
+
+
+def _is_plain_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode) and not os.path.islink(os.path.dirname(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _parsed(body: bytes) -> Any:
+    """JSON by a parser that knows no NaN, no half characters, and an end to nesting. Raises Refused."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise Refused("that is no JSON") from None
+
+
+async def _whole(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Callable[[], Any]:
+    """A `receive` that gives this body, and then what really comes: the end of the connection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return again

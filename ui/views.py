@@ -1,0 +1,302 @@
+"""The page's HTML: a macro of `templates/*.html` a view, and what these need to know. Pure.
+
+Every value is escaped, wherever it stands, and characters that turn the direction are taken out; HTML of its own right
+is only what `markdown` lets pass.
+"""
+
+import difflib
+import re
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nh3
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.ext import Extension
+from markupsafe import Markup, escape
+
+from ragblend.app.chats import INTERRUPTED
+from ragblend.app.models import offered
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+
+    from ragblend.app.citations import Cited
+    from ragblend.app.comparing import Side
+    from ragblend.app.hood import HoodSegment
+    from ragblend.app.models import Here, Offer
+    from ragblend.app.store_view import Sample
+    from ragblend.engine.trace import TraceEvent
+
+TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
+# No images at all: one that is fetched tells its server that the document was read.
+ATTRIBUTES = {"a": {"href"}, "ol": {"start"}}
+SCHEMES = {"http", "https", "mailto"}
+OPEN_MARK, CLOSE_MARK = (
+    "\ue000",
+    "\ue001",
+)  # private use: around the number of an insert, until the text is safe
+MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
+MARKED = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
+COMMAND = re.compile(r"`([^`\n]{1,200})`")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+WORD = re.compile(r"\s+|[^\s]+")
+BESIDE_A_TAG = re.compile(r"(?<=[>}])\n\s*|\n\s*(?=[<{])")
+
+# All of the engine's methods, in the order in which they are offered; importing the engine's table would load torch.
+LABELS = {
+    "probe-shift": "What the question needs, the rest adjusted (recommended)",
+    "full": "Everything, from the beginning (slowest, exact)",
+    "probe": "What the question needs (probe)",
+    "cacheblend": "What differs most between passages (CacheBlend)",
+    "cacheblend-gradual": "What differs most, fewer in each layer (CacheBlend, gradual)",
+    "cacheblend-k": "What differs most in its keys (CacheBlend)",
+    "prophet": "What the question looks at, in all layers (ProphetKV)",
+    "a3": "What the question looks at, in one layer (A3)",
+    "epic": "The first words of each passage (EPIC)",
+    "prefix": "All but what begins as an earlier prompt did (prefix caching)",
+    "reuse": "Nothing: passages as they were stored (fastest)",
+    "random": "Words drawn at random (to compare with)",
+    "naive": "Nothing, not even moved to its place (to compare with)",
+    "recompute": "Everything, by way of the store (to compare with)",
+}
+WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "naive", "recompute"})
+RATIO_WORDS = (
+    (0.0, "Nothing is read again: the fastest, and the least exact."),
+    (0.1, "A little is read again: fast."),
+    (0.25, "The usual middle: fast, and most answers are as if all had been read again."),
+    (0.6, "Much is read again: more exact, and slower."),
+    (1.0, "All is read again: the most exact, and the slowest."),
+)
+TRACKS = {"device": 0, "host": 1, "copy": 2}  # the computing ones first
+PARTS = ("lookup", "prepare", "load", "copy", "compute", "select", "head", "move", "stall")
+MOST_EVENTS = 3000  # a long context on a deep model has tens of thousands: too many for a page
+
+
+class Views:
+    """One file of templates: each macro in it as a function that gives HTML."""
+
+    def __init__(self, name: str) -> None:
+        self._file = f"{name}.html"
+
+    def __getattr__(self, macro: str) -> Callable[..., str]:
+        found = getattr(_environment().get_template(self._file).module, macro)
+        return lambda *values, **named: str(found(*values, **named))
+
+
+chat, compare, entrance, frame = Views("chat"), Views("compare"), Views("entrance"), Views("frame")
+hood, library, passage = Views("hood"), Views("library"), Views("passage")
+settings, store = Views("settings"), Views("store")
+
+
+def problem(message: str, kind: str = "error") -> str:
+    """A box that says what is wrong; kind: error, warning or info."""
+    return Views("parts").note(message, kind)
+
+
+class _OneLine(Extension):
+    """A line break beside a tag is for whoever reads the template, and no space on the page."""
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return BESIDE_A_TAG.sub("", source)
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        extensions=[_OneLine],
+    )
+    made.filters |= {
+        "day": day,
+        "duration": duration,
+        "lines": lambda text: escape(text).replace("\n", Markup("<br>")),
+        "milliseconds": milliseconds,
+        "size": size,
+        "thousands": lambda count: f"{count:,}",
+        "words": lambda message: Markup(COMMAND.sub(r"<code>\1</code>", str(escape(message)))),
+    }
+    made.globals |= {
+        "INTERRUPTED": INTERRUPTED,
+        "PARTS": PARTS,
+        "base64": lambda data: b64encode(data).decode(),
+        "cited_text": cited_text,
+        "context_bar": context_bar,
+        "difference": difference,
+        "label": label,
+        "markdown": markdown,
+        "offered": offered,
+        "plural": plural,
+        "rates": rates,
+        "timeline_of": timeline_of,
+    }
+    return made
+
+
+def _visible(value: object) -> str:
+    """Without characters that turn the direction, or cannot be seen."""
+    made = CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))
+    return Markup(made) if isinstance(value, Markup) else made
+
+
+# --- texts
+
+
+def markdown(pieces: str | Sequence[str | int], insert: Callable[[int], str] = str) -> Markup:
+    """Markdown from a document or a model as safe HTML: no script, no style, no image, no raw HTML.
+
+    pieces: a text, or texts with numbers between them; insert(number) gives the (safe) HTML that stands for a number.
+    """
+    parts = [pieces] if isinstance(pieces, str) else pieces
+    text = "".join(
+        f"{OPEN_MARK}{part}{CLOSE_MARK}" if isinstance(part, int) else CONTROL.sub("", MARKS.sub("", part))
+        for part in parts
+    )
+    made = nh3.clean(
+        _parser().render(text),
+        tags=set(TAGS.split()),
+        attributes=ATTRIBUTES,
+        url_schemes=SCHEMES,
+        link_rel="noopener noreferrer nofollow",
+        set_tag_attribute_values={"a": {"target": "_blank"}},
+    )
+    return Markup(MARKED.sub(lambda found: insert(int(found[1])), made))
+
+
+@cache
+def _parser() -> "MarkdownIt":
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
+
+
+def cited_text(cited: "Cited", caller: Callable[..., str]) -> Markup:
+    """The answer as safe HTML; caller draws a citation."""
+    pieces = cited.pieces()
+    marked = [piece if isinstance(piece, str) else number for number, piece in enumerate(pieces)]
+    return markdown(marked, lambda number: caller(pieces[number]))
+
+
+def difference(text: str, other: str) -> list[tuple[str, bool]]:
+    """The text in pieces, and for each whether the other one says it too, word by word."""
+    words, others = WORD.findall(text), WORD.findall(other)
+    matcher = difflib.SequenceMatcher(None, others, words, autojunk=False)
+    pieces = [
+        ("".join(words[start:stop]), kind == "equal") for kind, _, _, start, stop in matcher.get_opcodes()
+    ]
+    return [piece for piece in pieces if piece[0]]
+
+
+def label(side: "Side") -> str:
+    """CacheBlend, 15%."""
+    name = LABELS.get(side.method, side.method)
+    return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
+
+
+def ratio_meaning(ratio: float) -> str:
+    """What a share of tokens that are read again does, in words."""
+    return next(words for most, words in RATIO_WORDS if ratio <= most)
+
+
+def model_choices(here: "Sequence[Here]", fitting: "Sequence[Offer]", current: str) -> list[tuple[str, str]]:
+    """What a picker of models offers: a label with what each costs, and its name."""
+    found = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
+    more = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
+    labels = {current: current} | more | found
+    return [(label, name) for name, label in labels.items()]
+
+
+# --- numbers
+
+
+def milliseconds(value: float | None) -> str:
+    """870 ms, 1.24 s, 12.3 s; a dash for None."""
+    if value is None:
+        return "–"
+    if value < 1000:
+        return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+    return f"{value / 1000:.2f} s" if value < 10_000 else f"{value / 1000:.1f} s"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 MiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 passage, 2 passages."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """40 s, 3 min, 2 h 5 min."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def day(when: str) -> str:
+    """An ISO time as a short day: 5 Mar, or 5 Mar 2024 for another year than this."""
+    try:
+        moment = datetime.fromisoformat(when)
+    except ValueError:
+        return ""
+    year = "" if moment.year == datetime.now(moment.tzinfo).year else f" {moment.year}"
+    return f"{moment.day} {moment:%b}{year}"
+
+
+# --- pictures
+
+
+def context_bar(segments: "Sequence[HoodSegment]") -> dict[str, Any]:
+    """The context from left to right, a stretch a run of tokens: where each begins, and its segment's middle."""
+    gap = sum(segment.tokens for segment in segments) * 0.003
+    stretches, left = [], 0.0
+    for segment in segments:
+        at, runs = left, []
+        for run in segment.runs:
+            runs.append((at, run))
+            at += run.tokens
+        stretches.append({"segment": segment, "runs": runs, "middle": left + segment.tokens / 2})
+        left += segment.tokens + gap
+    return {"stretches": stretches, "width": left - gap}
+
+
+def timeline_of(events: "Sequence[TraceEvent]") -> dict[str, Any]:
+    """What is drawn of them: the tracks in their order, the longest events, and what all of a part add up to."""
+    totals = {part: sum(e.duration_ms for e in events if e.part == part) for part in PARTS}
+    return {
+        "end": max(event.start_ms + event.duration_ms for event in events),
+        "shown": longest(events, MOST_EVENTS),
+        "tracks": sorted({event.track for event in events}, key=lambda track: (TRACKS.get(track, 3), track)),
+        "sums": "; ".join(f"{part} {milliseconds(total)}" for part, total in totals.items() if total),
+        "parts": {event.part for event in events},
+    }
+
+
+def longest(events: "Sequence[TraceEvent]", most: int) -> "list[TraceEvent]":
+    """The longest events, in their order; all of them if they are few enough."""
+    if len(events) <= most:
+        return list(events)
+    least = sorted((event.duration_ms for event in events), reverse=True)[most - 1]
+    return [event for event in events if event.duration_ms >= least][:most]
+
+
+def rates(samples: "Sequence[Sample]") -> list[tuple[float, float]]:
+    """(when, share found by then) for each sample that asked for anything."""
+    return [
+        (sample.at_s, sample.hits / (sample.hits + sample.misses))
+        for sample in samples
+        if sample.hits + sample.misses
+    ]
