@@ -189,7 +189,7 @@ def main() -> None:
         logits = fuse(model, prompt, recompute)
         divergence = kl_div(log_softmax(logits, -1), log_softmax(full, -1), log_target=True, reduction="sum")
         word = tokenizer.decode(logits.argmax())
-        print(f"{recompute:4} tokens computed again: {word!r}, KL from full prefill {divergence:.5f}")
+        print(f"{recompute:4} tokens computed again: {word!r}, KL from full prefill {divergence.abs():.5f}")
 
 
 if __name__ == "__main__":
