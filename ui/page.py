@@ -34,7 +34,7 @@ class Frame:
     """Lays the page out; its callbacks are those of the page itself: when it opens, while it is open, when it goes."""
 
     def __init__(self, context: Context, page: gr.Blocks) -> None:
-        self._context, self.seen = context, gr.State("")
+        self._context = context
         self.header = drawn("rb-header", views.frame.header(), acts=False)
         self.banner = drawn("rb-banner", acts=False)
         self.trouble = drawn("rb-trouble")
@@ -59,7 +59,7 @@ class Frame:
         page.load(self.load, None, [*opening, *library.drawn], **QUICK)
         library.collection.change(self.choices, asked, asked, **QUICK)
         library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
-        inputs, moving = [self.seen, chat.chat_id, *library.view], [self.seen, *frame, chat.transcript]
+        inputs, moving = [library.seen, chat.chat_id, *library.view], [*frame, chat.transcript]
         gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
         page.unload(self.gone)
         self.trouble.click(dismissed, None, None, **QUICK)
@@ -87,7 +87,12 @@ class Frame:
         }
 
     def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:
-        """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished."""
+        """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished.
+
+        Not before the page has been drawn for the first time: it would be said to be ready, and then overwritten.
+        """
+        if not seen:
+            return {self.header: gr.skip()}
         overview = self._context.desk.jobs.overview()
         startup = self._context.startup
         now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
@@ -98,7 +103,7 @@ class Frame:
             updates |= self.library.refresh(*view)
             if chat_id is None and overview.finished:
                 updates[self.chat_parts.transcript] = self.chat.welcome()
-        return updates | {**self._frame(), self.seen: now}
+        return updates | {**self._frame(), self.library.seen: now}
 
     def _frame(self) -> dict[Any, Any]:
         desk, startup = self._context.desk, self._context.startup

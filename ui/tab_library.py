@@ -15,6 +15,7 @@ from ragblend.ui.views import problem
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
+OUT_OF_DATE = "out of date"  # instead of a fingerprint: whatever is shown, the next look draws it again
 STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
@@ -29,7 +30,10 @@ class LibraryTab:
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
-        self.drawn = [self.queue, self.jobs, self.watched, self.documents, self.offset, self.tools]
+        # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another order
+        # than they were given in: what was drawn last decides whether it is to be drawn again.
+        self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
+        self.drawn = [self.queue, self.jobs, self.watched, self.documents, self.offset, self.tools, self.seen]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
@@ -86,7 +90,7 @@ class LibraryTab:
 
     def _connect(self) -> None:
         view, listed = self.view, [self.message, *self.drawn]
-        page = [self.documents, self.offset, self.tools]
+        page = [self.documents, self.offset, self.tools, self.seen]
         self.collection.change(self.first_page, view[:3], page, **QUICK)
         self.search.change(self.first_page, view[:3], page, trigger_mode="always_last", **QUICK)
         self.state.change(self.first_page, view[:3], page, **QUICK)
@@ -220,12 +224,18 @@ class LibraryTab:
                 self.documents: problem("Choose a collection.", "info"),
                 self.tools: "",
                 self.offset: 0,
+                self.seen: OUT_OF_DATE,
             }
         try:
             shown = self._documents(collection, search, state, offset), self._tools(collection)
         except RagBlendError as error:
             shown = problem(str(error)), ""
-        return {self.documents: shown[0], self.tools: shown[1], self.offset: offset}
+        return {
+            self.documents: shown[0],
+            self.tools: shown[1],
+            self.offset: offset,
+            self.seen: OUT_OF_DATE,
+        }
 
     def _tools(self, collection: str) -> str:
         counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
