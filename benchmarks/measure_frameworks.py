@@ -174,7 +174,7 @@ def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
     ours = ChatRAGBlend(model=folder, home=str(home), max_tokens=ANSWER_TOKENS)
 
     def statistics_of() -> Row:
-        ours.backend().engine.finish_background()
+        ours.backend.engine.finish_background()
         return dict(last["kv"])
 
     theirs = asked_all(asking(ChatHuggingFace(llm=pipeline, model_id=folder)))

@@ -191,7 +191,7 @@ def chat_model(engine: "Engine", mode: Mode, max_tokens: int) -> ChatRAGBlend:
         cache=False,
         **mode.arguments,
     )
-    assert model.backend().engine is engine, engine.config
+    assert model.backend.engine is engine, engine.config
     return model
 
 

@@ -35,8 +35,8 @@ def main() -> None:
         print(
             f"{answer.text}\n  documents from the store: {kv['hits']}, read now: {kv['misses']}; {kv['ttft_ms']:.0f} ms"
         )
-        chat.backend().engine.finish_background()  # what was read now is stored behind the answer
-    chat.backend().engine.close()
+        chat.backend.engine.finish_background()  # what was read now is stored behind the answer
+    chat.backend.engine.close()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,22 @@
-"""What both frameworks' adapters stand on: an engine, the passages it knows, prompts with both, threads and tasks."""
+"""What both frameworks' adapters stand on: an engine, the passages it knows, and prompts with both."""
 
-import asyncio
-import contextlib
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragblend.integrations.passages import Passage, PassageRegistry
+from ragblend.integrations.passages import Passage, PassageRegistry, node_id_of
 from ragblend.integrations.resolve import Piece, resolve
-from ragblend.integrations.threads import in_thread, items_of_thread
-from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt, Segment
-    from ragblend.engine.results import Result, Stream
+    from ragblend.engine.results import Result
 
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,18 @@ class Backend:
         """
         self.registry.add(passages)
         if encode and passages:
-            self._encode(passages, progress)
+            self.engine.encode([p.text for p in passages], [node_id_of(p) for p in passages], progress)
 
-    def _encode(self, passages: Sequence[Passage], progress: Progress | None) -> None:
-        named = [p for p in passages if p.node_id is not None]
-        others = [p for p in passages if p.node_id is None]
+    def encode(self, passages: Sequence[Passage], show_progress: bool) -> int:
+        """The same with a bar on stderr; how many passages there are. May be interrupted: what is done stays."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        def done_before(count: int) -> Progress | None:
-            return None if progress is None else lambda done, _: progress(count + done, len(passages))
-
-        node_ids = [p.node_id or "" for p in named]
-        self.engine.encode([p.text for p in named], node_ids, done_before(0))
-        self.engine.encode([p.text for p in others], None, done_before(len(named)))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as bars:
+            bar = bars.add_task("Encoding passages", total=len(passages))
+            self.remember(passages, True, lambda done, _: bars.update(bar, completed=done))
+        return len(passages)
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Find them in no prompt any more, and remove their KV. Returns the bytes freed."""
@@ -115,53 +111,16 @@ class Backend:
             segments += found if number % 2 else [_trusted(segment) for segment in found]
         return self.engine.tokenize(Prompt(segments))
 
-    # --- answers
-
-    def generate(
-        self, prompt: "Prompt", *, cancel: threading.Event | None = None, **options: Any
-    ) -> "Result":
-        """Answer; options: method, ratio, and those of `DecodeOptions`; None means the engine's default."""
-        return self.engine.generate(prompt, cancel=cancel, **_given(options))
-
-    def stream(self, prompt: "Prompt", **options: Any) -> "Stream":
-        """Answer piece by piece; closing it stops the device within one layer."""
-        return self.engine.stream(prompt, **_given(options))
-
-    async def agenerate(self, prompt: "Prompt", **options: Any) -> "Result":
-        """Answer in a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
-        cancel = threading.Event()
-        work = asyncio.ensure_future(in_thread(partial(self.generate, prompt, cancel=cancel, **options)))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            cancel.set()
-            with contextlib.suppress(Cancelled):
-                await work
-            raise
-
-    async def astream(self, prompt: "Prompt", **options: Any) -> AsyncIterator["str | Result"]:
-        """The pieces as they come, then the Result. Leaving it early stops the device within one layer."""
-        cancel = threading.Event()
-
-        def answer(on_text: Callable[[str], None]) -> "Result":
-            return self.generate(prompt, cancel=cancel, on_text=on_text, **options)
-
-        try:
-            async with contextlib.aclosing(items_of_thread(answer)) as items:
-                async for item in items:
-                    yield item
-        finally:
-            cancel.set()
-
 
 def marks(count: int) -> list[str]:
     """What stands in a template for texts, until it has been filled in; nothing that people write."""
     return [f"\x00text {number}\x00" for number in range(count)]
 
 
-def parts_of(marked: str, texts: Sequence[str]) -> list[str]:
+def parts_of(marked: str, texts: Sequence[T]) -> list[str | T]:
     """A template that was filled in with `marks`, in parts: its own words at even places, of the texts at odd ones."""
-    parts = re.split("\x00text ([0-9]+)\x00", marked)
+    known = "|".join(map(str, range(len(texts)))) or "(?!)"
+    parts = re.split(f"\x00text ({known})\x00", marked)
     return [texts[int(part)] if number % 2 else part for number, part in enumerate(parts)]
 
 
@@ -194,7 +153,3 @@ def kv_statistics(result: "Result") -> dict[str, Any]:
         **{name: round(getattr(timings, name), 2) for name in timed},
         "warning": report.warning,
     }
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

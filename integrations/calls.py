@@ -1,20 +1,25 @@
 """One call of a model, whichever framework makes it: what it was told, and the four ways to have it answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Event, Timer
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
-from ragblend.integrations.backend import Backend
+from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.passages import Passage
+from ragblend.integrations.threads import in_thread, items_of_thread
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result, Stream
 
+log = logging.getLogger("ragblend")
+_said: set[Backend] = set()
 # The engine's names for what users of other models write.
 OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -76,14 +81,32 @@ class Call:
         DecodeOptions.of({name: value for name, value in merged.items() if name not in ("method", "ratio")})
         return cls(backend, tuple(named), timeout, merged)
 
+    def chat_prompt(self, turns: Sequence[Turn], named: Sequence[Passage] = ()) -> "Prompt":
+        """May load the tokenizer and read the registry: not for an event loop."""
+        return self._noted(self.backend.chat_prompt(turns, (*self.named, *named)))
+
+    def text_prompt(self, text: str, parts: Sequence[str] = ()) -> "Prompt":
+        return self._noted(self.backend.text_prompt(text, self.named, parts))
+
+    def _noted(self, prompt: "Prompt") -> "Prompt":
+        """Says once for each model and collection that nothing can be reused."""
+        if not prompt.chunks and self.backend not in _said:
+            _said.add(self.backend)
+            log.warning(
+                "no known passage stands in this prompt, so it is read in full, as by any other model (%d are known in "
+                "the collection %r). A passage is found where its text stands unchanged; it becomes known through a "
+                "retriever, encode_index() or encode_documents(), or passages= in the call. This is said once.",
+                len(self.backend.registry),
+                self.backend.collection,
+            )
+        return prompt
+
     def generate(self, prompt: "Prompt") -> "Result":
-        cancel = Event()
-        with _limited(self.timeout, cancel.set):
-            return self.backend.generate(prompt, cancel=cancel, **self.arguments)
+        return self._work(prompt, Event())
 
     def stream(self, prompt: "Prompt") -> Generator["str | Result", None, None]:
-        """The pieces, then the result. The device begins at once; closing it stops the device."""
-        return self._items(self.backend.stream(prompt, **self.arguments))
+        """The pieces, then the result. The device begins at once; closing it stops the device within one layer."""
+        return self._items(self.backend.engine.stream(prompt, **self.arguments))
 
     def _items(self, stream: "Stream") -> Generator["str | Result", None, None]:
         with _limited(self.timeout, stream.close), closing(stream):
@@ -91,25 +114,32 @@ class Call:
             yield stream.result
 
     async def agenerate(self, prompt: "Prompt") -> "Result":
-        async with _within(self._deadline(), self.timeout):
-            return await self.backend.agenerate(prompt, **self.arguments)
+        """In a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
+        cancel = Event()
+        work = asyncio.ensure_future(in_thread(partial(self._work, prompt, cancel)))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            cancel.set()
+            with suppress(Cancelled):
+                await work
+            raise
 
     async def astream(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
-        """The same, in an event loop; it begins when its first item is asked for."""
-        deadline = self._deadline()
-        items = self.backend.astream(prompt, **self.arguments)
-        async with aclosing(cast("AsyncGenerator[str | Result, None]", items)):
-            while True:
-                try:
-                    # Around one step only: a limit held over a `yield` would strike at whoever consumes the stream.
-                    async with _within(deadline, self.timeout):
-                        item = await anext(items)
-                except StopAsyncIteration:
-                    return
-                yield item
+        """As `stream`, in an event loop; it begins when its first item is asked for."""
+        cancel = Event()
+        try:
+            async with aclosing(items_of_thread(partial(self._work, prompt, cancel))) as items:
+                async for item in items:
+                    yield item
+        finally:
+            cancel.set()
 
-    def _deadline(self) -> float | None:
-        return None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
+    def _work(
+        self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None = None
+    ) -> "Result":
+        with _limited(self.timeout, cancel.set):
+            return self.backend.engine.generate(prompt, cancel=cancel, on_text=on_text, **self.arguments)
 
 
 @contextmanager
@@ -131,21 +161,8 @@ def _limited(seconds: float | None, stop: Callable[[], None]) -> Iterator[None]:
         yield
     except Cancelled as error:
         if late.is_set():
-            raise _timed_out(seconds) from error
+            said = f"no whole answer within timeout={seconds} seconds; allow more, or fewer max_tokens"
+            raise TimedOut(said) from error
         raise
     finally:
         timer.cancel()
-
-
-@asynccontextmanager
-async def _within(deadline: float | None, seconds: float | None) -> AsyncIterator[None]:
-    """deadline: on the loop's clock; what is cancelled inside stops the device."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            yield
-    except TimeoutError as error:
-        raise _timed_out(seconds) from error
-
-
-def _timed_out(seconds: float | None) -> TimedOut:
-    return TimedOut(f"no whole answer within timeout={seconds} seconds; allow more, or fewer max_tokens")

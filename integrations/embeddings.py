@@ -70,9 +70,12 @@ class MiniLMEmbedder:
 
     def embed_question(self, text: str) -> Embeddings:
         """(384,) float32, normalised; the mean of its windows, should it be that long."""
-        mean = self.embed_passages([text])[0].mean(axis=0)
-        unit: Embeddings = mean / np.linalg.norm(mean)
-        return unit
+        return self.embed_means([text])[0]
+
+    def embed_means(self, texts: Sequence[str]) -> list[Embeddings]:
+        """For each text one vector (384,), the mean of its windows', normalised: for indexes that hold no more."""
+        means = [windows.mean(axis=0) for windows in self.embed_passages(texts)]
+        return [mean / np.linalg.norm(mean) for mean in means]
 
     def _load(self) -> None:
         if self._model is None:

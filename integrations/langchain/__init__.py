@@ -5,8 +5,8 @@
 
 from ragblend.integrations.langchain.chains import create_ragblend_stuff_documents_chain
 from ragblend.integrations.langchain.chat_models import ChatRAGBlend
+from ragblend.integrations.langchain.documents import encode_documents
 from ragblend.integrations.langchain.embeddings import RAGBlendEmbeddings
-from ragblend.integrations.langchain.encoding import encode_documents
 from ragblend.integrations.langchain.llms import RAGBlendLLM
 from ragblend.integrations.langchain.retrievers import RAGBlendRetriever
 

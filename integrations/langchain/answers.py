@@ -1,15 +1,27 @@
-"""From the engine's result to LangChain's: usage, response metadata, messages."""
+"""From the engine's results to LangChain's: usage, response metadata, streams of chunks."""
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 
 from ragblend.integrations.backend import kv_statistics, usage
+from ragblend.integrations.calls import Call
+from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.parameters import PROVIDER
 
 if TYPE_CHECKING:
+    from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result
+
+Asked = tuple[Call, "Prompt"]
+Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
+ChunkOf = Callable[
+    ["str | Result", Call], Chunk
+]  # a piece of text, or the end with all that is known by then
 
 
 def usage_metadata(result: "Result") -> UsageMetadata:
@@ -23,10 +35,10 @@ def usage_metadata(result: "Result") -> UsageMetadata:
     )
 
 
-def response_metadata(result: "Result", model_name: str) -> dict[str, Any]:
+def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
     """How the answer was made. It holds numbers, so in a stream only one chunk may carry it."""
     return {
-        "model_name": model_name,
+        "model_name": call.backend.engine.model_name,
         "model_provider": PROVIDER,
         "finish_reason": "stop" if result.stopped else "length",
         "method": result.report.method,
@@ -35,19 +47,27 @@ def response_metadata(result: "Result", model_name: str) -> dict[str, Any]:
     }
 
 
-def answer_message(result: "Result", model_name: str) -> AIMessage:
-    return AIMessage(
-        content=result.text,
-        usage_metadata=usage_metadata(result),
-        response_metadata=response_metadata(result, model_name),
-    )
+def streamed(prepare: Callable[[], Asked], chunk_of: ChunkOf[Chunk], run_manager: Any) -> Iterator[Chunk]:
+    """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and does that itself."""
+    with framework_errors():
+        call, prompt = prepare()
+        with closing(call.stream(prompt)) as items:
+            for item in items:
+                chunk = chunk_of(item, call)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
 
-def last_chunk(result: "Result", model_name: str) -> AIMessageChunk:
-    """What ends a stream: no text, and everything that is known when it is over."""
-    return AIMessageChunk(
-        content="",
-        usage_metadata=usage_metadata(result),
-        response_metadata=response_metadata(result, model_name),
-        chunk_position="last",
-    )
+async def astreamed(
+    prepare: Callable[[], Asked], chunk_of: ChunkOf[Chunk], run_manager: Any
+) -> AsyncIterator[Chunk]:
+    """The same in an event loop, which `prepare` would hold."""
+    with framework_errors():
+        call, prompt = await asyncio.to_thread(prepare)
+        async with aclosing(call.astream(prompt)) as items:
+            async for item in items:
+                chunk = chunk_of(item, call)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk

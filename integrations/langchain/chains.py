@@ -1,6 +1,7 @@
 """The stuff chain whose documents reach the model by id: LangChain's own, with content blocks in the place of text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.documents import Document
@@ -11,13 +12,13 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, aformat_document, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 
+from ragblend.integrations.backend import marks, parts_of
 from ragblend.integrations.langchain.documents import digest_id
 
 DOCUMENTS_KEY = "context"
 DEFAULT_DOCUMENT_PROMPT = PromptTemplate.from_template("{page_content}")
 DEFAULT_DOCUMENT_SEPARATOR = "\n\n"
-# Stands in the template for a document, until the template has been filled in; nothing that people write.
-_MARK = "\x00ragblend document {}\x00"
+Block = dict[str, Any]
 
 
 def create_ragblend_stuff_documents_chain(
@@ -45,48 +46,35 @@ def create_ragblend_stuff_documents_chain(
     return (fill | llm | (output_parser or StrOutputParser())).with_config(run_name="stuff_documents_chain")
 
 
+@dataclass(frozen=True)
 class _Filling:
     """Fills the template in with marks, and puts blocks where the marks came out."""
 
-    def __init__(
-        self,
-        prompt: BasePromptTemplate[Any],
-        document_prompt: BasePromptTemplate[str],
-        separator: str,
-        name: str,
-    ) -> None:
-        self._prompt, self._document_prompt, self._separator, self._name = (
-            prompt,
-            document_prompt,
-            separator,
-            name,
-        )
+    prompt: BasePromptTemplate[Any]
+    document_prompt: BasePromptTemplate[str]
+    separator: str
+    name: str
 
     def fill(self, inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        documents = inputs[self._name]
-        texts = [format_document(document, self._document_prompt) for document in documents]
-        value = self._prompt.invoke({**inputs, self._name: self._marks(texts)}, config)
-        return _with_blocks(value, documents, texts)
+        documents = inputs[self.name]
+        texts = [format_document(document, self.document_prompt) for document in documents]
+        return _with_blocks(self.prompt.invoke(self._marked(inputs), config), documents, texts)
 
     async def afill(self, inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        documents = inputs[self._name]
-        texts = [await aformat_document(document, self._document_prompt) for document in documents]
-        value = await self._prompt.ainvoke({**inputs, self._name: self._marks(texts)}, config)
-        return _with_blocks(value, documents, texts)
+        documents = inputs[self.name]
+        texts = [await aformat_document(document, self.document_prompt) for document in documents]
+        return _with_blocks(await self.prompt.ainvoke(self._marked(inputs), config), documents, texts)
 
-    def _marks(self, texts: Sequence[str]) -> str:
-        return self._separator.join(_MARK.format(number) for number in range(len(texts)))
+    def _marked(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, self.name: self.separator.join(marks(len(inputs[self.name])))}
 
 
 def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Sequence[str]) -> PromptValue:
-    blocks = {
-        _MARK.format(number): _document_blocks(document, text)
-        for number, (document, text) in enumerate(zip(documents, texts, strict=True))
-    }
-    return ChatPromptValue(messages=[_message_with(message, blocks) for message in value.to_messages()])
+    shown = [_document_blocks(*each) for each in zip(documents, texts, strict=True)]
+    return ChatPromptValue(messages=[_message_with(message, shown) for message in value.to_messages()])
 
 
-def _document_blocks(document: Document, text: str) -> list[dict[str, Any]]:
+def _document_blocks(document: Document, text: str) -> list[Block]:
     """A document as its prompt wrote it: what surrounds its own text (a title, a source) is plain text."""
     content = document.page_content.strip()
     before, found, after = text.partition(content) if content else (text, "", "")
@@ -94,34 +82,28 @@ def _document_blocks(document: Document, text: str) -> list[dict[str, Any]]:
     return [part for part in (_text(before), block, _text(after)) if part["text"]]
 
 
-def _message_with(message: BaseMessage, blocks: Mapping[str, list[dict[str, Any]]]) -> BaseMessage:
+def _message_with(message: BaseMessage, shown: Sequence[list[Block]]) -> BaseMessage:
     parts = message.content if isinstance(message.content, list) else [message.content]
-    if not any(mark in _text_of(part) for part in parts for mark in blocks):
+    if all(len(parts_of(_text_of(part), shown)) == 1 for part in parts):
         return message
-    content = [block for part in parts for block in _split(part, blocks)]
+    content = [block for part in parts for block in _split(part, shown)]
     return message.model_copy(update={"content": content})
 
 
-def _split(
-    part: str | dict[str, Any], blocks: Mapping[str, list[dict[str, Any]]]
-) -> Iterator[dict[str, Any]]:
+def _split(part: str | Block, shown: Sequence[list[Block]]) -> Iterator[Block]:
     """The part with every mark replaced by its document's blocks."""
-    text = _text_of(part)
-    while found := [(text.index(mark), mark) for mark in blocks if mark in text]:
-        at, mark = min(found)
-        if at:
-            yield _text(text[:at])
-        yield from blocks[mark]
-        text = text[at + len(mark) :]
-    if text:
-        yield _text(text)
-    elif isinstance(part, dict) and not _text_of(part):
+    if isinstance(part, dict) and not _text_of(part):
         yield part  # an image, or whatever it is: the model says what it thinks of it
+    for piece in parts_of(_text_of(part), shown):
+        if isinstance(piece, list):
+            yield from piece
+        elif piece:
+            yield _text(piece)
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text(text: str) -> Block:
     return {"type": "text", "text": text}
 
 
-def _text_of(part: str | dict[str, Any]) -> str:
+def _text_of(part: str | Block) -> str:
     return part if isinstance(part, str) else str(part.get("text", ""))

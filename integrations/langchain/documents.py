@@ -6,6 +6,8 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.integrations.parameters import Parameters
 from ragblend.integrations.passages import Passage
 from ragblend.integrations.resolve import Piece
 from ragblend.kvstore.errors import UsageError
@@ -51,3 +53,15 @@ def pieces_of(text: str, node_id: str | None) -> list[Piece]:
 def digest_id(text: str) -> str:
     """An id for a document that has none, the same in every process."""
     return f"sha256-{sha256(text.encode()).hexdigest()[:32]}"
+
+
+def encode_documents(
+    documents: Iterable[DocumentLike] | DocumentLike, llm: Parameters, *, show_progress: bool = True
+) -> int:
+    """Store the documents' KV for this model, and have them found in its prompts; what is stored is skipped.
+
+    Give it the documents as they are retrieved: after splitting. The bar is drawn on stderr. Returns how many there
+    were. May be interrupted: what is done stays.
+    """
+    with framework_errors():
+        return llm.backend.encode(passages_of(documents), show_progress)

@@ -2,7 +2,6 @@
 
 from functools import cached_property
 
-import numpy as np
 from langchain_core.embeddings import Embeddings
 
 from ragblend.integrations.embeddings import MiniLMEmbedder
@@ -16,8 +15,7 @@ class RAGBlendEmbeddings(Embeddings):
         return MiniLMEmbedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        means = [windows.mean(axis=0) for windows in self._embedder.embed_passages(texts)]
-        return [(mean / np.linalg.norm(mean)).tolist() for mean in means]
+        return [vector.tolist() for vector in self._embedder.embed_means(texts)]
 
     def embed_query(self, text: str) -> list[float]:
-        return [float(number) for number in self._embedder.embed_question(text)]
+        return self.embed_documents([text])[0]

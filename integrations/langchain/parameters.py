@@ -1,113 +1,74 @@
-"""What both models can be told: LangChain's usual names and ours."""
+"""What both models can be told, and how they tell it to the engine and to LangChain."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.utils import get_pydantic_field_names
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field
 
-from ragblend.integrations.backend import Backend
-from ragblend.integrations.calls import one_name_each
+from ragblend.integrations import parameters
+from ragblend.integrations.calls import Call, one_name_each
+from ragblend.integrations.langchain.documents import passages_of
 from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.integrations.langchain.listener import LEARNERS
+from ragblend.kvstore.errors import UsageError
 
 PROVIDER = "ragblend"
-SYNONYMS = {
-    "model_name": "model",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "stop_sequences": "stop",
-}
 # Chat models of services take these. Here they mean nothing, and a key must not end up in `model_kwargs`.
 FOR_SERVICES = ("base_url", "max_retries")
 KEY = "api_key"  # openai_api_key, ...
-DECODING = ("temperature", "max_tokens", "top_p", "top_k", "repetition_penalty", "stop", "seed")
-Share = Annotated[float, Field(ge=0, le=1)]
+TOOLS = ("tools", "tool_choice", "functions", "function_call")
+FRAMEWORKS_OWN = ("stream",)  # LangChain's own switches, which it hands on to the model
 
 
-class Parameters(BaseModel):
-    """Fields of the chat model and the text model. Making one loads nothing and opens nothing."""
+class Parameters(parameters.Parameters):
+    """Of the chat model and the text model, in front of LangChain's own class."""
 
-    # Errors do not repeat what was passed: somebody's key may stand beside what is wrong.
-    model_config = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
+    other_names: ClassVar[Mapping[str, str]] = {
+        "model_name": "model",
+        "max_new_tokens": "max_tokens",
+        "max_completion_tokens": "max_tokens",
+        "stop_sequences": "stop",
+    }
+    learners = LEARNERS
 
-    model: str = "default"
-    """`default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
     max_tokens: int = Field(default=256, ge=1)
     """The most tokens of an answer."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    """0 is off."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    stop: list[str] | None = None
-    seed: int | None = None
     streaming: bool = False
     """Whether `invoke` streams inside, for callbacks that want tokens."""
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds after which an answer is given up."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine, by its own names."""
 
-    home: str | None = None
-    """Where the stored KV lives; RAGBLEND_HOME or the user's data folder if not given."""
-    collection: str = "default"
-    """A namespace of documents inside the home."""
-    device: str | None = None
-    dtype: str | None = None
-    method: str | None = None
-    """How prompts are read: `probe-shift` (as if None), `full`, `reuse`, ..."""
-    ratio: Share | Literal["auto"] | None = None
-    """The share of stored tokens that is computed again; 0.15 if None; `auto`: what loading hides."""
-    register_retrieved: bool = True
-    """Whether documents that LangChain's retrievers return in this process become known to this model."""
-
-    @model_validator(mode="before")
     @classmethod
-    def _accept_usual_names(cls, values: Any) -> Any:
-        """Synonyms, None for the default; what is unknown goes to `model_kwargs` with a warning, as in LangChain."""
-        if not isinstance(values, dict):
-            return values
-        values = {
-            name: value
-            for name, value in one_name_each(values, SYNONYMS).items()
-            if value is not None and name not in FOR_SERVICES and not name.endswith(KEY)
-        }
-        known = get_pydantic_field_names(cls)
-        extra = {name: values.pop(name) for name in list(values) if name not in known}
-        if extra:
-            warnings.warn(
-                f"{cls.__name__} has no parameter {', '.join(extra)}; transferred to model_kwargs. Please confirm that "
-                "this is what you intended.",
-                stacklevel=4,
-            )
-            values["model_kwargs"] = {**values.get("model_kwargs", {}), **extra}
-        return values
-
-    @field_validator("home", mode="before")
-    @classmethod
-    def _accept_path(cls, home: Any) -> Any:
-        return str(home) if isinstance(home, Path) else home
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _accept_one_stop(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-    @property
-    def model_name(self) -> str:
-        return self.model
+    def _with_unknown(cls, told: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
+        """To `model_kwargs` with a warning, as in LangChain; what only services take is forgotten."""
+        extra = {n: value for n, value in unknown.items() if n not in FOR_SERVICES and not n.endswith(KEY)}
+        if not extra:
+            return told
+        warnings.warn(
+            f"{cls.__name__} has no parameter {', '.join(extra)}; transferred to model_kwargs. Please confirm that "
+            "this is what you intended.",
+            stacklevel=5,
+        )
+        return told | {"model_kwargs": {**told.get("model_kwargs", {}), **extra}}
 
     @property
     def max_new_tokens(self) -> int:
         return self.max_tokens
 
-    def backend(self, model: str | None = None) -> Backend:
-        """The engine and registry behind this model, shared by all that name the same; nothing is loaded yet."""
-        return Backend(model or self.model, self.home, self.collection, self.device, self.dtype)
+    def _settle(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
+        """The call's own arguments go over the parameters. Raises UsageError for tools."""
+        given = one_name_each(arguments, self.other_names)
+        if refused := [name for name in TOOLS if given.get(name)]:
+            raise UsageError(f"{', '.join(refused)}: this model calls no tools; leave them out")
+        given = {name: value for name, value in given.items() if name not in (*TOOLS, *FRAMEWORKS_OWN)}
+        if stop is not None:
+            given["stop"] = stop
+        passages = passages_of(given.pop("passages", None) or ())
+        model = given.pop("model", None)
+        asked = self if model is None else self.model_copy(update={"model": model})
+        return asked._call(passages, self.model_kwargs, given)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids by the model's own tokenizer; loads that, not the weights."""
@@ -115,25 +76,35 @@ class Parameters(BaseModel):
         if custom is not None:
             return custom(text)
         with framework_errors():
-            return list(self.backend().engine.tokenizer.encode(text, add_special_tokens=False))
+            return list(self.backend.engine.tokenizer.encode(text, add_special_tokens=False))
 
-    def _traced(
-        self, params: LangSmithParams, stop: list[str] | None, arguments: Mapping[str, Any]
-    ) -> LangSmithParams:
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        """The parameters by which two models answer differently: for traces and for LangChain's cache."""
+        names = (
+            "model",
+            "max_tokens",
+            *parameters.PER_CALL[1:],
+            "collection",
+            "device",
+            "dtype",
+            "model_kwargs",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
+        params: LangSmithParams = super()._get_ls_params(stop=stop, **kwargs)  # type: ignore[misc]
         with framework_errors():
-            given = {
-                name: value for name, value in one_name_each(arguments, SYNONYMS).items() if value is not None
-            }
+            given = one_name_each(kwargs, self.other_names)
         params["ls_provider"] = PROVIDER
-        params["ls_model_name"] = given.get("model", self.model)
-        params["ls_temperature"] = given.get("temperature", self.temperature)
-        params["ls_max_tokens"] = given.get("max_tokens", self.max_tokens)
+        params["ls_model_name"] = given.get("model") or self.model
+        params["ls_temperature"] = self.temperature if (told := given.get("temperature")) is None else told
+        params["ls_max_tokens"] = given.get("max_tokens") or self.max_tokens
         if stop or self.stop:
             params["ls_stop"] = stop or self.stop
         return params
-
-    def _changing_answers(self) -> dict[str, Any]:
-        """The parameters by which two models answer differently: for traces and for LangChain's cache."""
-        names = ("model", *DECODING, "method", "ratio", "collection", "device", "dtype", "model_kwargs")
-        return {name: getattr(self, name) for name in names}

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any, Self
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable
@@ -49,52 +48,44 @@ class RAGBlendRetriever(BaseRetriever):
         return self
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+        self, query: str, *, run_manager: Any, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         wanted = self._wanted(k)
-        if self.vectorstore is not None:
-            found = self.vectorstore.similarity_search(query, **self._search(wanted, kwargs))
-        else:
-            assert self.retriever is not None
-            config: Any = {"callbacks": run_manager.get_child()}
-            found = self.retriever.invoke(query, config, **self._arguments(wanted, kwargs))
-        self._announce(found := found[:wanted])
+        config: Any = {"callbacks": run_manager.get_child()}
+        found = self._inside.invoke(query, config, **self._arguments(wanted, kwargs))[:wanted]
+        self._announce(found)
         return found
 
     async def _aget_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: AsyncCallbackManagerForRetrieverRun,
-        k: int | None = None,
-        **kwargs: Any,
+        self, query: str, *, run_manager: Any, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         wanted = self._wanted(k)
-        if self.vectorstore is not None:
-            found = await self.vectorstore.asimilarity_search(query, **self._search(wanted, kwargs))
-        else:
-            assert self.retriever is not None
-            config: Any = {"callbacks": run_manager.get_child()}
-            found = await self.retriever.ainvoke(query, config, **self._arguments(wanted, kwargs))
-        await asyncio.to_thread(self._announce, found := found[:wanted])
+        config: Any = {"callbacks": run_manager.get_child()}
+        found = (await self._inside.ainvoke(query, config, **self._arguments(wanted, kwargs)))[:wanted]
+        await asyncio.to_thread(self._announce, found)
         return found
+
+    @property
+    def _inside(self) -> Runnable[str, list[Document]]:
+        if self.vectorstore is not None:
+            return self.vectorstore.as_retriever(search_kwargs={"k": DEFAULT_K, **self.search_kwargs})
+        assert self.retriever is not None, "there is one source"
+        return self.retriever
 
     def _wanted(self, k: int | None) -> int | None:
         if k is not None and k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         return self.k if k is None else k
 
-    def _search(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {"k": DEFAULT_K, **self.search_kwargs, **kwargs} | ({} if wanted is None else {"k": wanted})
-
     def _arguments(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Retrievers that take a number of documents get it; the others' answers are cut."""
-        takes_more = isinstance(self.retriever, BaseRetriever) and self.retriever._expects_other_args
+        inside = self._inside
+        takes_more = isinstance(inside, BaseRetriever) and inside._expects_other_args
         return kwargs if wanted is None or not takes_more else {**kwargs, "k": wanted}
 
     def _announce(self, documents: list[Document]) -> None:
         passages = passages_of(documents)
         with framework_errors():
-            self.llm.backend().remember(passages)
+            self.llm.backend.remember(passages)
             if self.prefetch:
-                self.llm.backend().prefetch(passages)
+                self.llm.backend.prefetch(passages)

@@ -3,11 +3,10 @@
 import asyncio
 from typing import Any
 
-import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from ragblend.integrations.embeddings import Embeddings, MiniLMEmbedder
+from ragblend.integrations.embeddings import MiniLMEmbedder
 
 
 class RAGBlendEmbedding(BaseEmbedding):
@@ -29,14 +28,13 @@ class RAGBlendEmbedding(BaseEmbedding):
         return "RAGBlendEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
-        vector: list[float] = self._embedder.embed_question(query).tolist()
-        return vector
+        return self._get_text_embeddings([query])[0]
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        return [_one(rows) for rows in self._embedder.embed_passages(texts)]
+        return [vector.tolist() for vector in self._embedder.embed_means(texts)]
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return await asyncio.to_thread(self._get_query_embedding, query)
@@ -46,10 +44,3 @@ class RAGBlendEmbedding(BaseEmbedding):
 
     async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         return await asyncio.to_thread(self._get_text_embeddings, texts)
-
-
-def _one(windows: Embeddings) -> list[float]:
-    """(W, E) -> (E,), normalised."""
-    mean = windows.mean(axis=0)
-    unit: list[float] = (mean / np.linalg.norm(mean)).tolist()
-    return unit

@@ -45,13 +45,7 @@ def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = 
 
 def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
     """The same for nodes in hand."""
-    from rich.progress import Progress
-
-    passages = passages_of(nodes)
-    with Progress(disable=not show_progress) as bars:
-        bar = bars.add_task("Encoding passages", total=len(passages))
-        llm.backend.remember(passages, encode=True, progress=lambda done, _: bars.update(bar, completed=done))
-    return len(passages)
+    return llm.backend.encode(passages_of(nodes), show_progress)
 
 
 def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:

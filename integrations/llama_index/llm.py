@@ -5,7 +5,7 @@ backend runs it, and a responder puts the answer in LlamaIndex's own words.
 """
 
 import asyncio
-import logging
+import difflib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, closing
 from dataclasses import dataclass
@@ -21,17 +21,20 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
+    LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.config import DecodeOptions
+from ragblend.engine.prompt import Literal, Prompt
 from ragblend.integrations.backend import Turn, kv_statistics, marks, parts_of, usage
-from ragblend.integrations.calls import Call
+from ragblend.integrations.calls import OTHER_NAMES, Call, engine_options
 from ragblend.integrations.llama_index.errors import in_llama_index_words
+from ragblend.integrations.llama_index.learning import LEARNERS
 from ragblend.integrations.llama_index.messages import (
     FilledMessages,
     FilledText,
@@ -39,23 +42,18 @@ from ragblend.integrations.llama_index.messages import (
     turns_of,
     with_text,
 )
-from ragblend.integrations.llama_index.nodes import named_passages
-from ragblend.integrations.llama_index.parameters import Parameters
+from ragblend.integrations.llama_index.nodes import Nodes, named_passages, passages_of
 from ragblend.integrations.llama_index.streams import astops_when_closed, begun, stops_when_closed
+from ragblend.integrations.parameters import PER_CALL, Parameters
 from ragblend.integrations.passages import Passage
+from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:  # torch comes with it
     from ragblend.engine.results import Result
 
-log = logging.getLogger("ragblend")
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 Raw = dict[str, Any]
 Respond = Callable[[str, str | None, Raw | None], Response]  # (the text so far, what is new in it, raw)
-NOTHING_FOUND = (
-    "no registered passage stands in this prompt, so it is read in full, as any LLM would (%d are registered in the "
-    "collection %r). A passage is found where its node's text stands unchanged; register nodes with `encode_index`, "
-    "`EncodeNodes`, `RegisterNodes` or `llm.remember(nodes)`, again after editing them. This is said once."
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Request:
         return in_llama_index_words(self.from_template)
 
 
-class RAGBlendLLM(Parameters):
+class RAGBlendLLM(Parameters, LLM):
     """A local LLM that reuses the stored KV of the passages in its prompts; any prompt works, with or without them.
 
     Responses carry `raw = {"usage": ..., "kv": ...}` (in streams, the last one). Further keyword arguments of every
@@ -81,12 +79,61 @@ class RAGBlendLLM(Parameters):
         `index.as_query_engine(llm=RAGBlendLLM())`
     """
 
+    other_names = {"model_name": "model"} | OTHER_NAMES
+    learners = LEARNERS
+
+    max_new_tokens: int = Field(default=256, gt=0)
+    """The most tokens of an answer."""
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More options of decoding."""
+    context_window: int | None = Field(default=None, gt=0)
+    """Tokens; None for the model's own window."""
+    is_chat_model: bool | None = None
+    """None: whether the tokenizer has a chat template."""
     _last_stats: Raw | None = PrivateAttr(default=None)
-    _told: bool = PrivateAttr(default=False)
+
+    @classmethod
+    def _with_unknown(cls, told: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
+        """Raise UsageError with the nearest name that there is."""
+        name, *_ = unknown
+        near = difflib.get_close_matches(name, cls.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(cls.model_fields))}"
+        raise UsageError(f"{cls.__name__} has no parameter {name!r}; {hint}")
+
+    @field_validator("generate_kwargs")
+    @classmethod
+    def _check_generate_kwargs(cls, options: dict[str, Any]) -> dict[str, Any]:
+        DecodeOptions.of(engine_options(options))
+        return options
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
+        """LlamaIndex copies components at will, callbacks and all."""
+        copied = self.model_copy()
+        self.learners.add(copied)
+        return copied
 
     @classmethod
     def class_name(cls) -> str:
         return "RAGBlendLLM"
+
+    # --- what it is
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What the model is. Reads its config and tokenizer, never its weights, and only what was not given."""
+        return LLMMetadata(
+            context_window=self.context_window or self.backend.engine.context_window,
+            num_output=self.max_new_tokens,
+            is_chat_model=self._chats,
+            is_function_calling_model=False,
+            model_name=self.model,
+        )
+
+    @property
+    def _chats(self) -> bool:
+        if self.is_chat_model is not None:
+            return self.is_chat_model
+        return self.backend.engine.tokenizer.chat_template is not None
 
     @property
     def last_stats(self) -> Raw | None:
@@ -95,6 +142,30 @@ class RAGBlendLLM(Parameters):
         Where several run at once, read each response's own `raw`, or listen to `LLMChatEndEvent`.
         """
         return self._last_stats
+
+    def to_payload(self) -> dict[str, Any]:
+        """For events. Said without the metadata, which may load a tokenizer in the event loop; no paths of yours."""
+        fields = {name: getattr(self, name) for name in ("collection", *PER_CALL)}
+        return {"class_name": self.class_name(), "model_name": self.model} | fields
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text by the model's own tokenizer: what LlamaIndex's packers and splitters want to count."""
+        segment = Literal(text, verbatim=True)
+        return list(self.backend.engine.tokenize(Prompt([segment])).segment_ids[-1])
+
+    @property
+    def template_tokens(self) -> int:
+        """Tokens that the chat template adds to a system and a user message, which LlamaIndex does not count."""
+        empty = self.backend.chat_prompt([Turn("system", ("",)), Turn("user", ("",))])
+        return len(self.backend.engine.tokenize(empty).token_ids)
+
+    def remember(self, nodes: Nodes, encode: bool = False) -> None:
+        """Register nodes, so that their texts are found in prompts; encode: store their KV now, rather than on use."""
+        self.backend.remember(passages_of(nodes), encode=encode)
+
+    def forget(self, node_ids: list[str]) -> int:
+        """Forget nodes that were deleted: their registration and the KV that no other node shares."""
+        return self.backend.forget(node_ids)
 
     # --- chat
 
@@ -157,37 +228,40 @@ class RAGBlendLLM(Parameters):
 
     def _chat_request(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Request:
         passages = messages.passages if isinstance(messages, FilledMessages) else None
-        call = self._call(kwargs, passages)
-        make_prompt = partial(self._chat_prompt, messages, turns_of(messages), call.named)
+        call = self._named_call(kwargs, passages)
+        make_prompt = partial(self._chat_prompt, call, messages, turns_of(messages))
         return Request(make_prompt, call, from_template=passages is not None)
 
-    def _chat_prompt(
-        self, messages: Sequence[ChatMessage], turns: list[Turn], named: tuple[Passage, ...]
-    ) -> Prompt:
+    def _chat_prompt(self, call: Call, messages: Sequence[ChatMessage], turns: list[Turn]) -> Prompt:
         """In the words of the user's `messages_to_prompt` if there is one, else of the model's chat template."""
-        if self.messages_to_prompt not in (None, generic_messages_to_prompt):
-            texts = [text_of(message) for message in messages]
-            marked = self.messages_to_prompt(list(map(with_text, messages, marks(len(texts)))))
-            return self.backend.text_prompt(self.messages_to_prompt(messages), named, parts_of(marked, texts))
-        return self.backend.chat_prompt(turns, named)
+        if self.messages_to_prompt in (None, generic_messages_to_prompt):
+            return call.chat_prompt(turns)
+        texts = [text_of(message) for message in messages]
+        marked = self.messages_to_prompt(list(map(with_text, messages, marks(len(texts)))))
+        return call.text_prompt(self.messages_to_prompt(messages), parts_of(marked, texts))
 
     def _text_request(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Request:
         passages = prompt.passages if isinstance(prompt, FilledText) else None
-        call = self._call(kwargs, passages)
-        make_prompt = partial(self._text_prompt, prompt, formatted, call.named)
+        call = self._named_call(kwargs, passages)
+        make_prompt = partial(self._text_prompt, call, prompt, formatted)
         return Request(make_prompt, call, from_template=passages is not None)
 
-    def _text_prompt(self, text: str, formatted: bool, named: tuple[Passage, ...]) -> Prompt:
+    def _text_prompt(self, call: Call, text: str, formatted: bool) -> Prompt:
         """As it stands if it is formatted; else the user's `completion_to_prompt`, or a message to a chat model."""
         if formatted:
-            return self.backend.text_prompt(text, named, text.parts if isinstance(text, FilledText) else ())
+            return call.text_prompt(text, text.parts if isinstance(text, FilledText) else ())
         given = self.completion_to_prompt
         own = None if given is default_completion_to_prompt else given
         if own is not None or not self._chats:
             put = own or self._extend_prompt
             [mark] = marks(1)
-            return self.backend.text_prompt(put(text), named, parts_of(put(mark), [text]))
-        return self.backend.chat_prompt(turns_of(self._extend_messages([ChatMessage(text)])), named)
+            return call.text_prompt(put(text), parts_of(put(mark), [text]))
+        return call.chat_prompt(turns_of(self._extend_messages([ChatMessage(text)])))
+
+    def _named_call(self, kwargs: dict[str, Any], passages: Any) -> Call:
+        given = dict(kwargs)
+        named = named_passages(given.pop("passages", passages), given.pop("nodes", None))
+        return self._call(named, self.generate_kwargs, given)
 
     # --- running them
 
@@ -245,9 +319,6 @@ class RAGBlendLLM(Parameters):
     def _finished(self, result: "Result") -> Raw:
         raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
         self._last_stats = raw
-        if not raw["kv"]["chunks"] and not self._told:
-            self._told = True
-            log.warning(NOTHING_FOUND, len(self.backend.registry), self.collection)
         return raw
 
 

@@ -48,24 +48,16 @@ class RAGBlendSynthesizer(BaseSynthesizer):
         self._inner = _stock(ResponseMode(response_mode), llm, callback_manager, streaming, options)
 
     def synthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
+        self, query: QueryType, nodes: list[NodeWithScore], *sources: Any, **response_kwargs: Any
     ) -> RESPONSE_TYPE:
         response_kwargs.setdefault("passages", passages_of(nodes))
-        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        return super().synthesize(query, nodes, *sources, **response_kwargs)
 
     async def asynthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
+        self, query: QueryType, nodes: list[NodeWithScore], *sources: Any, **response_kwargs: Any
     ) -> RESPONSE_TYPE:
         response_kwargs.setdefault("passages", passages_of(nodes))
-        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        return await super().asynthesize(query, nodes, *sources, **response_kwargs)
 
     def get_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any

@@ -1,22 +1,16 @@
 """What both adapters stand on: tasks that share one device, stop it when they are cancelled, and one engine for all."""
 
 import asyncio
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "engine")
-)  # importlib mode puts no folder of tests on the path
-
 import tiny_models
 
 from ragblend.engine.results import Result
-from ragblend.integrations.backend import Backend, Turn
+from ragblend.integrations.backend import Backend, Turn, marks, parts_of
+from ragblend.integrations.calls import Call
 from ragblend.integrations.passages import Passage
 
 MANY = 16
@@ -29,18 +23,11 @@ STORIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    return tiny_models.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
 @pytest.fixture
-def backend(tiny_folder, tmp_path):
-    made = Backend(model=str(tiny_folder), home=str(tmp_path / "home"), device="cpu", dtype="float32")
+def backend(place):
+    made = Backend(**place)
     made.remember(STORIES, encode=True)
-    yield made
-    made.engine.close()
-    made.registry.close()
+    return made
 
 
 @pytest.fixture
@@ -48,27 +35,30 @@ def prompts(backend):
     return [backend.chat_prompt([Turn("user", (story.text, " How many?"))]) for story in STORIES]
 
 
-async def collect(backend, prompt):
-    *pieces, result = [item async for item in backend.astream(prompt, max_new_tokens=6)]
+@pytest.fixture
+def short(backend):
+    return Call.of(backend, (), {"max_new_tokens": 6})
+
+
+async def collect(call, prompt):
+    *pieces, result = [item async for item in call.astream(prompt)]
     assert isinstance(result, Result)
     assert "".join(pieces) == result.text
     return result
 
 
-@pytest.mark.parametrize("way", ["astream", "agenerate"])
-def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, prompts, way):
-    """With threads of the loop's default pool, here of one, the first to wait kept everybody from going on."""
-    expected = [backend.generate(prompt, max_new_tokens=6).text for prompt in prompts]
+WAYS = {"astream": collect, "agenerate": Call.agenerate}
 
-    async def ask(prompt):
-        if way == "astream":
-            return await collect(backend, prompt)
-        return await backend.agenerate(prompt, max_new_tokens=6)
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, short, prompts, way):
+    """With threads of the loop's default pool, here of one, the first to wait kept everybody from going on."""
+    expected = [short.generate(prompt).text for prompt in prompts]
 
     async def all_of_them():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         with backend.engine.runtime.queue.turn():
-            asked = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+            asked = [asyncio.create_task(WAYS[way](short, prompt)) for prompt in prompts]
             while len(backend.engine.runtime.queue._waiting) <= MANY:
                 await asyncio.sleep(0)
             free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TOO_LONG_S)
@@ -129,14 +119,12 @@ def is_free(backend):
         return True
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("way", ["astream", "agenerate"])
-def test_cancelling_a_task_ends_the_work_within_a_layer(backend, prompts, held, way, layer):
+@pytest.mark.parametrize(("way", "layer"), [("astream", 0), ("agenerate", 2)])
+def test_cancelling_a_task_ends_the_work_within_a_layer(backend, short, prompts, held, way, layer):
     device = held(layer)
 
     async def cancelled():
-        call = collect if way == "astream" else Backend.agenerate
-        task = asyncio.create_task(call(backend, prompts[0]))
+        task = asyncio.create_task(WAYS[way](short, prompts[0]))
         await device.until_begun()
         task.cancel()
         await soon()
@@ -149,30 +137,26 @@ def test_cancelling_a_task_ends_the_work_within_a_layer(backend, prompts, held, 
     assert len(device.after) == 0
 
 
-def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held, monkeypatch):
-    endless = backend.engine.runtime.loaded.model.generation_config
-    monkeypatch.setattr(endless, "eos_token_id", None)
-
+def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held):
     async def leave():
-        async with aclosing(backend.astream(prompts[0], max_new_tokens=1000)) as items:
+        endless = Call.of(backend, (), {"max_new_tokens": 1000})
+        async with aclosing(endless.astream(prompts[0])) as items:
             assert await anext(items)
             device = held(0)
             await device.until_begun()
         device.let_go.set()
-        assert await asyncio.to_thread(
-            is_free, backend
-        )  # here, because an answer ends as well when its loop does
+        assert await asyncio.to_thread(is_free, backend)  # here: an answer ends as well when its loop does
         return device
 
     device = asyncio.run(leave())
     assert len(device.after) < tiny_models.LAYERS
 
 
-def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, prompts):
+def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prompts):
     async def cancelled():
         queue = backend.engine.runtime.queue
         with queue.turn():
-            task = asyncio.create_task(collect(backend, prompts[0]))
+            task = asyncio.create_task(collect(short, prompts[0]))
             while len(queue._waiting) < 2:
                 await asyncio.sleep(0)
             task.cancel()
@@ -185,9 +169,10 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, prompts):
     assert is_free(backend)
 
 
-def test_errors_of_a_stream_come_where_it_is_read(backend, prompts):
+def test_errors_of_a_stream_come_where_it_is_read(short, prompts, monkeypatch):
+    monkeypatch.setitem(short.arguments, "temperature", -1)
     with pytest.raises(ValueError, match="temperature must be 0"):
-        asyncio.run(anext(backend.astream(prompts[0], temperature=-1)))
+        asyncio.run(anext(short.astream(prompts[0])))
 
 
 def test_adapters_command_line_and_page_share_one_engine(backend):
@@ -201,16 +186,16 @@ def test_adapters_command_line_and_page_share_one_engine(backend):
     place = {"model": backend.model, "home": backend.home, "device": "cpu", "dtype": "float32"}
     engine = backend.engine
     assert RAGBlendLLM(**place).backend.engine is engine
-    assert ChatRAGBlend(**place).backend().engine is LangChainLLM(**place).backend().engine is engine
+    assert ChatRAGBlend(**place).backend.engine is LangChainLLM(**place).backend.engine is engine
     with Workspace.open(**place) as workspace:
         assert workspace.engine is engine
 
 
-def test_who_is_told_the_text_may_end_the_answer(backend, prompts):
+def test_who_is_told_the_text_may_end_the_answer(backend, short, prompts):
     """A loop that is closed answers so: the device must not go on for nobody, and the next request must get it."""
     pieces = []
     result = backend.engine.generate(prompts[0], max_new_tokens=6, on_text=pieces.append)
-    assert "".join(pieces) == result.text == backend.generate(prompts[0], max_new_tokens=6).text
+    assert "".join(pieces) == result.text == short.generate(prompts[0]).text
 
     def refuse(piece):
         raise ConnectionError("nobody listens")
@@ -218,4 +203,10 @@ def test_who_is_told_the_text_may_end_the_answer(backend, prompts):
     with pytest.raises(ConnectionError):
         backend.engine.generate(prompts[0], max_new_tokens=6, on_text=refuse)
     assert is_free(backend)
-    assert backend.generate(prompts[0], max_new_tokens=6).text == result.text
+    assert short.generate(prompts[0]).text == result.text
+
+
+def test_what_looks_like_the_mark_of_a_text_that_is_not_there_is_text():
+    first, second = marks(2)
+    assert parts_of(f"a{first}b{second}c", ["one"]) == ["a", "one", f"b{second}c"]
+    assert parts_of(first, []) == [first]

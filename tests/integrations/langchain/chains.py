@@ -24,6 +24,7 @@ CHAT = ChatPromptTemplate.from_messages(
     [("system", "Answer from the context:\n\n{context}"), ("human", "{input}")]
 )
 TEXT = PromptTemplate.from_template("Context:\n\n{context}\n\nQuestion: {input}\nAnswer:")
+QUESTION = itemgetter("input")
 
 
 class AnyScore(RegexParser):
@@ -44,34 +45,20 @@ def joined(documents: list[Any]) -> str:
     return "\n\n".join(document.page_content for document in documents)
 
 
-def stuff(llm: Any, retriever: Any) -> Any:
-    return {
-        "context": itemgetter("input") | retriever,
-        "input": itemgetter("input"),
-    } | create_stuff_documents_chain(llm, CHAT)
+def stuff(create: Any) -> Any:
+    return lambda llm, retriever: {"context": QUESTION | retriever, "input": QUESTION} | create(llm, CHAT)
 
 
-def our_stuff(llm: Any, retriever: Any) -> Any:
-    chain = create_ragblend_stuff_documents_chain(llm, CHAT)
-    return {"context": itemgetter("input") | retriever, "input": itemgetter("input")} | chain
+def retrieval_chain(create: Any) -> Any:
+    return lambda llm, retriever: create_retrieval_chain(retriever, create(llm, CHAT))
 
 
-def retrieval_chain(llm: Any, retriever: Any) -> Any:
-    return create_retrieval_chain(retriever, create_stuff_documents_chain(llm, CHAT))
-
-
-def our_retrieval_chain(llm: Any, retriever: Any) -> Any:
-    return create_retrieval_chain(retriever, create_ragblend_stuff_documents_chain(llm, CHAT))
-
-
-def lcel(llm: Any, retriever: Any) -> Any:
-    question = itemgetter("input")
-    return {"context": question | retriever | joined, "input": question} | CHAT | llm | StrOutputParser()
+def lcel(llm: Any, retriever: Any, prompt: Any = CHAT) -> Any:
+    return {"context": QUESTION | retriever | joined, "input": QUESTION} | prompt | llm | StrOutputParser()
 
 
 def lcel_text(llm: Any, retriever: Any) -> Any:
-    question = itemgetter("input")
-    return {"context": question | retriever | joined, "input": question} | TEXT | llm
+    return lcel(llm, retriever, TEXT)
 
 
 def retrieval_qa(chain_type: str) -> Any:
@@ -111,8 +98,6 @@ def retriever_tool(llm: Any, retriever: Any) -> Any:
 REACT = PromptTemplate.from_template(
     "You have these tools: {tools} ({tool_names})\n\nQuestion: {input}\nThought: {agent_scratchpad}"
 )
-
-
 SEARCH = ChatGenerationChunk(message=AIMessageChunk("I should look.\nAction: search\nAction Input: the bell"))
 
 
@@ -120,10 +105,8 @@ class Searching(ChatRAGBlend):
     """Decides to search first, as a model that keeps to the ReAct format would."""
 
     def _stream(self, messages: Any, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
-        if "Observation:" in messages[-1].text:
-            yield from super()._stream(messages, *args, **kwargs)
-        else:
-            yield SEARCH
+        seen = "Observation:" in messages[-1].text
+        return super()._stream(messages, *args, **kwargs) if seen else iter([SEARCH])
 
     async def _astream(self, messages: Any, *args: Any, **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
         if "Observation:" in messages[-1].text:
@@ -134,30 +117,26 @@ class Searching(ChatRAGBlend):
 
 
 def react_agent(llm: Any, retriever: Any) -> Any:
-    model = Searching(home=llm.home, device=llm.device, max_tokens=llm.max_tokens)
+    model = Searching(
+        **{name: getattr(llm, name) for name in ("model", "home", "device", "dtype", "max_tokens")}
+    )
     tools = [create_retriever_tool(retriever, "search", "Searches the notes.")]
     agent = create_react_agent(model, tools, REACT)
     return AgentExecutor(agent=agent, tools=tools, max_iterations=2, handle_parsing_errors=True)
 
 
+TEXT_CHAINS = {
+    "LCEL": lcel_text,
+    **{f"RetrievalQA {kind}": retrieval_qa(kind) for kind in ("stuff", "map_reduce", "map_rerank", "refine")},
+}
 CHAT_CHAINS = {
-    "create_stuff_documents_chain": stuff,
-    "create_ragblend_stuff_documents_chain": our_stuff,
-    "create_retrieval_chain": retrieval_chain,
-    "create_retrieval_chain, ours inside": our_retrieval_chain,
+    **TEXT_CHAINS,
     "LCEL": lcel,
-    "RetrievalQA stuff": retrieval_qa("stuff"),
-    "RetrievalQA map_reduce": retrieval_qa("map_reduce"),
-    "RetrievalQA map_rerank": retrieval_qa("map_rerank"),
-    "RetrievalQA refine": retrieval_qa("refine"),
+    "create_stuff_documents_chain": stuff(create_stuff_documents_chain),
+    "create_ragblend_stuff_documents_chain": stuff(create_ragblend_stuff_documents_chain),
+    "create_retrieval_chain": retrieval_chain(create_stuff_documents_chain),
+    "create_retrieval_chain, ours inside": retrieval_chain(create_ragblend_stuff_documents_chain),
     "agent, context by middleware": agent_with_context,
     "retriever tool, then the model": retriever_tool,
     "classic ReAct agent with a retriever tool": react_agent,
-}
-TEXT_CHAINS = {
-    "LCEL": lcel_text,
-    "RetrievalQA stuff": retrieval_qa("stuff"),
-    "RetrievalQA map_reduce": retrieval_qa("map_reduce"),
-    "RetrievalQA map_rerank": retrieval_qa("map_rerank"),
-    "RetrievalQA refine": retrieval_qa("refine"),
 }

@@ -1,7 +1,7 @@
-"""Models on disk and homes of their own, documents in a real Chroma, and a watcher that sees what models were asked."""
+"""Models on homes of their own, documents in a real Chroma, and a watcher that sees what models were asked."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,13 @@ pytest.importorskip("langchain_core", reason="the langchain extra is not install
 pytest.importorskip("langchain_chroma", reason="the langchain extra is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 
-import tiny_models
-import torch
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from watching import Watcher
 
-from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
+from ragblend.integrations.langchain import ChatRAGBlend
 
 SHORT = {"max_tokens": 8}
 TEXTS = {
@@ -48,26 +45,10 @@ def documents() -> list[Document]:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory) -> Path:
-    """A random model of four layers, which never ends an answer by itself: the logit of its end token is 0."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    model = tiny_models.make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[model.config.eos_token_id] = 0
-    model.save_pretrained(folder)
-    tiny_models.make_tokenizer(adds_bos=False).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def tiny_options(tiny_folder, tmp_path_factory) -> dict[str, Any]:
     """What a tiny model on a home of the session is opened with."""
-    return {
-        "model": str(tiny_folder),
-        "home": str(tmp_path_factory.mktemp("tiny-home")),
-        "device": "cpu",
-        "dtype": "float32",
-    }
+    home = str(tmp_path_factory.mktemp("tiny-home"))
+    return {"model": str(tiny_folder), "home": home, "device": "cpu", "dtype": "float32"}
 
 
 @pytest.fixture
@@ -76,27 +57,9 @@ def tiny(tiny_options) -> ChatRAGBlend:
 
 
 @pytest.fixture
-def make_tiny(tiny_options, tmp_path) -> Iterator[Callable[..., ChatRAGBlend]]:
+def make_tiny(place) -> Callable[..., ChatRAGBlend]:
     """A tiny model on an empty home, for tests that count what is known or stored."""
-    made: list[ChatRAGBlend] = []
-
-    def make(**changes: Any) -> ChatRAGBlend:
-        made.append(ChatRAGBlend(**tiny_options | {"home": str(tmp_path / "home")} | SHORT | changes))
-        return made[-1]
-
-    yield make
-    for model in made:
-        model.backend().engine.close()
-
-
-@pytest.fixture(scope="session")
-def smollm2(with_smollm2, tmp_path_factory, documents) -> Iterator[ChatRAGBlend]:
-    """The bundled model, which has read the documents."""
-    home = with_smollm2(tmp_path_factory.mktemp("langchain-home"))
-    model = ChatRAGBlend(home=str(home), device="cpu", **SHORT)
-    assert encode_documents(documents, model, show_progress=False) == len(documents)
-    yield model
-    model.backend().engine.close()
+    return lambda **changes: ChatRAGBlend(**place | SHORT | changes)
 
 
 @pytest.fixture(scope="session")

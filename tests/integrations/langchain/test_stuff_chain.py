@@ -9,8 +9,12 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 
+from ragblend.integrations.backend import marks
 from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
 
+stock = pytest.importorskip(
+    "langchain_classic.chains.combine_documents", reason="langchain-classic is missing"
+)
 QUESTION = "Who rings the bell?"
 PROMPT = ChatPromptTemplate.from_messages([("system", "From the notes:\n\n{context}"), ("human", "{input}")])
 
@@ -32,9 +36,6 @@ def ids(message) -> list[str]:
 
 
 def test_same_signature_as_the_stock_one():
-    stock = pytest.importorskip(
-        "langchain_classic.chains.combine_documents", reason="langchain-classic is missing"
-    )
     ours, theirs = (
         {name: (p.kind, p.default) for name, p in inspect.signature(function).parameters.items()}
         for function in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain)
@@ -42,12 +43,11 @@ def test_same_signature_as_the_stock_one():
     assert ours == theirs
 
 
-@pytest.mark.parametrize("separator", ["\n\n", "\n---\n"])
-@pytest.mark.parametrize("template", ["{page_content}", "[{source}]\n{page_content}\n", "{source}"])
+@pytest.mark.parametrize(
+    ("separator", "template"),
+    [("\n\n", "{page_content}"), ("\n---\n", "[{source}]\n{page_content}\n"), ("\n\n", "{source}")],
+)
 def test_same_text_as_the_stock_one(asked, documents, separator, template):
-    stock = pytest.importorskip(
-        "langchain_classic.chains.combine_documents", reason="langchain-classic is missing"
-    )
     kept, model = asked
     options = {"document_separator": separator, "document_prompt": PromptTemplate.from_template(template)}
     for make in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain):
@@ -72,26 +72,17 @@ def test_documents_reach_the_model_by_id(make_tiny, documents, watcher, name, pr
     chain = create_ragblend_stuff_documents_chain(model, prompt, document_variable_name=name)
     asked, config = {name: documents, "input": QUESTION}, {"callbacks": [watcher]}
     chain.invoke(asked, config)
-    assert model.backend().engine.finish_background(timeout_s=60)
+    assert model.backend.engine.finish_background(timeout_s=60)
     whole = asyncio.run(chain.ainvoke(asked, config))
     assert "".join(chain.stream(asked, config)) == whole != ""
     assert [seen.kv["chunks"] for seen in watcher.calls] == [["tides", "bell", "lamp"]] * 3
     assert [seen.kv["hits"] for seen in watcher.calls] == [0, 3, 3]
 
 
-def test_ids_of_documents_and_of_those_without_one(asked, documents):
+def test_history_no_documents_and_those_without_an_id(asked, documents):
+    """What somebody writes that looks like the mark of a document that is not there stays text."""
     kept, model = asked
-    bare = Document(documents[0].page_content)
-    create_ragblend_stuff_documents_chain(model, PROMPT).invoke(
-        {"context": [bare, documents[1]], "input": "?"}
-    )
-    first, second = ids(kept[0][0])
-    assert first.startswith("sha256-")
-    assert second == "bell"
-
-
-def test_history_and_no_documents(asked, documents):
-    kept, model = asked
+    hostile = marks(8)[7]
     prompt = ChatPromptTemplate.from_messages(
         [
             SystemMessage("be brief"),
@@ -102,8 +93,11 @@ def test_history_and_no_documents(asked, documents):
     chain = create_ragblend_stuff_documents_chain(model, prompt)
     chain.invoke({"context": documents[:1], "input": "?", "history": [HumanMessage("hello")]})
     chain.invoke({"context": [], "input": "?", "history": []})
+    chain.invoke({"context": [Document(documents[0].page_content)], "input": hostile, "history": []})
     assert [message.text for message in kept[0][:2]] == ["be brief", "hello"]
     assert ids(kept[0][2]) == ["tides", "tides"]
+    assert all(name.startswith("sha256-") for name in ids(kept[2][-1])) and len(ids(kept[2][-1])) == 2
+    assert hostile in kept[2][-1].text
     assert kept[0][2].text == f"{documents[0].page_content}\n\n? {documents[0].page_content}"
     assert kept[1][-1].text == "\n\n? "
 

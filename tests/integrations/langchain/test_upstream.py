@@ -47,11 +47,9 @@ class TestUnit(ChatModelUnitTests):
 
 
 class TestIntegration(ChatModelIntegrationTests):
-    """On the bundled model, with the documents read."""
-
     @pytest.fixture(autouse=True)
-    def _opened(self, smollm2, documents, tiny_folder) -> None:
-        self.smollm2, self.documents, self.tiny_folder = smollm2, documents, tiny_folder
+    def _opened(self, tiny_options, documents, other_folder) -> None:
+        self.options, self.documents, self.other_folder = tiny_options, documents, other_folder
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -59,7 +57,7 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"home": self.smollm2.home, "device": "cpu", "max_tokens": 8}
+        return {**self.options, "max_tokens": 8}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
@@ -68,19 +66,20 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def model_override_value(self) -> str | None:
-        return str(self.tiny_folder)
+        return str(self.other_folder)
 
     @property
     def supported_usage_metadata_details(self) -> Any:
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        encode_documents(self.documents, self.smollm2, show_progress=False)
+        model = ChatRAGBlend(**self.chat_model_params)
+        encode_documents(self.documents, model, show_progress=False)
         notes = "\n\n".join(document.page_content for document in self.documents)
         asked = [HumanMessage(f"{notes}\n\nWho keeps the tide table?")]
         if not stream:
-            return self.smollm2.invoke(asked)
-        chunks = list(self.smollm2.stream(asked))
+            return model.invoke(asked)
+        chunks = list(model.stream(asked))
         return sum(chunks[1:], chunks[0])
 
 

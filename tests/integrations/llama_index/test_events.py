@@ -10,20 +10,17 @@ from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
 
-from ragblend.integrations.llama_index import learning
+from ragblend.integrations.llama_index.learning import LEARNERS, RetrievalListener
 
 
-@pytest.mark.parametrize(("method", "kind"), METHODS)
-def test_each_call_starts_once_and_ends_once(make_llm, method, kind):
+@pytest.mark.parametrize("method", METHODS)
+def test_each_call_starts_once_and_ends_once(make_llm, method):
     debug = LlamaDebugHandler(print_trace_on_end=False)
     llm = make_llm(callback_manager=CallbackManager([debug]))
     with listening() as ear:
         responses = call(llm, method, "Who kept two ledgers?", max_new_tokens=4)
-    start, end, step = (
-        ("LLMChatStartEvent", "LLMChatEndEvent", "LLMChatInProgressEvent")
-        if kind == "chat"
-        else ("LLMCompletionStartEvent", "LLMCompletionEndEvent", "LLMCompletionInProgressEvent")
-    )
+    kind = "Chat" if method.endswith("chat") else "Completion"
+    start, end, step = (f"LLM{kind}{when}Event" for when in ("Start", "End", "InProgress"))
     assert len(ear.named("LLMChatStartEvent", "LLMCompletionStartEvent")) == len(ear.named(start)) == 1
     [ended] = ear.named("LLMChatEndEvent", "LLMCompletionEndEvent")
     assert ended.class_name() == end
@@ -33,7 +30,7 @@ def test_each_call_starts_once_and_ends_once(make_llm, method, kind):
     assert ear.named(start)[0].model_dict["class_name"] == "RAGBlendLLM"
     assert len(debug.get_event_pairs(CBEventType.LLM)) == 1
     [[_, last]] = debug.get_event_pairs(CBEventType.LLM)
-    payload = last.payload[EventPayload.RESPONSE if kind == "chat" else EventPayload.COMPLETION]
+    payload = last.payload[EventPayload.RESPONSE if kind == "Chat" else EventPayload.COMPLETION]
     assert text_of(payload) == text_of(responses[-1])
 
 
@@ -47,18 +44,14 @@ def test_a_call_that_fails_ends_with_its_error(make_llm):
 
 
 def test_predict_fires_once_and_keeps_the_passages_out_of_the_prompt(llm):
+    """A template's variable called passages stays one."""
     with listening() as ear:
         llm.predict(PromptTemplate("{context}\nWho?"), context=STORIES[0], passages=[STORIES[0]])
-    assert len(ear.named("LLMPredictStartEvent", "LLMPredictEndEvent")) == 2
-    [end] = ear.ends
-    assert [m.content for m in end.messages] == [f"{STORIES[0]}\nWho?"]
-    assert len(end.response.raw["kv"]["chunks"]) == 1
-
-
-def test_a_template_variable_called_passages_stays_one(llm):
-    with listening() as ear:
         llm.predict(PromptTemplate("{passages}\nWho?"), passages="The harbour")
-    assert [m.content for m in ear.ends[0].messages] == ["The harbour\nWho?"]
+    assert len(ear.named("LLMPredictStartEvent", "LLMPredictEndEvent")) == 4
+    asked = [[m.content for m in end.messages] for end in ear.ends]
+    assert asked == [[f"{STORIES[0]}\nWho?"], ["The harbour\nWho?"]]
+    assert [len(kv["chunks"]) for kv in ear.kv] == [1, 0]
 
 
 @pytest.fixture
@@ -86,15 +79,15 @@ def test_an_llm_may_be_told_not_to_learn(make_llm, index):
 
 def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_path, index):
     one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
-    listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, learning.RetrievalListener)]
+    listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]
     assert len(listeners) == 1
     index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
     assert (len(one.backend.registry), len(other.backend.registry)) == (2, 2)
     kept = copy.deepcopy(one)
-    assert len(learning._learners) == 3
+    assert len(LEARNERS.models) == 3
     del kept
     gc.collect()
-    assert len(learning._learners) == 2
+    assert len(LEARNERS.models) == 2
 
 
 def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):

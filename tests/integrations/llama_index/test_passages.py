@@ -162,11 +162,11 @@ def test_the_retriever_registers_and_prefetches_what_it_finds(deaf, monkeypatch,
 def test_encode_index_from_a_docstore(deaf, capsys):
     index = SummaryIndex(NODES)
     assert encode_index(index, deaf) == 3
-    assert "Encoding passages" in capsys.readouterr().out
+    assert "Encoding passages" in capsys.readouterr().err
     deaf.chat(user(f"{passage_of(NODES[0]).text}\n{QUESTION}"))
     assert (deaf.last_stats["kv"]["hits"], deaf.last_stats["kv"]["misses"]) == (1, 0)
     assert encode_index(index, deaf, show_progress=False) == 3
-    assert "Encoding" not in capsys.readouterr().out
+    assert "Encoding" not in capsys.readouterr().err
 
 
 def test_nodes_are_encoded_as_they_are_ingested(deaf):
