@@ -254,7 +254,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("no known document stands in this prompt")
+    return not record.getMessage().startswith("no known passage stands in this prompt")
 
 
 @contextmanager

@@ -101,15 +101,15 @@ def questions(data_file):
 @pytest.fixture
 def asked(monkeypatch):
     """Every (prompt, options) that a framework's adapter has the engine answer; the answers stay the engine's."""
-    from ragblend.integrations.backend import Backend
+    from ragblend.integrations.calls import Call
 
-    found, generate = [], Backend.generate
+    found, generate = [], Call.generate
 
-    def listening(self, prompt, **options):
-        found.append((prompt, options))
-        return generate(self, prompt, **options)
+    def listening(self, prompt):
+        found.append((prompt, self.arguments))
+        return generate(self, prompt)
 
-    monkeypatch.setattr(Backend, "generate", listening)
+    monkeypatch.setattr(Call, "generate", listening)
     return found
 
 

@@ -18,6 +18,7 @@ from ragblend.app.bench.prefilling import BenchError, stored
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.summary import summarise
 from ragblend.app.bench.variants import Variant
+from ragblend.integrations import calls as calls_module
 from ragblend.integrations.backend import Backend
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
@@ -52,9 +53,7 @@ def answer(engine, variant, question, max_new_tokens=4):
 def test_every_call_of_a_chain_is_counted_and_read_in_full(
     engine, questions, asked, mode, calls, longest, caplog, monkeypatch
 ) -> None:
-    from ragblend.integrations.langchain import calls as adapter
-
-    monkeypatch.setattr(adapter, "_said", set())  # it says a thing once a process
+    monkeypatch.setattr(calls_module, "_said", set())  # it says a thing once a process
     question = questions[0]
     said = answer(engine, mode_of(mode), question)
     texts = [text_of(engine, prompt) for prompt, _ in asked]
@@ -92,7 +91,9 @@ def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, qu
     registry = Backend(home=str(engine.home), collection="bench").registry
     answer(engine, mode_of("refine"), questions[0], 1)
     assert len(registry) == 0
-    monkeypatch.setattr(Backend, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        calls_module.Call, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         answer(engine, mode_of("refine"), questions[0], 1)
     assert len(registry) == 0
