@@ -20,6 +20,7 @@ class Parts:
     search: gr.Textbox
     new: gr.Button
     chats: gr.HTML
+    hello: gr.HTML
     transcript: gr.HTML
     live: gr.HTML
     question: gr.Textbox
@@ -56,6 +57,8 @@ def middle(names: list[str]) -> dict[str, Any]:
     """The transcript, and what a question is written in; names: the collections."""
     with gr.Column(elem_id="rb-middle"):
         with gr.Column(elem_id="rb-scroll"):
+            # Shown while there is no conversation; of its own, so that it is drawn again at any time and hides none.
+            hello = drawn("rb-hello")
             transcript = drawn("rb-transcript")
             live = drawn("rb-live", acts=False)
         with gr.Column(elem_id="rb-composer"):
@@ -97,6 +100,7 @@ def middle(names: list[str]) -> dict[str, Any]:
                 send = gr.Button("Send", variant="primary", elem_id="rb-send", scale=1, min_width=84)
                 stop = gr.Button("Stop", elem_id="rb-stop", scale=1, min_width=84, visible=False)
     return {
+        "hello": hello,
         "transcript": transcript,
         "live": live,
         "question": question,

@@ -55,11 +55,11 @@ class Frame:
     def _connect(self, page: gr.Blocks, library_tab: gr.Tab) -> None:
         chat, library, frame = self.chat_parts, self.library, [self.header, self.banner]
         asked = [chat.collections, self.compared]
-        opening = [*frame, *asked, chat.chats, chat.transcript, chat.export, library.collection]
+        opening = [*frame, *asked, chat.chats, chat.hello, chat.transcript, chat.export, library.collection]
         page.load(self.load, None, [*opening, *library.drawn], **QUICK)
         library.collection.change(self.choices, asked, asked, **QUICK)
         library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
-        inputs, moving = [library.seen, chat.chat_id, *library.view], [*frame, chat.transcript]
+        inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
         gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
         page.unload(self.gone)
         self.trouble.click(dismissed, None, None, **QUICK)
@@ -86,7 +86,7 @@ class Frame:
             self.compared: gr.update(choices=names, value=compared if compared in names else names[0]),
         }
 
-    def tick(self, seen: str, chat_id: int | None, *view: Any) -> dict[Any, Any]:
+    def tick(self, seen: str, *view: Any) -> dict[Any, Any]:
         """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished.
 
         Not before the page has been drawn for the first time: it would be said to be ready, and then overwritten.
@@ -101,8 +101,8 @@ class Frame:
         updates: dict[Any, Any] = {self.library.queue: self.library.progress()[self.library.queue]}
         if listed_in(now) != listed_in(seen):
             updates |= self.library.refresh(*view)
-            if chat_id is None and overview.finished:
-                updates[self.chat_parts.transcript] = self.chat.welcome()
+            if overview.finished:
+                updates[self.chat_parts.hello] = self.chat.welcome()
         return updates | {**self._frame(), self.library.seen: now}
 
     def _frame(self) -> dict[Any, Any]:

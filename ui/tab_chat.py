@@ -45,6 +45,7 @@ def build(context: Context) -> Parts:
 def _connect(tab: "ChatTab", parts: Parts) -> None:
     choices = [parts.chat_id, parts.collections, parts.mode]
     streamed = [
+        parts.hello,
         parts.transcript,
         parts.live,
         parts.question,
@@ -59,6 +60,7 @@ def _connect(tab: "ChatTab", parts: Parts) -> None:
     parts.send.click(tab.send, [parts.question, *choices], streamed, **QUEUED)
     parts.transcript.submit(tab.again, choices, streamed, **QUEUED)
     parts.stop.click(tab.stop, None, None, **QUICK)
+    parts.hello.click(tab.add_samples, None, [parts.hello], **QUICK)
     opened = [*streamed, parts.source]
     parts.new.click(tab.new, None, opened, **QUICK)
     parts.search.change(
@@ -184,7 +186,12 @@ class ChatTab:
     def opening(self) -> Updates:
         """What a page shows when it opens."""
         parts = self._parts
-        return {parts.chats: self._chats(None), parts.transcript: self.welcome(), parts.export: ""}
+        return {
+            parts.chats: self._chats(None),
+            parts.hello: self.welcome(),
+            parts.transcript: "",
+            parts.export: "",
+        }
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(request.session_hash or "")
@@ -233,6 +240,7 @@ class ChatTab:
         answers = [message for message in messages if message.role == "assistant"]
         return {
             parts.chat_id: chat_id,
+            parts.hello: gr.skip() if messages else self.welcome(),
             parts.transcript: self._transcript(chat_id),
             parts.chats: self._chats(chat_id),
             parts.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
@@ -247,7 +255,7 @@ class ChatTab:
     def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
         messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
         if not messages:
-            return self.welcome()
+            return ""
         cited = [cite(m.text, m.sources) if m.role == "assistant" else None for m in messages]
         return views.chat.transcript(messages, cited, is_asking)
 
@@ -258,6 +266,15 @@ class ChatTab:
         questions = self._answerable_samples()
         note = workspaces.settings.manner.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
+
+    def add_samples(self) -> str:
+        """The one thing of what an empty conversation offers that is not done in the browser."""
+        settings = self._desk.workspaces.settings
+        try:
+            self._desk.jobs.add([samples.documents_folder()], settings.collection)
+        except RagBlendError as error:
+            return problem(str(error)) + self.welcome()
+        return views.chat.reading_samples()
 
     def _larger_models(self) -> "Sequence[Offer]":
         """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
@@ -285,7 +302,7 @@ class ChatTab:
     # --- one answer
 
     def in_transcript(self, chat_id: int | None, event: gr.EventData) -> Updates:
-        """A click on a citation or on an answer's speed, or on what an empty conversation offers."""
+        """A click on a citation or on an answer's speed."""
         parts = self._parts
         try:
             if event.act == "cite":
@@ -295,10 +312,6 @@ class ChatTab:
                 }
             if event.act == "hood":
                 return {parts.hood: self._hood(int(event.message)), parts.panel: gr.Tabs(selected=HOOD)}
-            if event.act == "samples":
-                settings = self._desk.workspaces.settings
-                self._desk.jobs.add([samples.documents_folder()], settings.collection)
-                return {parts.transcript: views.chat.reading_samples()}
         except RagBlendError as error:
             return {parts.source: problem(str(error)), parts.panel: gr.Tabs(selected=SOURCE)}
         return {parts.panel: gr.skip()}

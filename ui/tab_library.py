@@ -30,8 +30,8 @@ class LibraryTab:
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
-        # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another order
-        # than they were given in: what was drawn last decides whether it is to be drawn again.
+        # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another
+        # order than they were given in: what was drawn last decides whether it is to be drawn again.
         self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
         self.drawn = [self.queue, self.jobs, self.watched, self.documents, self.offset, self.tools, self.seen]
         self._connect()

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WAIT_MS = int(os.environ.get("RAGBLEND_TEST_WAIT_MS", "120000"))  # nothing here is about speed: other work may have the machine
+# Nothing here is about speed: other work may have the machine.
+WAIT_MS = int(os.environ.get("TEST_WAIT_MS", "120000"))
 PRESSES = 4
 UPLOADED = "/upload_progress?"  # Gradio asks how far a file is that is there already
 TEXT_TURNS = ".rb-turn.answer"
-# Every answer of the server that is not streamed comes up to so many milliseconds late, each by its own measure, as on a busy machine:
-# RAGBLEND_TEST_LATE_MS=3000 finds what the page does only where answers come in the order of their questions.
-LATE_MS = int(os.environ.get("RAGBLEND_TEST_LATE_MS", "0"))
+# Every answer of the server that is not streamed comes up to so many milliseconds late, each by its own measure, as on
+# a busy machine: TEST_LATE_MS=3000 finds what the page does only where answers come in the order of their questions.
+LATE_MS = int(os.environ.get("TEST_LATE_MS", "0"))
 LATE = """(() => {
   const now = window.fetch;
   window.fetch = async (...request) => {
@@ -128,7 +129,7 @@ class Watched:
         self.page.goto(server.url)
         self.page.on("load", lambda _: self.errors.append("the page was loaded again"))
         self.page.wait_for_selector("#rb-question textarea")
-        self.page.wait_for_selector("#rb-transcript .rb-welcome")
+        self.page.wait_for_selector("#rb-hello .rb-welcome")
 
     def _note(self, url: str, address: str) -> None:
         if not url.startswith((f"{address}/", "data:", "blob:")):

@@ -171,7 +171,7 @@ def test_closing_the_tab_ends_the_answer(chromium, server, open_page) -> None:
     page.wait_for_selector(".rb-turn.user")
     while not page.locator("#rb-transcript .rb-turn.answer").count():
         page.click("#rb-new")
-        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open:has-text('Tell me all about the bell')")
         page.wait_for_selector(".rb-turn.user")
     assert "Stopped." in page.inner_text("#rb-transcript")

@@ -16,7 +16,7 @@ def open_plainly(chromium):
         page = contexts[-1].new_page()
         page.set_default_timeout(120_000)
         page.goto(server.url)
-        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.wait_for_selector("#rb-hello .rb-welcome")
         return page
 
     yield open_
@@ -57,5 +57,5 @@ def test_one_that_is_let_in_no_more_says_that_it_needs_the_new_link(start, open_
     assert "Open the new link" in note.inner_text()
     assert page.input_value("#rb-question textarea") == "Half a question"
     page.goto(second.url)
-    page.wait_for_selector("#rb-transcript .rb-welcome")
+    page.wait_for_selector("#rb-hello .rb-welcome")
     assert page.locator("#rb-new-link").count() == 0

@@ -247,7 +247,7 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     page.wait_for_selector(".rb-turn.user")
     while not page.locator("#rb-transcript .rb-turn.answer").count():
         page.click("#rb-new")
-        page.wait_for_selector("#rb-transcript .rb-welcome")
+        page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open")
         page.wait_for_selector(".rb-turn.user")
     assert "Stopped." in page.inner_text("#rb-transcript")

@@ -222,7 +222,7 @@
     applyTheme();
     let isNew = true;
     new MutationObserver(() => {
-      if (isNew && one("#rb-transcript .rb-welcome")) { isNew = false; takeUpAgain(); }
+      if (isNew && one("#rb-hello .rb-welcome")) { isNew = false; takeUpAgain(); }
       const list = one("#rb-scroll");
       if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
       document.querySelectorAll(SCROLLING).forEach((each) => { // text that is cut off must be within the keyboard's reach
