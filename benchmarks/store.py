@@ -6,7 +6,7 @@ python -m benchmarks.store --overhead 100000          # lookups, admission and o
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +33,8 @@ from ragblend.app.bench.variants import parse_choices, parse_counts
 from ragblend.app.cli import main
 from ragblend.app.cli_common import Cli, command
 from ragblend.app.cli_progress import progress_bar
+from ragblend.engine.controller import DeviceProfile
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.policy import PrefillProfile
 
 app = typer.Typer(name="store", rich_markup_mode=None, pretty_exceptions_enable=False)
 Row = dict[str, Any]
@@ -100,7 +100,10 @@ def store(
         raise UsageError("--budgets: more than 100 percent of the corpus")
     if max(parse_counts(top_k, "--top-k")) > min(documents // 10, retrievals // 40):
         raise UsageError("--top-k: give 10 --documents and 40 --retrievals for each of the largest")
-    measured = default_profile() if profile is None else PrefillProfile.read(profile)
+    found = DeviceProfile.read(profile) if profile is not None else None
+    if profile is not None and found is None:
+        raise UsageError(f"there is no profile at {profile}; `ragblend doctor --profile` makes one")
+    measured = default_profile() if found is None else found.prefill
     plan = Plan(
         kinds=tuple(dict.fromkeys(check_kind(kind.strip()) for kind in traces.split(","))),
         top_k=parse_counts(top_k, "--top-k"),
@@ -117,7 +120,7 @@ def store(
     folder = make_folder(output)
     with progress_bar("replaying") as progress:
         rows = run(plan, progress)
-    results = {"rows": rows, "comparisons": compare(rows), "settings": {"profile": measured.to_json()}}
+    results = {"rows": rows, "comparisons": compare(rows), "settings": {"profile": asdict(measured)}}
     write_json(folder / "store.json", results)
     finish(cli, tables(results), results, {"json": str(folder / "store.json")})
 

@@ -34,7 +34,7 @@ QUESTION_TOKENS = 64  # computed in every request: the question and the words ar
 # The store's, and the one that it is compared with: cost equal to the size, RAGCache's example of GDSF's costs. That is
 # LFU with dynamic aging.
 POLICIES = kvstore_policy.POLICIES | {
-    "gdsf-size": Policy("gdsf-size", lambda entry, clock, half_life: clock + entry.frequency)
+    "gdsf-size": Policy("gdsf-size", lambda entry, clock: clock + entry.frequency)
 }
 
 
@@ -128,7 +128,7 @@ class PolicyCache:
         return victim.digest
 
     def _rank(self, entry: Entry) -> None:
-        entry = ranked(entry, self.policy, self._clock, self.half_life)
+        entry = ranked(entry, self.policy, self._clock)
         before = self.stored.get(entry.digest)
         self.nbytes += entry.nbytes - (before.nbytes if before else 0)
         self.stored[entry.digest] = entry
@@ -178,7 +178,7 @@ def oracle(trace: Trace) -> Policy:
     """
     assert trace.popularity is not None
     worth = (trace.popularity / np.asarray(trace.tokens)).tolist()
-    return Policy("oracle", lambda entry, clock, half_life: worth[int(entry.digest)])
+    return Policy("oracle", lambda entry, clock: worth[int(entry.digest)])
 
 
 def replay(trace: Trace, cache: PolicyCache, machine: Machine, prefix: bool = False) -> Outcome:

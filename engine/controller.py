@@ -83,7 +83,7 @@ class DeviceProfile:
             return cls(about, PrefillProfile.from_json(value["prefill"]), tiers, overlaps)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UsageError(
                 f"reading the profile {path}: {error}; remove it and run `ragblend doctor --profile` again"
             ) from error

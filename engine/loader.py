@@ -16,7 +16,7 @@ from ragblend.engine.rope import move_keys_
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import CorruptBlobError
-from ragblend.kvstore.memory import Source
+from ragblend.kvstore.memory import HeldChunk
 
 
 class LostChunk(Exception):
@@ -89,30 +89,33 @@ class LayerLoader:
             return None
 
         def copies() -> None:
-            with self._recorder.device_part("copy", "copy", layer, number):
+            with self._recorder.part("copy", layer, number, "copy"):
                 fill()
                 self._move(span, layer)
 
         return self._transfers.deliver(copies)
 
-    def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+    def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], object]:
         """Have the layer in memory; what then fills keys and values with it, where the transfer stream says."""
-        reader = span.reader
+        reader, staging = span.reader, self._transfers.staging
         assert reader is not None
         try:
             if not self._transfers.staged:
                 reader.read_layer(layer, keys, values)
-                return _nothing
+                return lambda: None
             if reader.in_memory:
                 return partial(reader.read_layer, layer, keys, values)
             if reader.codec is RAW:
-                host_keys, host_values = self._transfers.staging(keys), self._transfers.staging(values)
+                host_keys, host_values = staging(keys), staging(values)
                 reader.read_layer(layer, host_keys, host_values)
-                return partial(_copy, keys, values, host_keys, host_values)
+                held = HeldChunk(reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values])
+                return partial(held.read_layer, 0, keys, values)
+            # Half the bytes cross to the device, and are unpacked there.
             nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
-            packed = self._transfers.staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            packed = staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             reader.read_packed(layer, packed)
-            return partial(_unpack, reader, packed, keys, values)
+            unpack, geometry = reader.codec.unpack, reader.geometry
+            return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
         except CorruptBlobError as damage:
             raise LostChunk(span) from damage
 
@@ -120,17 +123,3 @@ class LayerLoader:
         if self._moves_keys:
             keys, _ = self._cache.span(layer, span.start, span.stop)
             move_keys_(keys, span.delta, self._decoder.rope(layer))
-
-
-def _nothing() -> None:
-    """The layer is where it belongs."""
-
-
-def _copy(keys: Tensor, values: Tensor, host_keys: Tensor, host_values: Tensor) -> None:
-    keys.copy_(host_keys, non_blocking=True)
-    values.copy_(host_values, non_blocking=True)
-
-
-def _unpack(reader: Source, packed: Tensor, keys: Tensor, values: Tensor) -> None:
-    # Half the bytes cross to the device, and are unpacked there.
-    reader.codec.unpack(packed.to(keys.device, non_blocking=True), reader.geometry, keys, values)

@@ -6,7 +6,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ragblend.kvstore.memory import Source
+from ragblend.kvstore.codec import Source
 
 
 class Kind(IntEnum):

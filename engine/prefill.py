@@ -10,13 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ragblend.engine import nodes
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, Workload, decide
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.fusion import Spent, fused_prefill
+from ragblend.engine.fusion import Fusion, Spent
 from ragblend.engine.loader import LayerLoader, LostChunk
+from ragblend.engine.nodes import Nodes
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
@@ -24,9 +23,9 @@ from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import BLIND, Policy
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
-from ragblend.kvstore.blob import ChunkReader
+from ragblend.kvstore.codec import Source
 from ragblend.kvstore.errors import Cancelled
-from ragblend.kvstore.memory import Held, held_nbytes
+from ragblend.kvstore.memory import held_nbytes
 
 log = logging.getLogger("ragblend")
 
@@ -58,11 +57,11 @@ def prefill(
     if prefilled.report.misses and request.policy.name != "full":
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
-                collection = chunk.collection or request.collection
-                runtime.chores.add(partial(nodes.encode_later, runtime, chunk, collection))
-    if prefilled.report.hits and runtime.store.tiers:
-        runtime.chores.add(partial(_promote, runtime, request))
+                nodes = Nodes(runtime, chunk.collection or request.collection)
+                runtime.chores.add(partial(nodes.encode_later, chunk))
     if prefilled.report.hits:
+        if runtime.store.tiers:
+            runtime.chores.add(partial(_promote, runtime, request))
         runtime.chores.add(runtime.store.write_uses)
     return prefilled
 
@@ -71,7 +70,13 @@ def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -
     """A chunk found damaged on the way counts as missing, and the request begins again."""
     begun = time.perf_counter()
     recorder = Recorder(runtime.transfers, begun)
-    request, warning = _servable(runtime.decoder, request)
+    warning = None
+    if request.policy.needs_attention and not runtime.decoder.shows_attention:
+        warning = (
+            f"{request.policy.name} collects attention, which this model's layers do not show; "
+            f"the prompt is served by {BLIND.name}: chunks' first tokens and an even sample, the rest shifted"
+        )
+        request = replace(request, policy=BLIND)
     with ExitStack() as readers:
         with recorder.part("lookup"):
             plan, decision = _decided(runtime, request, _find(runtime, request, readers))
@@ -90,23 +95,12 @@ def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -
     return Prefilled(request.prompt, logits, cache, replace(report, warning=warning, timings=timings))
 
 
-def _servable(decoder: Decoder, request: Request) -> tuple[Request, str | None]:
-    """The request as this model can serve it, and what is otherwise than asked."""
-    if decoder.shows_attention or not request.policy.needs_attention:
-        return request, None
-    warning = (
-        f"{request.policy.name} collects attention, which this model's layers do not show; "
-        f"the prompt is served by {BLIND.name}: chunks' first tokens and an even sample, the rest shifted"
-    )
-    return replace(request, policy=BLIND), warning
-
-
 def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span, ...]:
     """What the session holds of the prompt's beginning, and behind that every chunk's place and stored KV, opened."""
-    prompt, decoder, spans = request.prompt, runtime.decoder, list[Span]()
-    prefix, everything, begin = prompt.prefix_ids, prompt.token_ids, 0
+    prompt, spans, begin = request.prompt, list[Span](), 0
+    prefix, everything = prompt.prefix_ids, prompt.token_ids
     if request.session is not None and request.policy.name != "full":  # which reads all the same
-        held = request.session.span(prompt, decoder)
+        held = request.session.span(prompt, runtime.decoder)
         if held is not None:
             spans, begin = [held], held.stop
     for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
@@ -123,7 +117,7 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span,
 
 def _open(
     runtime: Runtime, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
-) -> tuple[ChunkReader | Held | None, tuple[int, ...]]:
+) -> tuple[Source | None, tuple[int, ...]]:
     """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
     store, geometry, canonical = runtime.store, runtime.decoder.geometry, runtime.canonical_prefix
     key = runtime.key_of(prefix, token_ids, collection)
@@ -157,13 +151,12 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
 def _compute(
     runtime: Runtime, request: Request, plan: Plan, recorder: Recorder, cancel: threading.Event | None
 ) -> tuple[Tensor, FusedCache, Spent]:
-    decoder, policy, transfers = runtime.decoder, request.policy, runtime.transfers
+    decoder, policy, spans = runtime.decoder, request.policy, request.policy.spans(plan)
     cache = FusedCache(decoder.geometry, plan.tokens, request.room_tokens, decoder.device)
-    loader = LayerLoader(
-        policy.spans(plan), cache, decoder, transfers, runtime.readers, recorder, policy.moves_keys
-    )
+    given = cache, decoder, runtime.transfers, runtime.readers, recorder, policy.moves_keys
+    loader = LayerLoader(spans, *given)
     try:
-        logits, spent = fused_prefill(decoder, plan, policy, cache, loader, recorder, cancel)
+        logits, spent = Fusion(decoder, plan, policy, cache, loader, recorder, cancel).prefill()
     finally:
         loader.finish()
     return logits, cache, spent

@@ -17,17 +17,17 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.decoder import Decoder
-from ragblend.engine.fusion import BLOCK_ROWS, fused_prefill
+from ragblend.engine.fusion import BLOCK_ROWS, Fusion
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import Probed
+from ragblend.engine.selection.base import Policy, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.codec import Source
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.memory import HeldChunk, Source, held_copy
+from ragblend.kvstore.memory import HeldChunk, held_copy
 from ragblend.kvstore.policy import PrefillProfile
 from ragblend.kvstore.store import KVStore
 
@@ -128,7 +128,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
     loader = LayerLoader((), cache, decoder, transfers, runtime.readers, recorder)
-    fused_prefill(decoder, plan, Spread(count), cache, loader, recorder)
+    Fusion(decoder, plan, Spread(count), cache, loader, recorder).prefill()
     transfers.synchronize()
     return (time.perf_counter() - begun) * 1e3
 

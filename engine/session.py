@@ -10,7 +10,7 @@ from itertools import takewhile
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Span
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompt import Prompt
 from ragblend.kvstore.memory import HeldChunk
 
 
@@ -40,10 +40,8 @@ class Session:
 
         What was thinned out after the first token is no context to go on from, so of that nothing is held.
         """
-        if cache.evicted_tokens:
-            self.forget()
-            return
-        self._kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
+        kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
+        self._kept = None if cache.evicted_tokens else kept
 
     def forget(self) -> None:
         """Let go of the memory."""
@@ -55,20 +53,12 @@ class Session:
         if kept is None or kept.decoder() is not decoder:  # another model's, or one that was closed since
             return None
         pairs = zip(kept.token_ids, prompt.token_ids, strict=False)
-        length = _whole_segments(prompt, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        length = next((start for start, stop in prompt.places if start < length < stop), length)
         if length == 0:
             return None
         geometry = decoder.geometry
         layers = [kept.cache.span(layer, 0, length) for layer in range(geometry.layers)]
-        keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
-        held = HeldChunk(kept.token_ids[:length], 0, geometry, keys, values, "memory")
+        keys, values = zip(*layers, strict=True)
+        held = HeldChunk(kept.token_ids[:length], 0, geometry, keys, values)
         return Span(0, length, held, exact=True, held=True)
-
-
-def _whole_segments(prompt: Prompt, length: int) -> int:
-    """A length at which no chunk is cut in two."""
-    for segment, start in zip(prompt.segments, prompt.offsets, strict=True):
-        stop = start + len(segment.token_ids or ())
-        if isinstance(segment, Chunk) and start < length < stop:
-            return start
-    return length

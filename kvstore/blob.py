@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 
 from ragblend.kvstore.chunks import DTYPES, ChunkKV, Geometry
-from ragblend.kvstore.codec import RAW, Codec, codec_numbered
+from ragblend.kvstore.codec import RAW, Codec, Source, codec_numbered
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.files import Closing, open_file
+from ragblend.kvstore.files import open_file
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
-_FIXED = struct.Struct(
-    "<8sHHIQ32sQ5I8s"
-)  # the codec has the upper half of what was a 32-bit version, 0 for raw
+_FIXED = struct.Struct("<8sHHIQ32sQ5I8s")  # the codec, 0 for raw, was the upper half of a 32-bit version
 _LEAD = struct.Struct("<8sHHIQ")
 _CRC = struct.Struct("<I")
 _ALIGN = 64
@@ -77,19 +75,10 @@ class BlobHeader:
         return self.nbytes + layer * self.layer_nbytes
 
     def pack(self) -> bytes:
-        g = self.geometry
+        g, digest = self.geometry, bytes.fromhex(self.key.digest)
+        lead = (MAGIC, FORMAT_VERSION, self.codec.number, self.nbytes, self.file_nbytes)
         shape = (len(self.token_ids), g.layers, g.kv_heads, g.key_size, g.value_size)
-        fixed = _FIXED.pack(
-            MAGIC,
-            FORMAT_VERSION,
-            self.codec.number,
-            self.nbytes,
-            self.file_nbytes,
-            bytes.fromhex(self.key.digest),
-            self.start,
-            *shape,
-            g.dtype.encode(),
-        )
+        fixed = _FIXED.pack(*lead, digest, self.start, *shape, g.dtype.encode())
         crcs = struct.pack(f"<{g.layers}I", *self.layer_crcs)
         body = (fixed + crcs + pack_tokens(self.token_ids)).ljust(self.nbytes - _CRC.size, b"\0")
         return body + _CRC.pack(zlib.crc32(body))
@@ -101,41 +90,31 @@ def file_nbytes(geometry: Geometry, tokens: int, codec: Codec) -> int:
 
 
 def read_header(pread: Callable[[int, int], bytes], file_nbytes: int) -> BlobHeader:
-    """Read and verify a header through `pread(nbytes, offset)`; BlobDamage says what is wrong."""
+    """Read a header through `pread(nbytes, offset)`; BlobDamage unless checksum, shape and lengths all agree."""
     lead = pread(_LEAD.size, 0)
-    if len(lead) < _LEAD.size:
-        raise BlobDamage("bad-length", f"the file ends after {len(lead)} bytes, inside its header")
-    magic, version, _, header_nbytes, promised_nbytes = _LEAD.unpack(lead)
-    if magic != MAGIC or version != FORMAT_VERSION:
-        raise BlobDamage(
-            "bad-header", f"not a KV file of format {FORMAT_VERSION}: it begins with {lead[:12].hex()}"
-        )
-    if promised_nbytes != file_nbytes:
-        raise BlobDamage(
-            "bad-length", f"the file has {file_nbytes} bytes, its header promises {promised_nbytes}"
-        )
-    if not _FIXED.size + _CRC.size <= header_nbytes <= min(file_nbytes, _MAX_HEADER_BYTES):
-        raise BlobDamage("bad-header", f"a header of {header_nbytes} bytes cannot be")
-    return parse_header(pread(header_nbytes, 0), header_nbytes, file_nbytes)
+    _demand(
+        len(lead) == _LEAD.size, f"the file ends after {len(lead)} bytes, inside its header", "bad-length"
+    )
+    magic, version, _, header_nbytes, promised = _LEAD.unpack(lead)
+    ours = magic == MAGIC and version == FORMAT_VERSION
+    _demand(ours, f"not a KV file of format {FORMAT_VERSION}: it begins with {lead[:12].hex()}")
+    told = f"the file has {file_nbytes} bytes, its header promises {promised}"
+    _demand(promised == file_nbytes, told, "bad-length")
+    possible = _FIXED.size + _CRC.size <= header_nbytes <= min(file_nbytes, _MAX_HEADER_BYTES)
+    _demand(possible, f"a header of {header_nbytes} bytes cannot be")
 
-
-def parse_header(raw: bytes, header_nbytes: int, file_nbytes: int) -> BlobHeader:
-    """The header from its bytes; BlobDamage unless checksum, shape and lengths all agree."""
-    if len(raw) < header_nbytes or zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
-        raise BlobDamage("bad-header", "the header does not match its checksum")
+    raw = pread(header_nbytes, 0)
+    sound = len(raw) == header_nbytes and _CRC.unpack(raw[-_CRC.size :]) == (zlib.crc32(raw[: -_CRC.size]),)
+    _demand(sound, "the header does not match its checksum")
     fields = _FIXED.unpack_from(raw)
     digest, start, tokens, layers, heads, key_size, value_size, dtype = fields[5:]
-    codec = codec_numbered(fields[2])
+    codec, name = codec_numbered(fields[2]), dtype.rstrip(b"\0").decode("ascii", "replace")
     if codec is None:
-        raise BlobDamage(
-            "bad-header", f"the KV is packed by codec {fields[2]}, which this version does not know"
-        )
-    name = dtype.rstrip(b"\0").decode("ascii", "replace")
-    if name not in DTYPES or not (layers and heads and key_size and value_size and tokens):
-        raise BlobDamage("bad-header", f"the header describes an impossible shape: {fields[7:]}")
+        raise BlobDamage("bad-header", f"its codec {fields[2]} is none that this version knows")
+    shaped = name in DTYPES and layers and heads and key_size and value_size and tokens
+    _demand(shaped, f"the header describes an impossible shape: {fields[7:]}")
     crcs_end = _FIXED.size + 4 * layers
-    if crcs_end + 4 * tokens + _CRC.size > len(raw):
-        raise BlobDamage("bad-header", "the header is shorter than its tables")
+    _demand(crcs_end + 4 * tokens + _CRC.size <= len(raw), "the header is shorter than its tables")
     header = BlobHeader(
         ChunkKey(digest.hex()),
         unpack_tokens(raw[crcs_end : crcs_end + 4 * tokens]),
@@ -144,11 +123,14 @@ def parse_header(raw: bytes, header_nbytes: int, file_nbytes: int) -> BlobHeader
         struct.unpack_from(f"<{layers}I", raw, _FIXED.size),
         codec,
     )
-    if header.nbytes != header_nbytes or header.file_nbytes != file_nbytes:
-        raise BlobDamage(
-            "bad-header", f"lengths disagree: {header_nbytes} + payload is not {file_nbytes} bytes"
-        )
+    agree = (header.nbytes, header.file_nbytes) == (header_nbytes, file_nbytes)
+    _demand(agree, f"lengths disagree: {header_nbytes} + payload is not {file_nbytes} bytes")
     return header
+
+
+def _demand(sound: object, message: str, kind: str = "bad-header") -> None:
+    if not sound:
+        raise BlobDamage(kind, message)
 
 
 def tensor_bytes(tensor: Tensor) -> Any:
@@ -171,11 +153,9 @@ class Blob:
 
         A raw layer is not copied. KV that the codec cannot hold is written raw.
         """
-        if not chunk.token_ids or chunk.start < 0:
-            raise UsageError(
-                f"cannot store a chunk of {len(chunk.token_ids)} tokens from position {chunk.start}"
-            )
-        layers: list[tuple[Tensor, ...]] = []
+        tokens, layers = len(chunk.token_ids), list[tuple[Tensor, ...]]()
+        if not tokens or chunk.start < 0:
+            raise UsageError(f"cannot store a chunk of {tokens} tokens from position {chunk.start}")
         for keys, values in zip(chunk.keys, chunk.values, strict=True):
             packed = codec.pack(keys, values)
             if packed is None:
@@ -208,42 +188,17 @@ _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 Damaged = Callable[[str], None]
 
 
-class ChunkReader(Closing):
+class ChunkReader(Source):
     """One chunk's KV on disk; a context manager. `KVStore.open_chunk` makes it, its header verified."""
 
+    tier, in_memory = "disk", False
+
     def __init__(self, fd: int, header: BlobHeader, path: Path, damaged: Damaged) -> None:
-        self.header = header
+        self.header, self.token_ids, self.start = header, header.token_ids, header.start
+        self.geometry, self.codec = header.geometry, header.codec
         self._fd, self._path, self._damaged = fd, path, damaged
         self._state = threading.Condition()
         self._reading, self._closed, self._reported = 0, False, False
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.header.token_ids
-
-    @property
-    def start(self) -> int:
-        """Position of the first token when the chunk was encoded."""
-        return self.header.start
-
-    @property
-    def geometry(self) -> Geometry:
-        return self.header.geometry
-
-    @property
-    def codec(self) -> Codec:
-        """How its layers are packed."""
-        return self.header.codec
-
-    @property
-    def tier(self) -> str:
-        """Where it lies."""
-        return "disk"
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether it lies in memory, host's or device's: no."""
-        return False
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with a layer's KV.
@@ -252,20 +207,23 @@ class ChunkReader(Closing):
         threads may read at once. Raises CorruptBlobError (the file is then in quarantine, the tensors hold
         nothing of use).
         """
-        self._assert_fits(layer, keys, values)
+        g, tokens = self.geometry, len(self.token_ids)
+        assert keys.shape == (g.kv_heads, tokens, g.key_size), keys.shape
+        assert values.shape == (g.kv_heads, tokens, g.value_size), values.shape
+        assert keys.dtype == values.dtype == g.torch_dtype, (keys.dtype, values.dtype)
         if self.codec is RAW:
             self._read(layer, [tensor_bytes(head) for tensor in (keys, values) for head in tensor])
             return
         packed = torch.empty(self.header.layer_nbytes, dtype=torch.uint8)
         self.read_packed(layer, packed)
-        self.codec.unpack(packed, self.geometry, keys, values)
+        self.codec.unpack(packed, g, keys, values)
 
     def read_packed(self, layer: int, packed: Tensor) -> None:
-        """Fill packed (layer bytes,), uint8 on the CPU, with a layer as the codec made it. Raises CorruptBlobError."""
         assert packed.numel() == self.header.layer_nbytes, packed.shape
         self._read(layer, [tensor_bytes(packed)])
 
     def _read(self, layer: int, buffers: list[Any]) -> None:
+        assert 0 <= layer < self.geometry.layers, layer
         with self._open_fd() as fd:
             try:
                 found = read_into(fd, buffers, self.header.layer_offset(layer))
@@ -280,7 +238,6 @@ class ChunkReader(Closing):
             raise self._damage(f"layer {layer} does not match its checksum")
 
     def drop_page_cache(self) -> None:
-        """Ask the kernel to forget this file's pages, so that the next read comes from the disk."""
         with self._open_fd() as fd:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -312,13 +269,6 @@ class ChunkReader(Closing):
                 self._reading -= 1
                 self._state.notify_all()
 
-    def _assert_fits(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        g, tokens = self.geometry, len(self.token_ids)
-        assert 0 <= layer < g.layers, layer
-        assert keys.shape == (g.kv_heads, tokens, g.key_size), keys.shape
-        assert values.shape == (g.kv_heads, tokens, g.value_size), values.shape
-        assert keys.dtype == values.dtype == g.torch_dtype, (keys.dtype, values.dtype)
-
     def _damage(self, what: str) -> CorruptBlobError:
         with self._state:
             first, self._reported = not self._reported, True
@@ -344,15 +294,12 @@ def open_verified(
     fd = open_file(path)
     try:
         header = read_header(lambda nbytes, offset: _pread(fd, nbytes, offset), os.fstat(fd).st_size)
-        if header.key != key:
-            raise BlobDamage("wrong-key", f"the file under key {key} holds key {header.key}")
-        if token_ids is not None and header.token_ids != tuple(token_ids):
-            raise BlobDamage("wrong-key", "the file holds the KV of other token ids")
-        if geometry not in (None, header.geometry) or start not in (None, header.start):
-            raise BlobDamage(
-                "wrong-key",
-                f"the file holds KV of {header.geometry} from position {header.start}, not {geometry} from {start}",
-            )
+        _demand(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
+        same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
+        _demand(same_tokens, "the file holds the KV of other token ids", "wrong-key")
+        found = f"the file holds KV of {header.geometry} from position {header.start}"
+        fits = geometry in (None, header.geometry) and start in (None, header.start)
+        _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
     except BaseException:
         os.close(fd)
         raise

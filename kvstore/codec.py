@@ -1,4 +1,4 @@
-"""How one layer's KV becomes bytes: as it is, or eight bits a number.
+"""How one layer's KV becomes bytes: as it is, or eight bits a number; and what is asked of any stored value.
 
 A codec is a table row. What it packs is one run of bytes a layer, which can be unpacked on any device, so that fewer
 bytes cross to an accelerator as well.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import Closing
 
 LEVELS = 255  # of an unsigned byte, less one
 
@@ -32,18 +33,32 @@ class Codec:
     unpack: Callable[[Tensor, Geometry, Tensor, Tensor], None]
 
 
-def raw_layer(packed: Tensor, geometry: Geometry, tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (H, T, D) as views of a raw layer's bytes."""
-    key_nbytes = geometry.kv_heads * tokens * geometry.key_size * geometry.torch_dtype.itemsize
-    keys, values = packed[:key_nbytes], packed[key_nbytes:]
-    return (
-        keys.view(geometry.torch_dtype).view(geometry.kv_heads, tokens, geometry.key_size),
-        values.view(geometry.torch_dtype).view(geometry.kv_heads, tokens, geometry.value_size),
-    )
+class Source(Closing):
+    """An open value of any tier. start: position of its first token when it was encoded; tier: where it lies.
 
+    in_memory: whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file.
+    """
 
-def _raw_nbytes(geometry: Geometry, tokens: int) -> int:
-    return tokens * geometry.layer_token_bytes
+    token_ids: tuple[int, ...]
+    start: int
+    geometry: Geometry
+    codec: Codec
+    tier: str  # disk, memory, device
+    in_memory = True
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill keys (H, T, Dk) and values (H, T, Dv), which may be strided over H. Raises CorruptBlobError."""
+        raise NotImplementedError
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        """Fill packed (layer bytes,) uint8, as the codec made it. Raises CorruptBlobError."""
+        raise NotImplementedError
+
+    def drop_page_cache(self) -> None:
+        """Have the kernel forget the file's pages, if there is one, so that the next read comes from the disk."""
+
+    def close(self) -> None:
+        """In memory nothing is open."""
 
 
 def _pack_raw(keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -51,9 +66,9 @@ def _pack_raw(keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _unpack_raw(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor) -> None:
-    found = raw_layer(packed, geometry, keys.shape[1])
-    keys.copy_(found[0], non_blocking=True)
-    values.copy_(found[1], non_blocking=True)
+    parts = packed.split([part.numel() * geometry.torch_dtype.itemsize for part in (keys, values)])
+    for out, part in zip((keys, values), parts, strict=True):
+        out.copy_(part.view(geometry.torch_dtype).view(out.shape), non_blocking=True)
 
 
 def _int8_nbytes(geometry: Geometry, tokens: int) -> int:
@@ -108,7 +123,7 @@ def _restore(out: Tensor, codes: Tensor, least: Tensor, step: Tensor) -> None:
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        Codec("raw", 0, _raw_nbytes, _pack_raw, _unpack_raw),
+        Codec("raw", 0, lambda geometry, tokens: tokens * geometry.layer_token_bytes, _pack_raw, _unpack_raw),
         # Asymmetric; keys a scale a channel, whose outliers are in few channels, values a scale a token: KIVI (ICML'24,
         # arXiv 2402.02750), section 3, there with 2 bits and groups.
         Codec("int8", 1, _int8_nbytes, _pack_int8, _unpack_int8),

@@ -1,16 +1,17 @@
-"""Every error that RAGBlend raises on purpose.
+"""Every error that RAGBlend raises on purpose; its message says what, where and what to do.
 
 RagBlendError
 ├── UsageError                wrong argument, setting or policy: the caller can fix the call (exit code 2)
 │   └── SettingsError         an unknown or impossible setting
 ├── Cancelled                 the caller asked for the work to stop
 ├── StoreError                the KV store cannot do what was asked
-│   ├── StoreFullError        the disk (or the byte budget) has no room for one value
+│   ├── StoreFullError        no room for one value: the disk is full, or it exceeds the byte budget
 │   ├── StoreLockedError      another process is writing to this home
 │   ├── StoreFormatError      the store was made by another format version
 │   └── CorruptBlobError      a stored value is damaged; it has been put in quarantine
 ├── ModelError                the model cannot be loaded
 │   ├── ModelNotFoundError    nothing there, or the default model is not installed
+│   ├── DownloadStoppedError  the user stopped a model's download
 │   ├── TokenizerMissingError a model folder without a tokenizer
 │   ├── CorruptModelError     a damaged GGUF or safetensors file
 │   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill)
@@ -22,7 +23,8 @@ RagBlendError
 │   ├── UnreadableDocumentError  permissions, damage, or content that its suffix does not promise
 │   ├── EncryptedDocumentError   a password is needed
 │   ├── EmptyDocumentError       no text in it (an empty file, a scanned PDF)
-│   └── OversizedDocumentError   too large, or an archive that unpacks to too much
+│   ├── OversizedDocumentError   too large, or an archive that unpacks to too much
+│   └── DamagedDocumentError     what was kept of it is not what was written
 └── LibraryError              the registry of documents cannot do what was asked
 """
 
@@ -36,105 +38,79 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-class RagBlendError(Exception):
-    """Root of all errors raised on purpose; the message says what, where and what to do."""
+class RagBlendError(Exception): ...
 
 
-class UsageError(RagBlendError, ValueError):
-    """The caller passed something that cannot be used."""
+class UsageError(RagBlendError, ValueError): ...
 
 
-class SettingsError(UsageError):
-    """A setting is unknown or impossible."""
+class SettingsError(UsageError): ...
 
 
-class Cancelled(RagBlendError):
-    """The caller asked for the work to stop, and it stopped."""
+class Cancelled(RagBlendError): ...
 
 
-class StoreError(RagBlendError):
-    """The KV store cannot do what was asked."""
+class StoreError(RagBlendError): ...
 
 
-class StoreFullError(StoreError):
-    """There is no room for one value."""
+class StoreFullError(StoreError): ...
 
 
-class StoreLockedError(StoreError):
-    """Another process is writing; the message names it."""
+class StoreLockedError(StoreError): ...
 
 
-class StoreFormatError(StoreError):
-    """The store was made by another format version."""
+class StoreFormatError(StoreError): ...
 
 
-class CorruptBlobError(StoreError):
-    """A stored value is damaged; it is in quarantine and counts as a miss."""
+class CorruptBlobError(StoreError): ...
 
 
-class ModelError(RagBlendError):
-    """The model cannot be loaded."""
+class ModelError(RagBlendError): ...
 
 
-class ModelNotFoundError(ModelError):
-    """There is no model at that place."""
+class ModelNotFoundError(ModelError): ...
 
 
-class DownloadStoppedError(ModelError):
-    """The user stopped a model's download."""
+class DownloadStoppedError(ModelError): ...
 
 
-class TokenizerMissingError(ModelError):
-    """The model has no tokenizer."""
+class TokenizerMissingError(ModelError): ...
 
 
-class CorruptModelError(ModelError):
-    """A model file is damaged."""
+class CorruptModelError(ModelError): ...
 
 
-class UnsupportedModelError(ModelError):
-    """Fusing would be wrong for this model."""
+class UnsupportedModelError(ModelError): ...
 
 
-class PromptError(RagBlendError):
-    """The prompt cannot be run."""
+class PromptError(RagBlendError): ...
 
 
-class PromptTooLongError(PromptError):
-    """The prompt is longer than the model's window."""
+class PromptTooLongError(PromptError): ...
 
 
-class UnknownChunkError(PromptError):
-    """A node id that nothing was encoded for."""
+class UnknownChunkError(PromptError): ...
 
 
-class DocumentError(RagBlendError):
-    """One document cannot be ingested."""
+class DocumentError(RagBlendError): ...
 
 
-class DocumentNotFoundError(DocumentError):
-    """There is nothing at that path."""
+class DocumentNotFoundError(DocumentError): ...
 
 
-class UnreadableDocumentError(DocumentError):
-    """The document cannot be read as what it says it is."""
+class UnreadableDocumentError(DocumentError): ...
 
 
-class EncryptedDocumentError(DocumentError):
-    """The document needs a password."""
+class EncryptedDocumentError(DocumentError): ...
 
 
-class EmptyDocumentError(DocumentError):
-    """There is no text in the document."""
+class EmptyDocumentError(DocumentError): ...
 
 
-class OversizedDocumentError(DocumentError):
-    """The document, or what it unpacks to, is too large."""
+class OversizedDocumentError(DocumentError): ...
 
 
-class DamagedDocumentError(DocumentError):
-    """What was kept of the document is not what was written."""
+class DamagedDocumentError(DocumentError): ...
 
 
-class LibraryError(RagBlendError):
-    """The registry of documents cannot do what was asked."""
+class LibraryError(RagBlendError): ...

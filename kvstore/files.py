@@ -42,8 +42,6 @@ class Closing:
 
 def make_private_folder(path: Path) -> None:
     """Make `path` and its missing parents 0700; an existing `path` is tightened to 0700."""
-    if _is_private_folder(path):
-        return
     if not path.parent.exists():
         make_private_folder(path.parent)
     created = False
@@ -57,13 +55,6 @@ def make_private_folder(path: Path) -> None:
         path.chmod(FOLDER_MODE)
     if created:
         sync_folder(path.parent)
-
-
-def _is_private_folder(path: Path) -> bool:
-    try:
-        return os.stat(path).st_mode == stat.S_IFDIR | FOLDER_MODE
-    except OSError:
-        return False
 
 
 def make_private_file(path: Path) -> None:
@@ -184,40 +175,23 @@ def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
 def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:
     """The named error for an OSError met while writing `path`."""
     doing = f"storing {nbytes:,} bytes at {path} failed: {error.strerror or error}."
-    if error.errno in _NO_ROOM:
-        advice = "Free some disk space, or lower the store's budget and run `ragblend store gc`."
-    elif error.errno == errno.EIO:
-        advice = (
-            "The disk reports an input/output error: check it, or move the home (RAGBLEND_HOME) to another."
-        )
-    else:
+    if error.errno not in {*_NO_ROOM, errno.EIO}:
         return StoreError(
             f"{doing} Check that the folder exists and can be written to. The rest is untouched."
+        )
+    advice = "Free some disk space, or lower the store's budget and run `ragblend store gc`."
+    if error.errno == errno.EIO:
+        advice = (
+            "The disk reports an input/output error: check it, or move the home (RAGBLEND_HOME) to another."
         )
     return StoreFullError(f"{doing} {advice} What was stored before is untouched.")
 
 
 log = logging.getLogger(__name__)
 _MOUNTS = Path("/proc/self/mountinfo")
-_NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "afs",
-    "ncpfs",
-    "ceph",
-    "glusterfs",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "9p",
-}
-_NETWORK |= {
-    f"fuse.{kind}"
-    for kind in ("sshfs", "glusterfs", "ceph", "davfs", "s3fs", "rclone", "gcsfuse", "smbnetfs")
-}
+_LOCAL_NAMES = "nfs nfs4 cifs smb3 smbfs afs ncpfs ceph glusterfs lustre beegfs gpfs 9p"
+_FUSE_NAMES = "sshfs glusterfs ceph davfs s3fs rclone gcsfuse smbnetfs"
+_NETWORK = {*_LOCAL_NAMES.split(), *(f"fuse.{name}" for name in _FUSE_NAMES.split())}
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a mount point is \040
 
 

@@ -17,14 +17,7 @@ from diskcache.core import MODE_BINARY, UNKNOWN
 from ragblend.kvstore.errors import CorruptBlobError, UsageError
 from ragblend.kvstore.files import Closing, identity, is_same_file
 from ragblend.kvstore.layout import INDEX_NAME, ValueFile, digest_in
-from ragblend.kvstore.sqlite import (
-    SQL_ERRORS,
-    connect,
-    erase_log,
-    index_failed,
-    integrity,
-    lenient_text,
-)
+from ragblend.kvstore.sqlite import SQL_ERRORS, connect, erase_log, index_failed, integrity
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 FOREIGN = ""  # in a list of keys: one that this store did not write, and that was not unpickled
@@ -53,7 +46,7 @@ class FileNames(Disk):  # type: ignore[misc]
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
         if mode != MODE_BINARY or value is not None or digest_in(filename) is None:
             raise CorruptBlobError(
-                f"the index holds a row of mode {mode!r}, not written by this store; it was not unpickled"
+                f"the index holds a row of mode {mode!r} that is not ours; it was not unpickled"
             )
         return str(filename)
 
@@ -102,9 +95,7 @@ class Index(Closing):
             raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
         except SQL_ERRORS as error:
             if "decode" in str(error):  # Python's own, without a code: a text that is none
-                raise CorruptBlobError(
-                    f"the index {self.path} has a row that cannot be read: {error}"
-                ) from error
+                raise CorruptBlobError(f"the index {self.path} has an unreadable row: {error}") from error
             raise index_failed(error, self.path) from error
 
     @contextmanager
@@ -114,11 +105,6 @@ class Index(Closing):
         with self._named_errors(), self._cache.transact():
             self._cache.disk.unnamed = unnamed
             yield unnamed
-
-    def contains(self, digest: str) -> bool:
-        """Whether there is a row of that key, whatever it says."""
-        with self._named_errors():
-            return digest in self._cache
 
     def filename(self, digest: str) -> str | None:
         """The value's file, below `root`; None if there is none. CorruptBlobError for a row that cannot be true."""
@@ -171,13 +157,3 @@ class Index(Closing):
     def close(self) -> None:
         """Close this thread's connection; those of others end with their threads."""
         self._cache.close()
-
-
-def schema_of(path: Path, timeout_s: float) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """What SQLite finds wrong with a file, or else its schema: looked at before diskcache acts on what it says."""
-    with closing(connect(path, timeout_s)) as sql:
-        sql.text_factory = lenient_text
-        if problems := integrity(sql, 1):
-            return problems, frozenset()
-        rows = sql.execute("SELECT name, COALESCE(sql, '') FROM sqlite_master")
-        return [], frozenset((str(name), str(text)) for name, text in rows)

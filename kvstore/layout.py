@@ -16,17 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ragblend.kvstore import files
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreFormatError
-from ragblend.kvstore.files import (
-    discard,
-    discard_database,
-    make_private_file,
-    make_private_folder,
-    sync_folder,
-    write_durably,
-    write_failed,
-)
 from ragblend.kvstore.keys import FORMAT_VERSION
 
 log = logging.getLogger(__name__)
@@ -84,14 +76,14 @@ def prepare(root: Path) -> None:
     """Make or tighten all that must exist before SQLite opens; it gives its logs the mode of cache.db."""
     if not check_format(root):  # first of all: a folder with anything else in it and no FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
-        write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
-    make_private_folder(root / VALUES_FOLDER)
+        files.write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
+    files.make_private_folder(root / VALUES_FOLDER)
     quarantine_of(root)
-    make_private_file(root / INDEX_NAME)
-    for suffix in ("-wal", "-shm"):
-        with suppress(FileNotFoundError):  # whoever closes the index last at this moment takes them away
-            if (root / (INDEX_NAME + suffix)).exists():
-                make_private_file(root / (INDEX_NAME + suffix))
+    files.make_private_file(root / INDEX_NAME)
+    for path in root.glob(f"{INDEX_NAME}-*"):
+        with suppress(FileNotFoundError):  # whoever closes the index last at this moment takes its logs away
+            if path.exists():
+                files.make_private_file(path)
 
 
 def quarantine_of(root: Path) -> Path:
@@ -100,7 +92,7 @@ def quarantine_of(root: Path) -> Path:
     if folder.is_symlink():
         log.warning("the quarantine of the KV store at %s was a link; a folder is in its place now", root)
         folder.unlink()
-    make_private_folder(folder)
+    files.make_private_folder(folder)
     return folder
 
 
@@ -120,16 +112,14 @@ def value_files(root: Path) -> Iterator[ValueFile]:
 def write_value(root: Path, blob: Blob) -> ValueFile:
     """Write a new file, durably. StoreError and its kinds, with no trace of the file left."""
     digest = blob.header.key.digest
-    file = ValueFile(
-        f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{os.urandom(8).hex()}.kv", digest, blob.nbytes, 0o600
-    )
-    path = root / file.filename
+    filename = f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{os.urandom(8).hex()}.kv"
+    path = root / filename
     try:
-        make_private_folder(path.parent)
-        write_durably(path, blob.pieces(), blob.nbytes)
+        files.make_private_folder(path.parent)
+        files.write_durably(path, blob.pieces(), blob.nbytes)
     except OSError as error:
-        raise write_failed(error, path, blob.nbytes) from error
-    return file
+        raise files.write_failed(error, path, blob.nbytes) from error
+    return ValueFile(filename, digest, blob.nbytes, 0o600)
 
 
 def remove_values(root: Path, filenames: Iterable[str]) -> None:
@@ -155,16 +145,16 @@ def move_to_quarantine(root: Path, digest: str) -> None:
         try:
             path.rename(folder / path.name)
         except OSError:
-            discard(path)
+            files.discard(path)
     found = [(path.lstat().st_mtime_ns, path) for path in folder.iterdir()]
     for _, path in sorted(found)[:-_QUARANTINE_FILES]:  # the newest few stay
-        discard(path)
+        files.discard(path)
 
 
 def remove_index(root: Path) -> None:
     """Remove a damaged index, its log and its shared memory: kept, it would still have the keys of what is deleted."""
-    discard_database(root / INDEX_NAME)
-    sync_folder(root)
+    files.discard_database(root / INDEX_NAME)
+    files.sync_folder(root)
 
 
 def digest_in(filename: object) -> str | None:

@@ -88,9 +88,7 @@ class WriterLock(Closing):
     def close(self) -> None:
         with self._threads:
             if self._fd >= 0:
-                with suppress(
-                    OSError
-                ):  # nothing was written that matters, and the descriptor is gone either way
+                with suppress(OSError):  # nothing was written that matters, and it is closed either way
                     os.close(self._fd)
                 self._fd = -1
 
@@ -113,12 +111,10 @@ class WriterLock(Closing):
 
     def _message(self) -> str:
         holder = read_holder(self.path)
-        who = (
-            f"process {holder.get('pid')} on {holder.get('host')} "
-            f"(`{holder.get('command')}`, since {holder.get('since')})"
-            if holder
-            else "another process"
-        )
+        who = "another process"
+        if holder is not None:
+            pid, host, command, since = (holder.get(name) for name in ("pid", "host", "command", "since"))
+            who = f"process {pid} on {host} (`{command}`, since {since})"
         return (
             f"Writing to {self.path.parent}: {who} is writing there, and one home takes one writer at a time. "
             "Wait until it ends, stop it, or use another --home."
@@ -139,19 +135,15 @@ def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
 
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Who wrote the lock file last and has not let go; None when nobody has."""
-    found = _read(path)
-    return found if "pid" in found else None
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
         fd = open_file(path)
         try:
-            return _parsed(os.read(fd, _HOLDER_BYTES))
+            found = _parsed(os.read(fd, _HOLDER_BYTES))
         finally:
             os.close(fd)
     except OSError:
-        return {}
+        return None
+    return found if "pid" in found else None
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -39,12 +39,10 @@ CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_i
 CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
 # Row ids of passages only grow, so what another process added is what has a larger one than was seen.
-_KIND = Rebuildable(
-    "node index",
-    _SCHEMA,
-    FORMAT_VERSION,
-    "it fills as nodes are encoded and passages come, and `ragblend store repair` builds it from the documents",
+_REMEDY = (
+    "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 )
+_KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
 
@@ -115,9 +113,8 @@ class NodeIndex(RebuildableFile):
         """
         where = (key.digest, scope.collection, scope.tokenizer, node_id)
         with self.transaction() as sql:
-            yield (
-                sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone() is not None
-            )
+            found = sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone()
+            yield found is not None
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here, or its row is damaged."""
@@ -132,22 +129,11 @@ class NodeIndex(RebuildableFile):
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
             return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
 
-    def nodes_with(self, key: ChunkKey) -> list[tuple[Scope, str]]:
-        """Every node whose KV is found under `key`."""
+    def keys(self, collection: str | None = None) -> set[ChunkKey]:
+        """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
+        select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)
         with self.connection() as sql:
-            select = "SELECT collection, tokenizer, node_id FROM NodeKeys WHERE key = ?"
-            return [(Scope(c, t), node_id) for c, t, node_id in sql.execute(select, (key.digest,))]
-
-    def keys(self) -> set[ChunkKey]:
-        """Every key that some node has: what `KVStore.gc(keep=...)` must keep."""
-        with self.connection() as sql:
-            return set(_chunk_keys(key for (key,) in sql.execute("SELECT DISTINCT key FROM NodeKeys")))
-
-    def keys_of(self, collection: str) -> set[ChunkKey]:
-        """Every key that a node of the collection has, for every tokenizer."""
-        with self.connection() as sql:
-            select = "SELECT DISTINCT key FROM NodeKeys WHERE collection = ?"
-            return set(_chunk_keys(key for (key,) in sql.execute(select, (collection,))))
+            return set(_chunk_keys(sql.execute(select + " WHERE collection = ?" * len(where), where)))
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
         """Remove nodes, for every tokenizer, and their texts. Returns what is doomed now, see `doomed`."""
@@ -272,12 +258,12 @@ def _doom(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
         "SELECT key FROM Doomed WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Doomed.key) "
         "ORDER BY key"
     )
-    return tuple(_chunk_keys(key for (key,) in sql.execute(unused)))
+    return tuple(_chunk_keys(sql.execute(unused)))
 
 
-def _chunk_keys(digests: Iterable[str]) -> Iterator[ChunkKey]:
+def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
     # A flipped bit may leave what is no digest: it names no value.
-    return (ChunkKey(digest) for digest in digests if _DIGEST.fullmatch(digest))
+    return (ChunkKey(digest) for (digest,) in rows if _DIGEST.fullmatch(digest))
 
 
 def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:

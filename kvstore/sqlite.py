@@ -20,8 +20,6 @@ BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # The last, because SQLite quotes the damaged text of a schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
-
-
 _RETRY_SECONDS = 0.005
 
 
@@ -68,6 +66,11 @@ def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
             raise
         return [str(error)]
     return [] if found == ["ok"] else found
+
+
+def schema_of(sql: sqlite3.Connection) -> dict[str, str]:
+    """Each table, index and trigger, and the statement that made it: a flipped bit in one is no damage to SQLite."""
+    return dict(sql.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
 @contextmanager
@@ -123,12 +126,10 @@ def index_failed(error: Exception, path: Path) -> StoreError:
         error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
     code = error_code(error)
     if code in BUSY or isinstance(error, Timeout):
-        return StoreLockedError(
-            f"using {path}: another program kept it locked. Close that program, or try again."
-        )
+        return StoreLockedError(f"using {path}: another program kept it locked. Close it, or try again.")
     if code == sqlite3.SQLITE_FULL:
         return StoreFullError(
-            f"writing to {path}: the disk is full. Free some space; what is stored is untouched."
+            f"writing to {path}: the disk is full. Free some space; nothing stored is lost."
         )
     return StoreError(
         f"using {path} failed: {error}. If it persists, close every program that uses this home and run "
@@ -152,7 +153,7 @@ class Rebuildable:
         """Whether one of these tables and indexes was made by another statement than the schema's."""
         with closing(connect(":memory:")) as sql:
             sql.executescript(self.schema)
-            return any(found.get(name, made) != made for name, made in _layout(sql).items())
+            return any(found.get(name, made) != made for name, made in schema_of(sql).items())
 
 
 class RebuildableFile(Closing):
@@ -178,9 +179,8 @@ class RebuildableFile(Closing):
             try:
                 sql = self._connected()
             except OSError as error:
-                raise StoreError(
-                    f"opening the {self._kind.what} {self.path} failed: {error}. Check who owns it."
-                ) from error
+                said = f"opening the {self._kind.what} {self.path} failed: {error}. Check who owns it."
+                raise StoreError(said) from error
             except SQL_ERRORS as error:
                 raise index_failed(error, self.path) from error
             try:
@@ -229,9 +229,7 @@ class RebuildableFile(Closing):
 
     def _open(self) -> sqlite3.Connection:
         self._disconnect()
-        if (
-            not self._inode and not self.path.parent.exists()
-        ):  # a folder that was removed meanwhile stays away
+        if not self._inode and not self.path.parent.exists():  # one that was removed meanwhile stays away
             make_private_folder(self.path.parent)
         make_private_file(self.path)
         self._inode, sql = _inode(self.path), connect(self.path)
@@ -252,8 +250,7 @@ class RebuildableFile(Closing):
             )
         if problems := integrity(sql, 1):
             raise _damage(problems[0])
-        # A flipped bit in the text of a table is no damage to SQLite, and every statement may fail by it.
-        if self._kind.is_other(_layout(sql)):
+        if self._kind.is_other(schema_of(sql)):
             raise _damage("its tables are others")
         write_ahead(sql)
         sql.executescript(self._kind.schema)
@@ -279,11 +276,6 @@ def _damage(why: str) -> sqlite3.DatabaseError:
     error = sqlite3.DatabaseError(why)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error
-
-
-def _layout(sql: sqlite3.Connection) -> dict[str, str]:
-    """Each table and index, and the statement that made it."""
-    return dict(sql.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
 def _inode(path: Path) -> int:

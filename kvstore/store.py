@@ -6,6 +6,7 @@ Errors are raised only for what the caller must know: no room, no access, anothe
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,34 +14,19 @@ from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 
+from ragblend.kvstore import upkeep
 from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
-from ragblend.kvstore.codec import RAW, Codec
+from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import DAMAGE, Closing, open_file
 from ragblend.kvstore.index import FOREIGN, Index
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.lock import WriterLock
-from ragblend.kvstore.memory import Held, MemoryTier, whole
+from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.policy import policy_named
-from ragblend.kvstore.upkeep import (
-    NO_DAMAGE,
-    OUT_OF_USE,
-    GcReport,
-    Problem,
-    check_files,
-    collect,
-    default_budget_bytes,
-    made_anew,
-    name_in,
-    open_folder,
-    open_index,
-    opening,
-    refuse,
-    remove_files,
-    sweep,
-)
+from ragblend.kvstore.upkeep import GcReport, Problem
 from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
 log = logging.getLogger(__name__)
@@ -53,6 +39,17 @@ _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sa
 def same_cost(cached_tokens: int, new_tokens: int) -> float:
     """What a token costs to compute where nothing was measured: all alike."""
     return 1.0
+
+
+@contextmanager
+def _opening(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"opening the KV store at {root} failed: {error}. Check that the folder can be written to and that "
+            "the disk has room, or choose another home (RAGBLEND_HOME)."
+        ) from error
 
 
 class KVStore(Closing):
@@ -81,55 +78,52 @@ class KVStore(Closing):
         """
         wanted = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost)
-        with ExitStack() as opened, opening(store.root):
-            store._lock = opened.enter_context(open_folder(store.root))
+        with ExitStack() as opened, _opening(store.root):
+            store._lock = opened.enter_context(upkeep.open_folder(store.root))
             with store._lock.hold():
-                store._index, untrusted = open_index(store.root)
+                store._index, untrusted = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
                 store._ledger = Ledger(store.root / LEDGER_NAME, wanted, store._counted)
                 opened.enter_context(store._ledger)
-                store._counters.add(quarantined=int(untrusted not in NO_DAMAGE))
+                store._counters.add(quarantined=int(untrusted not in upkeep.NO_DAMAGE))
                 try:
                     store._settle()
                 except CorruptBlobError as error:  # a row that diskcache can neither read nor delete
                     store._make_anew(str(error))
             if budget_bytes is None:
-                budget_bytes = default_budget_bytes(store.root, store._index.totals[1])
+                free = shutil.disk_usage(store.root).free
+                budget_bytes = (free + store._index.totals[1]) // 4
             opened.pop_all()  # all is well, so all stays open
         store.budget_bytes = budget_bytes
         return store
 
     def __init__(self, root: Path, tiers: Sequence[MemoryTier], cost: Cost) -> None:
-        self.root, self.tiers, self._cost = root, tuple(tiers), cost
-        self.budget_bytes = 0
+        self.root, self.tiers, self._cost, self._counters = root, tuple(tiers), cost, Counters()
+        self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
+        self.budget_bytes: int  # what follows is `open`'s to set
         self._lock: WriterLock
         self._index: Index
         self._ledger: Ledger
-        self._counters = Counters()
-        self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
         self._unsettled = self._closed = False
+        self._total_before = 0
 
     def _settle(self) -> None:
         """Bring files, index and ledger in line with each other."""
-        stored, refused = sweep(self.root, self._index, self._ledger.sizes())
+        stored, refused = upkeep.sweep(self._index, self._ledger.sizes())
         self._counters.add(quarantined=refused)
         self._ledger.settle(stored)
 
     def _make_anew(self, why: str) -> None:
         self._counters.add(quarantined=1)
         self._index.close()
-        self._index = made_anew(self.root, why)
+        self._index = upkeep.made_anew(self.root, why)
         self._settle()
 
     def close(self) -> None:
         """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
         if self._closed:
             return
-        try:
-            with self._ledger.changing():
-                pass
-        except StoreError as error:
-            log.warning("what this session used and counted is lost: %s", error)
+        self._write_waiting()
         self._closed = True
         for tier in self.tiers:
             tier.clear()
@@ -155,13 +149,11 @@ class KVStore(Closing):
             file = write_value(self.root, blob)
             try:
                 with self._committing(_COUNTS_AT_A_TIME) as (change, unnamed):
-                    before = index.totals[1]
                     index.set(file)
-                    grown_bytes = index.totals[1] - before
-                    self._ledger.arrived(change, key.digest, blob.nbytes, cost)
-                    evicted = self._make_room(change, grown_bytes, spare=key.digest)
+                    change.arrive(key.digest, blob.nbytes, cost)
+                    evicted = self._make_room(change, change.grown_bytes, spare=key.digest)
             except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
-                if name_in(index, key.digest) != file.filename:
+                if upkeep.name_in(index, key.digest) != file.filename:
                     remove_values(self.root, [file.filename])
                     raise
                 if not isinstance(error, StoreError):
@@ -178,7 +170,7 @@ class KVStore(Closing):
         At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
         more, and who puts a value waits for it.
         """
-        excess_bytes, freed_bytes, extra = self._excess_bytes, 0, 0
+        excess_bytes, freed_bytes, extra = self._total_bytes(change) - self.budget_bytes, 0, 0
         victims, ghosts = [], []
         for lowest in change.in_order(spare) if excess_bytes > 0 else ():
             if not self._index.delete(lowest.digest):
@@ -190,25 +182,24 @@ class KVStore(Closing):
             if freed_bytes >= excess_bytes or extra == AT_ONCE:
                 break
         change.evict(victims)
-        self._ledger.forget(change, ghosts)
-        self._unsettled |= (
-            freed_bytes < excess_bytes and extra < AT_ONCE
-        )  # there are values that it does not know
+        change.forget(ghosts)
+        # Then there are values that the ledger does not know.
+        self._unsettled |= freed_bytes < excess_bytes and extra < AT_ONCE
         return len(victims)
 
-    @property
-    def _excess_bytes(self) -> int:
-        count, nbytes = self._index.totals
-        if nbytes < 0:  # a damaged row had a larger size, and is gone
-            nbytes = sum(self._sizes().values())
-            self._index.recount(count, nbytes)
-        return nbytes - self.budget_bytes
+    def _total_bytes(self, change: Change) -> int:
+        """All values' bytes: of the files, where diskcache's sum moved otherwise than the ledger's (a damaged row)."""
+        if self._total_before < 0 or self._index.totals[1] != self._total_before + change.grown_bytes:
+            sizes = self._sizes()
+            self._index.recount(len(sizes), sum(sizes.values()))
+            self._total_before = self._index.totals[1] - change.grown_bytes
+        return self._index.totals[1]
 
     def _sizes(self) -> dict[str, int]:
         """The bytes of every value by its key, in the order they came."""
         sizes = {file.filename: file.nbytes for file in value_files(self.root)}
         index = self._live_index()
-        named = {digest: name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
+        named = {digest: upkeep.name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
         return {digest: sizes[name] for digest, name in named.items() if name in sizes}
 
     def delete(self, key: ChunkKey) -> int:
@@ -217,10 +208,10 @@ class KVStore(Closing):
             tier.delete(key)
         with self._changing() as index:
             # Files before the row: a kill in between leaves a miss, not a file that would be entered again.
-            report = remove_files(files_of(self.root, key.digest))
+            report = upkeep.remove_files(files_of(self.root, key.digest))
             with self._committing() as (change, _):
                 index.delete(key.digest)
-                self._ledger.forget(change, [key.digest])
+                change.forget([key.digest])
             index.truncate_log()
             self._ledger.truncate_log()
             return report.bytes
@@ -229,7 +220,7 @@ class KVStore(Closing):
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the index has this key; the value is not looked at."""
-        return name_in(self._live_index(), key.digest) is not None
+        return upkeep.name_in(self._live_index(), key.digest) is not None
 
     def open_chunk(
         self,
@@ -237,7 +228,7 @@ class KVStore(Closing):
         token_ids: Sequence[int],
         geometry: Geometry | None = None,
         start: int | None = None,
-    ) -> ChunkReader | Held | None:
+    ) -> Source | None:
         """A reader of the fastest tier that has it; None is a miss (absent, or damaged).
 
         Damaged is what holds another key or other token ids, and, where they are given, another geometry or start: a
@@ -257,14 +248,12 @@ class KVStore(Closing):
         path = self._path_of(key)
         if path is None or not hasattr(os, "posix_fadvise"):
             return
-        try:
+        with contextlib.suppress(OSError):  # evicted meanwhile, say: its use will tell
             fd = open_file(path)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)
-        except OSError as error:  # evicted meanwhile, say: its use will tell
-            log.debug("reading ahead %s: %s", path, error)
 
     def promote(
         self,
@@ -275,18 +264,17 @@ class KVStore(Closing):
     ) -> None:
         """Bring a value that was used one tier up, if there is one; for when nobody waits. See `open_chunk`."""
         wanting: MemoryTier | None = None
-        source: ChunkReader | Held | None = None
+        source: Source | None = None
         for tier in self.tiers:  # the fastest first
             if (source := tier.peek(key, token_ids)) is not None:
                 break
             wanting = tier
         if wanting is None or not self.contains(key):
             return
-        with contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
-            source = source or self._open(key, tuple(token_ids), geometry, start)
-            if source is not None:
-                with source:
-                    wanting.admit(key, source, self._ledger.entry(key.digest))
+        source = source or self._open(key, tuple(token_ids), geometry, start)
+        if source is not None:
+            with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
+                wanting.admit(key, source, self._ledger.entry(key.digest))
         if not self.contains(key):  # deleted meanwhile
             wanting.delete(key)
 
@@ -294,11 +282,14 @@ class KVStore(Closing):
         """Write down what was used, for other processes to know, if so much waits; for when nobody does."""
         self._live_index()
         if self._ledger.waiting >= at_least:
-            try:
-                with self._ledger.changing():
-                    pass
-            except StoreError as error:  # the next change, or the next time, writes it
-                log.warning("what was used cannot be written: %s", error)
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            with self._ledger.changing():
+                pass
+        except StoreError as error:  # the next change, or the next time, writes it
+            log.warning("what was used and counted cannot be written: %s", error)
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
@@ -336,13 +327,12 @@ class KVStore(Closing):
         index = self._live_index()
         try:
             filename = index.filename(key.digest)
+            return None if filename is None else self.root / filename
         except CorruptBlobError as error:
             self._quarantine(key, None, str(error))
-            return None
         except StoreError as error:
             log.warning("%s", error)  # a miss: the caller goes on without us
-            return None
-        return None if filename is None else self.root / filename
+        return None
 
     def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
         """A layer of an open value is damaged: what was counted a hit is a miss."""
@@ -353,9 +343,9 @@ class KVStore(Closing):
         """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
         try:
             with self._changing(_QUARANTINE_WAIT_S) as index:
-                if path is not None and self.root / str(name_in(index, key.digest)) != path:
+                if path is not None and self.root / str(upkeep.name_in(index, key.digest)) != path:
                     return  # evicted or replaced meanwhile
-                refuse(self.root, index, key.digest)
+                upkeep.refuse(index, key.digest)
         except (StoreError, OSError) as error:
             log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
             return
@@ -376,15 +366,19 @@ class KVStore(Closing):
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._changing() as index:  # for the listing only: it must not see half a put
             files, digests = list(value_files(self.root)), index.digests()
-        return list(check_files(self.root, index, files, digests))
+        return list(upkeep.check_files(index, files, digests))
 
     def repair(self) -> list[Problem]:
         """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
         problems = self.check()
         with self._changing() as index:
-            bad = {problem.key.digest for problem in problems if problem.key and problem.kind in OUT_OF_USE}
+            bad = {
+                problem.key.digest
+                for problem in problems
+                if problem.key and problem.kind not in upkeep.HARMLESS
+            }
             for digest in bad:
-                refuse(self.root, index, digest)
+                upkeep.refuse(index, digest)
             self._counters.add(quarantined=len(bad))
             damaged = [each.message for each in problems if each.kind in ("index", "foreign-row")]
             if damaged:
@@ -398,10 +392,10 @@ class KVStore(Closing):
         wanted = None if keep is None else {key.digest for key in keep}
         with self._changing() as index:
             dropped = [] if wanted is None else [each for each in index.digests() if each not in wanted]
-            report = collect(self.root, index, dropped)
+            report = upkeep.collect(index, dropped)
             if wanted is not None:
                 with self._ledger.changing() as change:
-                    self._ledger.keep_only(change, wanted)
+                    change.keep_only(wanted)
                 self._ledger.truncate_log()
         while (evicted := self._evict_some()).files:
             report += evicted
@@ -490,7 +484,9 @@ class KVStore(Closing):
                 if settle:
                     change.settle(self._sizes(), None)
                 with self._index.changing() as unnamed:
+                    self._total_before = self._index.totals[1]
                     yield change, unnamed
+                    self._total_bytes(change)
         except BaseException:
             self._unsettled = True
             raise

@@ -5,45 +5,27 @@ All but `check_files` needs the writer's lock: only then is a file without a row
 
 import errno
 import logging
-import shutil
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ragblend.kvstore import layout, sqlite
 from ragblend.kvstore.blob import BlobDamage, open_verified
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, sync_folder, warn_of_network
-from ragblend.kvstore.index import FOREIGN, Index, schema_of
+from ragblend.kvstore.index import FOREIGN, Index
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import (
-    INDEX_NAME,
-    LOCK_NAME,
-    ValueFile,
-    check_format,
-    files_of,
-    move_to_quarantine,
-    prepare,
-    quarantine_of,
-    remove_index,
-    value_files,
-)
+from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import layers_of
-from ragblend.kvstore.sqlite import BUSY, SQL_ERRORS, error_code, index_failed
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
-_NOT_DAMAGE = {
-    *BUSY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-}
+_DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 
 
 @dataclass(frozen=True)
@@ -60,16 +42,8 @@ class Problem:
     message: str
 
 
-# Of a value whose key is named: what makes it unfit for use.
-OUT_OF_USE = {
-    "foreign-row",
-    "missing-file",
-    "bad-length",
-    "bad-header",
-    "bad-layer",
-    "wrong-key",
-    "unreadable",
-}
+# What makes no value unfit for use.
+HARMLESS = {"index", "orphan-file", "temporary-file", "foreign-file", "open-to-others"}
 
 
 @dataclass(frozen=True)
@@ -83,11 +57,11 @@ class GcReport:
         return GcReport(self.files + other.files, self.bytes + other.bytes)
 
 
-def check_files(root: Path, index: Index, files: list[ValueFile], digests: list[str]) -> Iterator[Problem]:
+def check_files(index: Index, files: list[ValueFile], digests: list[str]) -> Iterator[Problem]:
     """Everything wrong in a snapshot of files and keys; reads every byte of every value."""
     for line in index.integrity():
         yield Problem("index", None, index.path, line)
-    by_name, named = {file.filename: file for file in files}, set()
+    by_name, named = {file.filename for file in files}, set()
     for digest in digests:
         try:
             filename = index.filename(digest) if digest != FOREIGN else None
@@ -98,14 +72,13 @@ def check_files(root: Path, index: Index, files: list[ValueFile], digests: list[
             yield Problem("foreign-row", None, index.path, "a row that this store did not write")
         elif filename is not None:
             named.add(filename)
-            yield from _check_value(root, ChunkKey(digest), filename, by_name.get(filename))
+            yield from _check_value(index.root / filename, ChunkKey(digest), filename in by_name)
     for file in files:
-        yield from _check_file(root, file, file.filename in named)
+        yield from _check_file(index.root / file.filename, file, file.filename in named)
 
 
-def _check_value(root: Path, key: ChunkKey, filename: str, file: ValueFile | None) -> Iterator[Problem]:
-    path = root / filename
-    if file is None:
+def _check_value(path: Path, key: ChunkKey, is_there: bool) -> Iterator[Problem]:
+    if not is_there:
         yield Problem("missing-file", key, path, "the index names a file that is not there")
         return
     try:
@@ -120,8 +93,8 @@ def _check_value(root: Path, key: ChunkKey, filename: str, file: ValueFile | Non
         yield Problem("unreadable", key, path, f"reading failed: {error.strerror}")
 
 
-def _check_file(root: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]:
-    key, path = ChunkKey(file.digest) if file.digest else None, root / file.filename
+def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]:
+    key = ChunkKey(file.digest) if file.digest else None
     if key is None:
         yield Problem("foreign-file", None, path, "this store gives no such name; gc leaves it")
     elif file.temporary:
@@ -141,33 +114,29 @@ def name_in(index: Index, digest: str) -> str | None:
         return None
 
 
-def refuse(root: Path, index: Index, digest: str) -> None:
+def refuse(index: Index, digest: str) -> None:
     """Take a key out of use: its files into the quarantine, its row away."""
     with suppress(OSError):  # then a file is an orphan, and the next open sweeps it
-        move_to_quarantine(root, digest)
+        layout.move_to_quarantine(index.root, digest)
     with index.changing():
         index.delete(digest)
 
 
-def collect(root: Path, index: Index, dropped: Collection[str]) -> GcReport:
+def collect(index: Index, dropped: Collection[str]) -> GcReport:
     """Remove the values of `dropped`, what no row names, temporary files among it, and the quarantine."""
+    root = index.root
     named = {root / name for digest in dropped if (name := name_in(index, digest))}
-    values = remove_files(named.union(*(files_of(root, digest) for digest in dropped)))
+    values = remove_files(named.union(*(layout.files_of(root, digest) for digest in dropped)))
     with index.changing():
         for digest in dropped:
             index.delete(digest)
-    orphans = collect_orphans(root, index)
-    evidence = remove_files(list(quarantine_of(root).iterdir()))
+    kept = {name_in(index, digest) for digest in index.digests()}
+    orphans = [
+        root / file.filename for file in layout.value_files(root) if file.digest and file.filename not in kept
+    ]
+    others = remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
     index.truncate_log()
-    return values + orphans + evidence
-
-
-def collect_orphans(root: Path, index: Index) -> GcReport:
-    """Remove value files that no row names, temporary ones among them."""
-    named = {name_in(index, digest) for digest in index.digests()}
-    return remove_files(
-        [root / file.filename for file in value_files(root) if file.digest and file.filename not in named]
-    )
+    return values + others
 
 
 def remove_files(paths: Collection[Path]) -> GcReport:
@@ -197,49 +166,34 @@ def remove_files(paths: Collection[Path]) -> GcReport:
 
 def open_folder(root: Path) -> WriterLock:
     """The lock of a folder that is a store, or is to be one. StoreFormatError, StoreError."""
-    check_format(root)  # before anything is made or tightened in a folder that is not ours
+    layout.check_format(root)  # before anything is made or tightened in a folder that is not ours
     make_private_folder(root)
     warn_of_network(root)
-    return WriterLock(root / LOCK_NAME, TIMEOUT_S)
-
-
-def default_budget_bytes(root: Path, stored_bytes: int) -> int:
-    """A quarter of what values may take there: the disk's free bytes and their own."""
-    return (shutil.disk_usage(root).free + stored_bytes) // 4
-
-
-@contextmanager
-def opening(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"opening the KV store at {root} failed: {error}. Check that the folder can be written to and that "
-            "the disk has room, or choose another home (RAGBLEND_HOME)."
-        ) from error
+    return WriterLock(root / layout.LOCK_NAME, TIMEOUT_S)
 
 
 def open_index(root: Path) -> tuple[Index, str | None]:
     """The index, and why it had to be made anew from the values. StoreError."""
-    prepare(root)
-    untrusted = why_untrusted(root)
-    if untrusted is None:
-        try:
-            index = Index(root, TIMEOUT_S)
-            untrusted = _why_of_no_use(root, index)
+    layout.prepare(root)
+    untrusted = _why_untrusted(root)
+    try:
+        with ExitStack() as opened:
             if untrusted is None:
+                index = opened.enter_context(Index(root, TIMEOUT_S))
+                untrusted = _why_of_no_use(index)
+            if untrusted is None:
+                opened.pop_all()
                 return index, None
-            index.close()
-        except CorruptBlobError as error:
-            untrusted = str(error)
+    except CorruptBlobError as error:
+        untrusted = str(error)
     return made_anew(root, untrusted), untrusted
 
 
-def _why_of_no_use(root: Path, index: Index) -> str | None:
+def _why_of_no_use(index: Index) -> str | None:
     digests = index.digests()
     if FOREIGN in digests:
         return "it holds rows that this store did not write"
-    if not digests and any(file.digest and not file.temporary for file in value_files(root)):
+    if not digests and any(file.digest and not file.temporary for file in layout.value_files(index.root)):
         return EMPTY
     return None
 
@@ -251,12 +205,12 @@ def made_anew(root: Path, why: str) -> Index:
     delete unlinks the file before the row.
     """
     log.warning("the KV index at %s is made anew from the values that are there: %s", root, why)
-    remove_index(root)
-    prepare(root)
+    layout.remove_index(root)
+    layout.prepare(root)
     index = Index(root, TIMEOUT_S)
     try:
         with index.changing():
-            for file in value_files(root):
+            for file in layout.value_files(root):
                 if _is_sound(root, file):
                     index.set(file)
     except BaseException:
@@ -281,13 +235,13 @@ def _is_sound(root: Path, file: ValueFile) -> bool:
     return True
 
 
-def sweep(root: Path, index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], int]:
+def sweep(index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Remove leftovers of killed puts; take out of use what has no file, or one of other than the expected bytes.
 
     Returns the bytes of every value, in the order they came, and how many were refused.
     """
     files: dict[str, list[ValueFile]] = {}
-    for file in value_files(root):
+    for file in layout.value_files(index.root):
         if file.digest is not None:
             files.setdefault(file.digest, []).append(file)
     stored, refused = {}, 0
@@ -297,12 +251,12 @@ def sweep(root: Path, index: Index, expected: Mapping[str, int]) -> tuple[dict[s
         found = [file for file in several if file.filename == named]
         files[digest] = [file for file in several if file.filename != named]
         if not found or found[0].temporary or expected.get(digest, found[0].nbytes) != found[0].nbytes:
-            refuse(root, index, digest)
+            refuse(index, digest)
             refused += 1
         else:
             stored[digest] = found[0].nbytes
     for leftover in (file for several in files.values() for file in several):
-        discard(root / leftover.filename)
+        discard(index.root / leftover.filename)
     index.recount(len(stored), sum(stored.values()))
     return stored, refused
 
@@ -313,27 +267,29 @@ EMPTY = "the values have yet to be entered"
 NO_DAMAGE = {None, EARLIER, EMPTY}
 
 
-def why_untrusted(root: Path) -> str | None:
+def _why_untrusted(root: Path) -> str | None:
     """What is wrong with the index; None when it is sound, or new and empty like the rest."""
-    path = root / INDEX_NAME
+    path = root / layout.INDEX_NAME
     try:
-        problems, found = schema_of(path, TIMEOUT_S)
-    except SQL_ERRORS as error:
-        if error_code(error) in _NOT_DAMAGE:
-            raise index_failed(error, path) from error  # the disk's fault, or another program's
+        with closing(sqlite.connect(path, TIMEOUT_S)) as sql:
+            sql.text_factory = sqlite.lenient_text
+            if problems := sqlite.integrity(sql, 1):
+                return problems[0]
+            found = sqlite.schema_of(sql)
+    except sqlite.SQL_ERRORS as error:
+        if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
+            raise sqlite.index_failed(error, path) from error  # or another program's
         return str(error)
-    names = {name for name, _ in found}
-    if problems or not names:  # without tables it is new
-        return problems[0] if problems else None
-    if names >= _FORMER:
+    if found.keys() >= _FORMER:
         return EARLIER
-    changed = found - _expected_schema()  # what is missing diskcache makes
-    return f"its schema is not diskcache's: {min(changed)}" if changed else None
+    others = found.items() - _expected_schema().items()  # what is missing diskcache makes
+    return f"its schema is not diskcache's: {min(others)}" if others else None
 
 
 @cache
-def _expected_schema() -> frozenset[tuple[str, str]]:
+def _expected_schema() -> dict[str, str]:
     """What diskcache makes of an empty folder: one flipped bit in a trigger's text is found out by comparison."""
     with TemporaryDirectory(prefix="ragblend-") as folder:
         Index(Path(folder), TIMEOUT_S).close()
-        return schema_of(Path(folder, INDEX_NAME), TIMEOUT_S)[1]
+        with closing(sqlite.connect(Path(folder, layout.INDEX_NAME))) as sql:
+            return sqlite.schema_of(sql)

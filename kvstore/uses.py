@@ -58,15 +58,10 @@ CREATE TABLE IF NOT EXISTS Totals (
         AND typeof(quarantined) = 'integer')
 ) WITHOUT ROWID;
 """
-_KIND = Rebuildable(
-    "ledger of uses",
-    _SCHEMA,
-    FORMAT_VERSION,
-    "values count as put one after the other, and uses are counted anew",
-)
-_SELECT = (
-    "SELECT digest, bytes, used_at, 0, frequency, cost, computations, priority FROM Uses"  # an Entry's fields
-)
+_REMEDY = "values count as put one after the other, and uses are counted anew"
+_KIND = Rebuildable("ledger of uses", _SCHEMA, FORMAT_VERSION, _REMEDY)
+# An Entry's fields.
+_SELECT = "SELECT digest, bytes, used_at, 0, frequency, cost, computations, priority FROM Uses"
 _WRITE = "INSERT OR REPLACE INTO Uses VALUES (?, ?, ?, ?, ?, ?, ?)"
 _ADD = """INSERT INTO Totals VALUES (?, ?, ?, ?, ?) ON CONFLICT (tier) DO UPDATE SET hits = hits + excluded.hits,
     misses = misses + excluded.misses, evictions = evictions + excluded.evictions,
@@ -159,9 +154,8 @@ class Ledger(RebuildableFile):
         self._guard = threading.Lock()
         self._count = 0.0
         self._waiting: dict[str, Entry] = {}  # used_at counts this process's retrievals
-        self._unknown: dict[
-            str, Entry
-        ] = {}  # asked for, and in no row: of what was deleted nothing may come back
+        # Asked for, and in no row: of what was deleted nothing may come back.
+        self._unknown: dict[str, Entry] = {}
         self._evicted = 0
 
     # --- in memory
@@ -189,10 +183,8 @@ class Ledger(RebuildableFile):
             recent, self._waiting, self._count = self._waiting, taken, self._count + count
             for digest, entry in recent.items():
                 later = entry._replace(used_at=entry.used_at + count)
-                self._waiting[digest] = self._joined(self._waiting.pop(digest, None), later)
-
-    def _joined(self, entry: Entry | None, later: Entry) -> Entry:
-        return joined(entry or Entry(later.digest, 0), later, half_life_of(self.policy))
+                before = self._waiting.pop(digest, Entry(digest, 0))
+                self._waiting[digest] = joined(before, later, half_life_of(self.policy))
 
     # --- reading
 
@@ -233,7 +225,7 @@ class Ledger(RebuildableFile):
         counted = {tier: each.take(counts_at_least) for tier, each in self._counters.items()}
         try:
             with self.transaction() as sql:
-                change = Change(sql, self.policy)
+                change = Change(sql, self.policy, self._unknown)
                 change.use(taken, count)
                 yield change
                 if self._evicted + change.evicted >= _TRIM_EVERY:
@@ -246,25 +238,8 @@ class Ledger(RebuildableFile):
             raise
         self.policy, self._evicted = change.policy, (self._evicted + change.evicted) % _TRIM_EVERY
         for digest, entry in change.unknown.items():
-            _remember(self._unknown, self._joined(self._unknown.pop(digest, None), entry), self._remembered)
-
-    def arrived(self, change: "Change", digest: str, nbytes: int, cost: float) -> None:
-        """A value was computed, at `cost` a token, and is stored now."""
-        before, asked = self._unknown.pop(digest, None), change.unknown.pop(digest, None)
-        if asked is not None:
-            before = self._joined(before, asked)
-        change.arrive(digest, nbytes, cost, before)
-
-    def forget(self, change: "Change", digests: Iterable[str]) -> None:
-        """These were deleted: nothing of them may stay, their counts included."""
-        for digest in digests:
-            change.delete(digest)
-            for unknown in (self._unknown, change.unknown):
-                unknown.pop(digest, None)
-
-    def keep_only(self, change: "Change", wanted: Collection[str]) -> None:
-        """Forget every other value."""
-        self.forget(change, {*change.digests(), *self._unknown, *change.unknown} - set(wanted))
+            later = joined(self._unknown.pop(digest, Entry(digest, 0)), entry, half_life_of(self.policy))
+            _remember(self._unknown, later, self._remembered)
 
     def settle(self, stored: Mapping[str, int]) -> None:
         """Bring the rows in line with what is stored, by digest and bytes, and rank by the policy wanted."""
@@ -275,14 +250,18 @@ class Ledger(RebuildableFile):
 
 
 class Change:
-    """The ledger inside a transaction. unknown: retrievals that it could not write, for want of a row."""
+    """The ledger inside a transaction. unknown: retrievals without a row to be written to; before: of earlier ones.
 
-    def __init__(self, sql: sqlite3.Connection, otherwise: Policy) -> None:
-        self._sql, self.evicted = sql, 0
+    grown_bytes: by how much the values' bytes have grown in it.
+    """
+
+    def __init__(self, sql: sqlite3.Connection, otherwise: Policy, before: dict[str, Entry]) -> None:
+        self._sql, self.evicted, self.grown_bytes = sql, 0, 0
         self._row = sql.execute("SELECT policy, uses, clock FROM Ranking").fetchone()
         row: tuple[str, float, float] = self._row or (otherwise.name, 0.0, 0.0)
         name, self._uses, self._clock = row
         self.policy, self.unknown = POLICIES.get(name, otherwise), dict[str, Entry]()
+        self._before = before
 
     def use(self, waiting: Mapping[str, Entry], count: float) -> None:
         """Write retrievals, as later than all that others have written."""
@@ -296,14 +275,17 @@ class Change:
             else:
                 self._write(joined(found, later, half_life))
 
-    def arrive(self, digest: str, nbytes: int, cost: float, asked: Entry | None) -> None:
-        """Rank a value that is stored now; one that nobody has asked for counts as used once.
+    def arrive(self, digest: str, nbytes: int, cost: float) -> None:
+        """Rank a value that was computed, at `cost` a token; one that nobody has asked for counts as used once.
 
-        Else all that one ingests would go before anything that was asked for once, however long ago. asked: retrievals
-        that are in no row.
+        Else all that one ingests would go before anything that was asked for once, however long ago.
         """
-        known = _read(self._sql, digest) or (asked if self.policy.fades else None) or Entry(digest, 0)
-        entry = computed(known._replace(nbytes=nbytes), cost)
+        nothing, found = Entry(digest, 0), _read(self._sql, digest)
+        self.grown_bytes += nbytes - (found or nothing).nbytes
+        before, asked = self._before.pop(digest, nothing), self.unknown.pop(digest, nothing)
+        if found is None and self.policy.fades:
+            found = joined(before, asked, half_life_of(self.policy))
+        entry = computed((found or nothing)._replace(nbytes=nbytes), cost)
         if not entry.frequency:
             entry = self._used_once(entry)
         self._write(entry)
@@ -316,26 +298,36 @@ class Change:
     def evict(self, victims: Collection[Entry]) -> None:
         """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
         for victim in victims:
+            self.grown_bytes -= victim.nbytes
             if self.policy.fades:
                 self._write(victim._replace(nbytes=0))
             else:
-                self.delete(victim.digest)
+                self._delete(victim.digest)
         self._clock = clock_after(self._clock, victims)
         self.evicted += len(victims)
 
-    def delete(self, digest: str) -> None:
-        self._sql.execute("DELETE FROM Uses WHERE digest = ?", (digest,))
+    def forget(self, digests: Iterable[str]) -> None:
+        """These were deleted: nothing of them may stay, their counts included."""
+        for digest in digests:
+            self.grown_bytes -= (_read(self._sql, digest) or Entry(digest, 0)).nbytes
+            self._delete(digest)
+            self._before.pop(digest, None)
+            self.unknown.pop(digest, None)
 
-    def digests(self) -> set[str]:
-        """Of all rows."""
-        return {digest for (digest,) in self._sql.execute("SELECT digest FROM Uses")}
+    def keep_only(self, wanted: Collection[str]) -> None:
+        """Forget every other value."""
+        rows = {digest for (digest,) in self._sql.execute("SELECT digest FROM Uses")}
+        self.forget((rows | set(self._before) | set(self.unknown)) - set(wanted))
+
+    def _delete(self, digest: str) -> None:
+        self._sql.execute("DELETE FROM Uses WHERE digest = ?", (digest,))
 
     def settle(self, stored: Mapping[str, int], wanted: Policy | None) -> None:
         """See `Ledger.settle`; what no row tells of was put in the order of `stored`."""
         self._rank_anew(wanted or self.policy)
         known = dict(self._sql.execute("SELECT digest, bytes FROM Uses").fetchall())
         for digest in [digest for digest, nbytes in known.items() if nbytes and digest not in stored]:
-            self.delete(digest)  # a row of what was deleted may not become a memory of it
+            self._delete(digest)  # a row of what was deleted may not become a memory of it
         for digest, nbytes in stored.items():
             if not known.get(digest):
                 self._write(self._used_once(Entry(digest, nbytes)))

@@ -13,7 +13,7 @@ import pytest
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.index import FOREIGN, FileNames
+from ragblend.kvstore.index import FOREIGN, FileNames, Index
 from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.store import KVStore
@@ -223,7 +223,7 @@ def test_kv_of_another_geometry_or_start_is_damage(open_store, root, sample, sam
             store.put(key, wrong)
             assert look(key, chunk.token_ids, chunk.geometry, chunk.start) is None
             assert store.stats().quarantined == count
-            assert not store.contains(key) and not memory.contains(key)
+            assert not store.contains(key) and not memory.keys()
         store.put(key, chunk)
         with store.open_chunk(key, chunk.token_ids, chunk.geometry, chunk.start) as reader:
             assert same(whole(reader), chunk)
@@ -496,3 +496,17 @@ def test_an_absurd_size_in_a_row_does_not_empty_the_store(open_store, sample, ro
     assert store.stats().evictions == 0
     store.put(*sample(3))
     assert (store.stats().entries, store.stats().bytes) == (3, 3 * size)
+
+
+def test_an_index_that_cannot_be_read_through_is_closed(root, monkeypatch):
+    closed = []
+
+    def unreadable(self):
+        raise StoreError("the disk is busy")
+
+    KVStore.open(root, 1 << 20).close()
+    monkeypatch.setattr(Index, "digests", unreadable)
+    monkeypatch.setattr(Index, "close", lambda self: closed.append(self))
+    with pytest.raises(StoreError, match="busy"):
+        KVStore.open(root, 1 << 20)
+    assert len(closed) == 1

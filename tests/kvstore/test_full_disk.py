@@ -93,7 +93,7 @@ def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch)
 )
 @pytest.mark.parametrize(
     "step",
-    ["index.Index.set", "uses.Ledger.arrived", "uses.Change.in_order", "uses.Change.evict"],
+    ["index.Index.set", "uses.Change.arrive", "uses.Change.in_order", "uses.Change.evict"],
 )
 def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
     old, new, size = sample(1), sample(2), Blob.of(*sample(1)).nbytes

@@ -13,7 +13,6 @@ from ragblend.kvstore.policy import (
     joined,
     policy_named,
     ranked,
-    sound,
     used,
 )
 
@@ -72,7 +71,7 @@ ENTRY = Entry("a", nbytes=2000, used_at=50.0, tokens=100, frequency=3.0, cost=1.
     ],
 )
 def test_each_policy_is_its_formula(name, priority):
-    assert ranked(ENTRY, POLICIES[name], clock=7.0, half_life=10.0).priority == pytest.approx(priority)
+    assert ranked(ENTRY, POLICIES[name], clock=7.0).priority == pytest.approx(priority)
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():
@@ -95,32 +94,3 @@ def test_the_clock_is_the_largest_evicted_priority_and_never_goes_back():
     assert clock_after(0.0, [high, low]) == 5.0
     assert clock_after(9.0, [high, low]) == 9.0
     assert clock_after(4.0, []) == 4.0
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"used_at": math.nan},
-        {"used_at": math.inf},
-        {"used_at": 2.0**60},
-        {"frequency": -1.0},
-        {"frequency": math.nan},
-        {"cost": math.inf},
-        {"priority": math.nan},
-        {"computations": -2},
-        {"tokens": -5},
-        {"frequency": "3"},
-        {"cost": None},
-        {"priority": b"x"},
-    ],
-)
-def test_a_damaged_row_counts_as_never_used_and_keeps_its_bytes(damage):
-    assert sound(ENTRY._replace(**damage)) == Entry("a", 2000)
-
-
-def test_a_size_that_is_none_counts_as_nothing():
-    assert sound(ENTRY._replace(nbytes=-7)) == Entry("a", 0)
-
-
-def test_a_sound_row_is_left_alone():
-    assert sound(ENTRY) is ENTRY
