@@ -3,11 +3,12 @@
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 from ragblend.kvstore.files import Closing, make_private_file
@@ -23,6 +24,7 @@ from ragblend.kvstore.sqlite import (
     write_ahead,
 )
 
+BATCH_ROWS = 500
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
 
@@ -72,6 +74,24 @@ class Database(Closing):
         self._demand_sound()
         with self._mutex, self._named_errors():
             return self._sql.execute(query, values).fetchall()
+
+    def column(self, query: str, *values: object) -> list[Any]:
+        """The first value of each row."""
+        return [row[0] for row in self.rows(query, *values)]
+
+    def among(self, query: str, keys: Iterable[str]) -> list[sqlite3.Row]:
+        """The rows of a query that ends in `IN`, for any number of keys."""
+        everything = list(dict.fromkeys(keys))
+        found: list[sqlite3.Row] = []
+        for start in range(0, len(everything), BATCH_ROWS):
+            batch = everything[start : start + BATCH_ROWS]
+            found += self.rows(f"{query} ({', '.join('?' * len(batch))})", *batch)
+        return found
+
+    def execute(self, query: str, *values: object) -> sqlite3.Cursor:
+        """One statement, all or nothing."""
+        with self.transaction() as sql:
+            return sql.execute(query, values)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -106,12 +106,8 @@ def _disk(workspace: Workspace) -> tuple[str, str]:
 
 
 def _library(workspace: Workspace) -> tuple[str, str]:
-    damage = workspace.library.damage()
-    if damage:
-        return (
-            "failed",
-            f"the registry is damaged: {damage[0]}; restore {workspace.home.library} from a backup",
-        )
+    if damage := workspace.library.damage:
+        return "failed", f"the registry is damaged: {damage}; restore {workspace.home.library} from a backup"
     if findings := check_library(workspace.library):
         return "failed", f"{len(findings)} damaged documents, such as {findings[0].message}"
     library, states = workspace.library, Counter[str]()

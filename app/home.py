@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from ragblend.engine.home import default_home
+from ragblend.engine.config import default_home
 from ragblend.kvstore.errors import LibraryError
 
 # A KV file can be inverted to the text it was made from, so the home is as secret as the documents.

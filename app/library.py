@@ -19,7 +19,6 @@ from ragblend.app.documents import Document, FileFacts, Passage, State, document
 from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
 Embeddings = NDArray[np.float32]
-BATCH_ROWS = 500
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
 DAMAGED = "What was kept of it is damaged on the disk. Run `ragblend store repair`, or ingest it again."
@@ -78,7 +77,7 @@ class Library:
     def open(cls, path: Path) -> "Library":
         """Open or make the registry at `path`. Raises LibraryError."""
         library = cls(Database(path, REGISTRY))
-        if not library.damage():
+        if not library.damage:
             library._mark_damaged(library._bereft())
         return library
 
@@ -97,8 +96,8 @@ class Library:
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
         """How many documents are in each state."""
-        query = "SELECT state, count(*) AS n FROM documents WHERE collection = ? GROUP BY state"
-        found = {row["state"]: row["n"] for row in self._database.rows(query, collection)}
+        query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
+        found = dict(map(tuple, self._database.rows(query, collection)))
         return {state.value: found.get(state.value, 0) for state in State}
 
     def page(
@@ -122,32 +121,25 @@ class Library:
         total = sum(counts.values()) if state is None else counts.get(state, 0)
         query = f"SELECT id FROM documents WHERE {where} ORDER BY {ORDERS[order]}"
         if search.strip():  # looked through once, for the rows and for how many there are
-            ids = [row["id"] for row in self._database.rows(query, *values)]
+            ids = self._database.column(query, *values)
             shown, total = ids[offset : offset + limit], len(ids)
         else:
-            rows = self._database.rows(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
-            shown = [row["id"] for row in rows]
+            shown = self._database.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
         found = self.documents_with(shown)  # only what is shown has its row read, and its passages counted
         originals = f"{self.path.parent / 'originals'}/"  # of them the home has the file
-        listed = [found[key] for key in shown if key in found]
-        rows_shown = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
-        return DocumentPage(tuple(rows_shown), total, counts)
+        listed = (found[key] for key in shown if key in found)
+        documents = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
+        return DocumentPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""
-        found: dict[str, Document] = {}
-        for batch in _batches(ids):
-            rows = self._database.rows(f"SELECT {COLUMNS} WHERE id IN ({','.join('?' * len(batch))})", *batch)
-            found |= {row["id"]: _document(row) for row in rows}
-        return found
+        return {row["id"]: _document(row) for row in self._database.among(f"SELECT {COLUMNS} WHERE id IN", ids)}
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
         """The paths of all documents in a folder, however deep."""
         query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
-        start = folder.rstrip("/") + "/"
-        return [
-            row["path"] for row in self._database.rows(query, collection, start, start[:-1] + "0")
-        ]  # "0" follows "/"
+        start = folder.rstrip("/")
+        return self._database.column(query, collection, f"{start}/", f"{start}0")  # "0" follows "/"
 
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
@@ -171,30 +163,24 @@ class Library:
         key = document_id(collection, path)
         if not self.is_sealed(key):  # a damaged row cannot be changed
             self.remove(key)
-        with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
-                "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at",
-                (key, path, collection, now()),
-            )
+        query = (
+            "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
+            "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at"
+        )
+        self._database.execute(query, key, path, collection, now())
         return key
 
     def finish(self, document: str) -> None:
         """All of a document is in place: nothing is stale and nothing is left to do."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
-            connection.execute(
-                "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?",
-                (now(), document),
-            )
+            query = "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?"
+            connection.execute(query, (now(), document))
 
     def fail(self, document: str, reason: str) -> None:
         """Keep why a document could not be ingested. What an earlier version of it left here stays."""
-        with self._database.transaction() as connection:
-            connection.execute(
-                "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?",
-                (reason, now(), document),
-            )
+        query = "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?"
+        self._database.execute(query, reason, now(), document)
 
     def set_facts(self, document: str, facts: FileFacts) -> None:
         """The file was touched but not changed: remember its new time."""
@@ -213,17 +199,15 @@ class Library:
     def collections(self) -> list[str]:
         """All that hold documents or were made to hold some, by name."""
         query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
-        return [row["name"] for row in self._database.rows(query)]
+        return self._database.column(query)
 
     def keep_collection(self, name: str) -> None:
         """Remember a collection although nothing is in it."""
-        with self._database.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO collections VALUES (?)", (name,))
+        self._database.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
 
     def forget_collection(self, name: str) -> None:
         """Not to be remembered when nothing is in it."""
-        with self._database.transaction() as connection:
-            connection.execute("DELETE FROM collections WHERE name = ?", (name,))
+        self._database.execute("DELETE FROM collections WHERE name = ?", name)
 
     # --- passages --------------------------------------------------------------------------------
 
@@ -244,7 +228,8 @@ class Library:
             connection.executemany(
                 f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (p.node_id, document, p.index, p.text, p.location, len(rows), _to_blob(rows))
+                    (p.node_id, document, p.index, p.text, p.location, len(rows),
+                     np.ascontiguousarray(rows, dtype="<f4").tobytes())
                     for p, rows in zip(passages, embeddings, strict=True)
                 ),
             )
@@ -263,41 +248,28 @@ class Library:
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
         """The passages that are known of these; ids that nobody knows, and what is damaged, are left out."""
-        found: dict[str, Passage] = {}
-        for batch in _batches(node_ids):
-            marks = ",".join("?" * len(batch))
-            rows = self._database.rows(f"SELECT * FROM chunks WHERE node_id IN ({marks})", *batch)
-            found |= {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
-            self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
+        rows = self._database.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
+        found = {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
+        self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
         return found
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""
-        found: set[str] = set()
-        for batch in _batches(node_ids):
-            marks = ",".join("?" * len(batch))
-            rows = self._database.rows(f"SELECT node_id FROM chunks WHERE node_id IN ({marks})", *batch)
-            found |= {row["node_id"] for row in rows}
-        return found
+        return {row[0] for row in self._database.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
 
     def node_ids(self, document: str) -> list[str]:
         """Of a document's passages, whether they are sound or not."""
         query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
-        return [row["node_id"] for row in self._database.rows(query, document)]
+        return self._database.column(query, document)
 
     def stale(self, document: str) -> list[str]:
         """Node ids of earlier versions, whose vectors and KV are still to be removed."""
-        return [
-            row["node_id"]
-            for row in self._database.rows("SELECT node_id FROM stale WHERE document_id = ?", document)
-        ]
+        return self._database.column("SELECT node_id FROM stale WHERE document_id = ?", document)
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
         """A document's node ids and embeddings, (W, E) each, in reading order. Raises DamagedDocumentError."""
         rows = self._passage_rows(document)
-        return [row["node_id"] for row in rows], [
-            _from_blob(row["embedding"], row["windows"]) for row in rows
-        ]
+        return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
 
     def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
         """Every node id and embedding of a collection, a document at a time; what is damaged is left out."""
@@ -317,17 +289,18 @@ class Library:
             "SELECT node_id, path FROM documents JOIN chunks ON document_id = id WHERE collection = ? "
             "ORDER BY documents.rowid, position"
         )
-        return {row["node_id"]: row["path"] for row in self._database.rows(query, collection)}
+        return dict(map(tuple, self._database.rows(query, collection)))
 
     def count_passages(self, collection: str) -> int:
-        query = "SELECT count(*) AS n FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
-        return int(self._database.rows(query, collection)[0]["n"])
+        query = "SELECT count(*) FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
+        return int(self._database.column(query, collection)[0])
 
     # --- damage and erasing ----------------------------------------------------------------------
 
-    def damage(self) -> list[str]:
+    @property
+    def damage(self) -> str:
         """What is wrong with the file as a whole: nothing of it can be believed; empty when it is sound."""
-        return [self._database.damage] if self._database.damage else []
+        return self._database.damage
 
     def damaged_documents(self) -> list[Document]:
         """Those whose row or passages are not what was written, from reading everything."""
@@ -336,10 +309,8 @@ class Library:
 
     def is_sealed(self, document: str) -> bool:
         """Whether the document's own row is what was written."""
-        return all(
-            is_sound(row, DOCUMENT)
-            for row in self._database.rows("SELECT * FROM documents WHERE id = ?", document)
-        )
+        rows = self._database.rows("SELECT * FROM documents WHERE id = ?", document)
+        return all(is_sound(row, DOCUMENT) for row in rows)
 
     def unerased(self) -> dict[str, bool]:
         """Collections from which something was taken that may still stand in other files; True: anything may."""
@@ -348,8 +319,7 @@ class Library:
 
     def erased(self, collection: str) -> None:
         """Nothing that was taken from it stands anywhere else."""
-        with self._database.transaction() as connection:
-            connection.execute("DELETE FROM unerased WHERE collection = ?", (collection,))
+        self._database.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
     def erase(self) -> bool:
         """Leave no byte of what was removed in the file; False while others use it for long, or on a full disk."""
@@ -366,17 +336,15 @@ class Library:
         """So that `docs list` shows them, and the next ingest cuts and embeds them again."""
         for document in documents:
             log.warning("the passages of the document %s: %s", document, DAMAGED)
-            with suppress(LibraryError), self._database.transaction() as connection:
-                connection.execute(
-                    "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?",
-                    (DAMAGED, document),
-                )
+            with suppress(LibraryError):
+                query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
+                self._database.execute(query, DAMAGED, document)
 
     def _bereft(self) -> set[str]:
         """Documents that a passage was taken from by a flipped bit in its `document_id`: with theirs it is sound."""
         query = "SELECT * FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)"
         strays = [dict(row) for row in self._database.rows(query)]
-        ids = [row["id"] for row in self._database.rows("SELECT id FROM documents")] if strays else []
+        ids = self._database.column("SELECT id FROM documents") if strays else []
         return {id for row in strays for id in ids if is_sound({**row, "document_id": id}, PASSAGE)}
 
     def _is_whole(self, document: Document) -> bool:
@@ -417,15 +385,5 @@ def _passage(row: sqlite3.Row) -> Passage:
     return Passage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
 
 
-def _to_blob(embedding: Embeddings) -> bytes:
-    return np.ascontiguousarray(embedding, dtype="<f4").tobytes()
-
-
-def _from_blob(blob: bytes, windows: int) -> Embeddings:
-    return np.frombuffer(blob, dtype="<f4").astype(np.float32).reshape(windows, -1)
-
-
-def _batches(items: Iterable[str]) -> Iterator[list[str]]:
-    everything = list(dict.fromkeys(items))
-    for start in range(0, len(everything), BATCH_ROWS):
-        yield everything[start : start + BATCH_ROWS]
+def _embedding(row: sqlite3.Row) -> Embeddings:
+    return np.frombuffer(row["embedding"], dtype="<f4").astype(np.float32).reshape(row["windows"], -1)

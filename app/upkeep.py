@@ -44,20 +44,17 @@ def check(workspace: Workspace) -> list[Finding]:
 
     Where the registry's file itself is damaged nothing else is looked at.
     """
-    if damage := workspace.library.damage():
-        return [Finding("library", damage[0])]
-    findings = _damaged_documents(workspace.library)
+    findings = check_library(workspace.library)
+    if workspace.library.damage:
+        return findings
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
     return findings + check_index(workspace)
 
 
 def check_library(library: Library) -> list[Finding]:
-    """The file as a whole, then every document and passage against its checksum."""
-    damage = library.damage()
-    return [Finding("library", damage[0])] if damage else _damaged_documents(library)
-
-
-def _damaged_documents(library: Library) -> list[Finding]:
+    """The file as a whole, or else every document and passage against its checksum."""
+    if library.damage:
+        return [Finding("library", library.damage)]
     return [Finding("library", f"{each.path}: {DAMAGED}") for each in library.damaged_documents()]
 
 
@@ -67,7 +64,8 @@ def check_index(workspace: Workspace) -> list[Finding]:
         indexed = workspace.index.node_ids()
     except LibraryError as error:
         return [Finding("index", str(error))]
-    registered = _registered(workspace.library, workspace.settings.collection)
+    collection = workspace.library.embeddings(workspace.settings.collection)
+    registered = {node for nodes, _ in collection for node in nodes}
     advice = "`ragblend store repair` builds the index again."
     findings = []
     if missing := len(registered - indexed):
@@ -82,12 +80,13 @@ def check_index(workspace: Workspace) -> list[Finding]:
 def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = nobody) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock."""
     library, collection = workspace.library, workspace.settings.collection
-    if damage := library.damage():
+    if library.damage:
         raise LibraryError(
-            f"Repairing {workspace.home.root}: the registry {library.path} itself is damaged ({damage[0]}). It cannot "
+            f"Repairing {workspace.home.root}: the registry {library.path} itself is damaged ({library.damage}). It cannot "
             "be built from anything else: restore it from a backup, or move it away and ingest the documents again."
         )
-    restored, lost = _restore(workspace)
+    damaged_here = [each for each in library.damaged_documents() if each.collection == collection]
+    lost = tuple(each.path for each in damaged_here if not _restored(workspace, each))
     for path in lost:
         note(f"{path}: {DAMAGED} Its file is not what was ingested; until then its passages are left out.")
     note("Building the vector index from the registry ...")
@@ -102,15 +101,8 @@ def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], No
     if passages:
         workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
     kv = encode_missing(workspace, progress)
+    restored = len(damaged_here) - len(lost)
     return Repaired(vectors, kv.passages, kv.encoded, kv.with_kv, damaged, restored, lost)
-
-
-def _restore(workspace: Workspace) -> tuple[int, tuple[str, ...]]:
-    """Read damaged documents again whose files are what they were: how many, and the paths of the others."""
-    mine = workspace.settings.collection
-    damaged = [each for each in workspace.library.damaged_documents() if each.collection == mine]
-    lost = [each.path for each in damaged if not _restored(workspace, each)]
-    return len(damaged) - len(lost), tuple(lost)
 
 
 def _restored(workspace: Workspace, document: Document) -> bool:
@@ -124,7 +116,3 @@ def _restored(workspace: Workspace, document: Document) -> bool:
         workspace.library.remove(document.id)
     ingest_file(workspace, path)
     return True
-
-
-def _registered(library: Library, collection: str) -> set[str]:
-    return {node for nodes, _ in library.embeddings(collection) for node in nodes}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection import METHODS, Policy
-from ragblend.engine.selection.evidence import Attention, Probed
+from ragblend.engine.selection.base import Attention, Probed
 from ragblend.engine.selection.shift import Change, Delta
 from ragblend.kvstore.errors import UsageError
 

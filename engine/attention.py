@@ -71,44 +71,33 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
         tile = rows[start : start + TILE_ROWS]
         first = 0 if window is None else max(0, int(tile[0]) - window + 1)
         stop = int(tile[-1]) + 1
-        keys = torch.arange(first, stop)
-        hidden = keys[None, :] > tile[:, None]
-        if window is not None:
-            hidden |= keys[None, :] <= tile[:, None] - window
-        if absent is not None:
-            hidden |= absent[first:stop]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        tiles.append(Tile(start, start + tile.numel(), first, stop, mask[None, None]))
+        visible = position_mask(tile, stop, window, absent, first)
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        tiles.append(Tile(start, start + tile.numel(), first, stop, mask))
     return tiles
 
 
-def is_plain_causal(rows: Tensor, total_tokens: int, window: int | None) -> bool:
-    """Whether the rows are the whole sequence and nothing slides out, so that attention may take its causal path."""
-    return rows.numel() == total_tokens and (window is None or window >= total_tokens)
-
-
 def position_mask(
-    rows: Tensor, total_tokens: int, window: int | None, absent: Tensor | None = None
+    rows: Tensor, total_tokens: int, window: int | None, absent: Tensor | None = None, first_key: int = 0
 ) -> Tensor:
-    """The mask for computing `rows` against the whole sequence.
+    """The mask for computing `rows` against the keys first_key..total_tokens.
 
     rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
-    keys that are not there. Returns bool (1, 1, R, total_tokens), True where the row may attend.
+    keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
     """
-    keys = torch.arange(total_tokens, device=rows.device)
-    mask = keys[None, :] <= rows[:, None]  # (R, T)
+    keys = torch.arange(first_key, total_tokens, device=rows.device)
+    mask = keys[None, :] <= rows[:, None]  # (R, K)
     if window is not None:
         mask &= keys[None, :] > rows[:, None] - window
     if absent is not None:
-        mask &= ~absent
+        mask &= ~absent[first_key:total_tokens]
     return mask[None, None]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The same mask as numbers to add to the scores: 0 where the row may attend, the lowest number elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, torch.finfo(dtype).min
-    )
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def register() -> str:
@@ -141,9 +130,13 @@ def rows_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if collector is not None:
-        return _collected_attention(
-            module, query, key, value, attention_mask, scaling, tiles, collector, kwargs
-        )
+        start = query.shape[2] - collector.rows
+        out = _collected(query[0, :, start:], key[0], value[0], scaling, collector)
+        if start == 0:
+            return out.contiguous(), None
+        first, more = query[:, :, :start], {"tiles": tiles, **kwargs}
+        before, _ = rows_attention(module, first, key, value, attention_mask, scaling, **more)
+        return torch.cat([before, out], dim=1), None
     if tiles is None and attention_mask is None and query.shape[2] == 1 and query.device.type == "cpu":
         tiles = [Tile(0, 1, 0, key.shape[2], None)]  # one row sees all that it is given
     if tiles is None:
@@ -170,10 +163,9 @@ def eager_attention(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     if collector is not None and collector.collect is not None:
+        last, seen = slice(-collector.rows, None), slice(collector.first_key, None)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weights = attended[1][0, :, -collector.rows :, collector.first_key :]
-        keys = key[0, :, collector.first_key :]
-        collector.collect(collector, query[0, :, -collector.rows :], keys, scale, weights)
+        collector.collect(collector, query[0, :, last], key[0, :, seen], scale, attended[1][0, :, last, seen])
     return attended
 
 
@@ -201,37 +193,16 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, til
     return out
 
 
-def _collected_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    tiles: list[Tile] | None,
-    collector: Collector,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    start = query.shape[2] - collector.rows
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0, :, start:]
-    keys, values = key[0, :, collector.first_key :], value[0, :, collector.first_key :]
-    weights = _weights(queries, keys, scale, collector.mask)
-    if collector.collect is not None:
-        collector.collect(collector, queries, keys, scale, weights)
-    attended = (weights.view(keys.shape[0], -1, keys.shape[1]) @ values).view(*queries.shape[:2], -1)
-    out = attended.transpose(0, 1)[None]  # (1, W, N, D)
-    if start == 0:
-        return out.contiguous(), None
-    before, _ = rows_attention(
-        module, query[:, :, :start], key, value, attention_mask, scaling, tiles, None, **kwargs
-    )
-    return torch.cat([before, out], dim=1), None
-
-
-def _weights(queries: Tensor, keys: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    """queries (N, W, D), keys (H, K, D), mask (W, K) additive -> (N, W, K) shares of each row, in queries' dtype."""
-    heads, rows, size = queries.shape
-    grouped = (queries * scaling).reshape(keys.shape[0], -1, size)  # (H, G * W, D): no key is expanded
+def _collected(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: Collector
+) -> Tensor:
+    """queries (N, W, D), keys and values (H, T, D) -> (1, W, N, D), by weights (N, W, K) that are collected."""
+    (heads, rows, size), keys = query.shape, key[:, collector.first_key :]
+    scale = size**-0.5 if scaling is None else scaling
+    grouped = (query * scale).reshape(keys.shape[0], -1, size)  # (H, G * W, D): no key is expanded
     scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1)
-    return scores.add_(mask).softmax(dim=-1)
+    weights = scores.add_(collector.mask).softmax(dim=-1)
+    if collector.collect is not None:
+        collector.collect(collector, query, keys, scale, weights)
+    attended = weights.view(keys.shape[0], -1, keys.shape[1]) @ value[:, collector.first_key :]
+    return attended.view(heads, rows, -1).transpose(0, 1)[None]

@@ -25,7 +25,7 @@ def chat(tokenizer: Any, messages: Sequence[Message]) -> Prompt:
     for message in messages:
         if not re.fullmatch(r"[\w-]+", message.role):  # a template prints it as it is
             raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
-    messages = [Message(m.role, tuple(_as_text(part) for part in m.segments)) for m in messages]
+    messages = [Message(m.role, tuple(map(_as_text, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(joined(_in_words(messages)))
     try:
@@ -60,20 +60,17 @@ def joined(segments: Sequence[Segment]) -> list[Segment]:
         last = result[-1] if result else None
         if not isinstance(segment, Literal) or segment.token_ids is not None:
             result.append(segment)
-        elif segment.text and _same_kind(last, segment):
-            assert isinstance(last, Literal)
+        elif not segment.text:
+            continue
+        elif isinstance(last, Literal) and (last.token_ids, last.verbatim) == (None, segment.verbatim):
             result[-1] = Literal(last.text + segment.text, None, segment.verbatim)
-        elif segment.text:
+        else:
             result.append(segment)
     return result
 
 
 def _as_text(segment: Segment) -> Segment:
     return replace(segment, verbatim=True) if isinstance(segment, Literal) else segment
-
-
-def _same_kind(last: Segment | None, literal: Literal) -> bool:
-    return isinstance(last, Literal) and last.token_ids is None and last.verbatim == literal.verbatim
 
 
 def _templated(tokenizer: Any, messages: Sequence[Message]) -> list[Segment]:

@@ -1,16 +1,19 @@
-"""What goes into the engine and what it reports: frozen values, checked when they are made."""
+"""What goes into the engine and what it reports: frozen values, checked when they are made; where data lives."""
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
 from ragblend.engine.trace import Trace
-from ragblend.kvstore.errors import UsageError, did_you_mean
+from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
 from ragblend.kvstore.policy import policy_named
 
+HOME_VARIABLE = "RAGBLEND_HOME"
 # How a prompt is read unless something else is asked for; docs/methods.md has what was measured of it.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.15
@@ -91,20 +94,25 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         for name, declared in self.__dataclass_fields__.items():
-            if name != "stop":
-                _check_number(name, getattr(self, name), declared.default)
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise UsageError(f"temperature must be 0 (greedy) or above, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise UsageError(f"top_k must be 0 (off) or above, not {self.top_k}")
-        if self.keep_tokens is not None and self.keep_tokens < 1:
-            raise UsageError(f"keep_tokens must be at least 1, or None to keep all, not {self.keep_tokens}")
-        if self.repetition_penalty <= 0:
-            raise UsageError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+            value, kind = getattr(self, name), Real if isinstance(declared.default, float) else Integral
+            if name == "stop" or value is declared.default is None:
+                continue
+            if not isinstance(value, kind) or not math.isfinite(value):
+                raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
+        for name, sound, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or above"),
+            (
+                "keep_tokens",
+                self.keep_tokens is None or self.keep_tokens >= 1,
+                "at least 1, or None to keep all",
+            ),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+        ):
+            if not sound:
+                raise UsageError(f"{name} must be {wanted}, not {getattr(self, name)}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
             raise UsageError(f"stop must be a text or several, not {self.stop!r}")
@@ -118,15 +126,6 @@ class DecodeOptions:
                 said = f"the option {name!r} is unknown; there are {', '.join(names)}"
                 raise UsageError(said + did_you_mean(name, names))
         return cls(**options)
-
-
-def _check_number(name: str, value: Any, default: Any) -> None:
-    """Raise UsageError for what is no number where the default is one; whole, unless that is a float."""
-    kind = Real if isinstance(default, float) else Integral
-    if value is None and default is None:
-        return
-    if not isinstance(value, kind) or not math.isfinite(value):
-        raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -186,3 +185,22 @@ class Report:
     computed_fraction: float = 1.0
     served: str = ""
     evicted_tokens: int = 0
+
+
+def resolve_home(home: str | Path | None) -> Path:
+    """The folder given, or RAGBLEND_HOME, or the user's data folder; made if absent (0700). Raises StoreError."""
+    folder = Path(default_home() if home is None else home).expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StoreError(
+            f"the home folder {folder} cannot be made: {error.strerror}; pass another with --home or {HOME_VARIABLE}"
+        ) from error
+    return folder
+
+
+def default_home() -> str:
+    """RAGBLEND_HOME, or else the user's data folder."""
+    from platformdirs import user_data_dir
+
+    return os.environ.get(HOME_VARIABLE) or user_data_dir("ragblend", appauthor=False)

@@ -9,22 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ragblend.engine.files import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 
-CONVERSION_ERRORS = (
-    ValueError,
-    KeyError,
-    IndexError,
-    RuntimeError,
-    TypeError,
-    NotImplementedError,
-    struct.error,
-    EOFError,
-)
+# What transformers' readers raise; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
+CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
 _TOKENIZER = "tokenizer_config.json"
 log = logging.getLogger("ragblend")
 
@@ -98,7 +88,12 @@ def _named_errors(gguf: Path) -> Iterator[None]:
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    _check_header(gguf)
+    with gguf.open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        raise CorruptModelError(
+            f"{gguf} does not begin with GGUF (found {magic!r}): it is another kind of file or damaged"
+        )
     with _named_errors(gguf):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)
@@ -115,23 +110,8 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
             dtype=DTYPES[dtype],
             quantization_config=GgufConfig(dequantize=True),
         )
-    _save(model, folder)
-    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
-
-
-def _save(model: torch.nn.Module, folder: Path) -> None:
     # What it was unpacked from is of no use to whoever loads the safetensors.
-    model.config.quantization_config = None  # type: ignore[union-attr]
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None  # type: ignore[assignment]
-    model.save_pretrained(folder)  # type: ignore[operator]
-
-
-def _check_header(gguf: Path) -> None:
-    with gguf.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        raise CorruptModelError(
-            f"{gguf} does not begin with GGUF (found {magic!r}): it is another kind of file or damaged"
-        )
+    model.save_pretrained(folder)
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)

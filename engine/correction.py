@@ -26,7 +26,9 @@ class Correction:
         # In the run, and computed in any case. They hold what was in memory before; a product of the whole run takes
         # NaN over into a neighbour: oneDNN reads an odd row of bfloat16 together with the first number behind it.
         self._unwritten = plan.always[start:stop].nonzero().squeeze(1) + start
-        self._gets = self._exceptions()
+        # (n, 1) bool: rows of the run that may be changed; None if the others are all written over anyway.
+        gets = (plan.candidates | plan.always)[start:stop, None]
+        self._gets = None if bool(gets.all()) else gets
         self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
@@ -57,17 +59,10 @@ class Correction:
             of_keys, of_values = self._rotated(layer, delta.keys, rows), delta.values
             # Whole runs are added to, the rows that will be written over included: that is faster than picking rows.
             if self._gets is not None:
-                of_keys, of_values = (
-                    of_keys.masked_fill_(~self._gets, 0),
-                    of_values.masked_fill(~self._gets, 0),
-                )
+                of_keys.masked_fill_(~self._gets, 0)
+                of_values = of_values.masked_fill(~self._gets, 0)
             keys[:, rows].add_(of_keys)
             values[:, rows].add_(of_values)
-
-    def _exceptions(self) -> Tensor | None:
-        """(n, 1) bool: rows of the run that may be changed; None if the others are all written over anyway."""
-        gets = (self._plan.candidates | self._plan.always)[self._rows, None]
-        return None if bool(gets.all()) else gets
 
     def _rotated(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int = 1) -> Tensor:
         """Keys (H, n, D) rotated from position 0 to theirs (sign 1) or back (-1): of their dtype, of its own."""

@@ -48,7 +48,7 @@ def answered(
         if first and options.keep_tokens is not None and options.max_new_tokens > 1:
             if cache is None:  # the model was run by its own means
                 raise UnsupportedModelError(
-                    "keep_tokens needs fused KV, which this model cannot have; leave it out"
+                    "keep_tokens needs fused KV, which this model has not; leave it out"
                 )
             evict(runtime.decoder, prompt, cache, options.keep_tokens)
 
@@ -187,24 +187,11 @@ def _processors(options: DecodeOptions, prompt_ids: Tensor) -> Any:
 
 def _settings(model: Any, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
     # A checkpoint's own generation config may name the Nones; they mean nothing to greedy search and would warn.
-    return {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-        "repetition_penalty": 1.0,
-        "pad_token_id": _pad_id(model, tokenizer),
-    }
-
-
-def _pad_id(model: Any, tokenizer: Any) -> int:
-    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id):
-        if isinstance(found, list):
-            found = found[0] if found else None
-        if found is not None:
-            return int(found)
-    return 0
+    unused = dict.fromkeys(("temperature", "top_p", "top_k"))
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *_end_ids(model), 0)
+    pad_id = next(int(found) for found in known if found is not None)
+    lengths = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
+    return {"do_sample": False, "repetition_penalty": 1.0, **unused, **lengths}
 
 
 class _Halted:
@@ -238,9 +225,9 @@ class _Streamer:
         pass
 
 
-def _end_ids(model: Any) -> set[int]:
+def _end_ids(model: Any) -> list[int]:
     found = model.generation_config.eos_token_id
-    return set(found) if isinstance(found, list) else {found}
+    return found if isinstance(found, list) else [found]
 
 
 class _Clock:
@@ -259,14 +246,11 @@ class _Clock:
     def report(self, prefill: Report, generated: int) -> Report:
         first = self.first or self.last
         decoding_s = self.last - first
-        timings: dict[str, Any] = {
-            "first_token_ms": (first - self.decoding) * 1e3,
-            "ttft_ms": (first - self.begun) * 1e3,
-            "total_ms": (time.perf_counter() - self.begun) * 1e3,
-            "tokens_per_s": (generated - 1) / decoding_s if generated > 1 and decoding_s > 0 else 0.0,
-        }
-        return replace(
-            prefill,
-            tokens=replace(prefill.tokens, generated=generated),
-            timings=replace(prefill.timings, **timings),
+        timings = replace(
+            prefill.timings,
+            first_token_ms=(first - self.decoding) * 1e3,
+            ttft_ms=(first - self.begun) * 1e3,
+            total_ms=(time.perf_counter() - self.begun) * 1e3,
+            tokens_per_s=(generated - 1) / decoding_s if generated > 1 and decoding_s > 0 else 0.0,
         )
+        return replace(prefill, tokens=replace(prefill.tokens, generated=generated), timings=timings)

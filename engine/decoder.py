@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import (
-    EAGER,
-    NAME,
-    Collect,
-    Collector,
-    additive,
-    is_plain_causal,
-    position_mask,
-    tiles,
-)
+from ragblend.engine.attention import EAGER, NAME, Collect, Collector, additive, position_mask, tiles
 from ragblend.engine.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
@@ -58,7 +49,8 @@ class Decoder:
         self.ropes = _ropes(self.base, set(self.layer_types))
         self.layouts = [HALF] * len(self.layers)  # the gate finds out
         self.attention: str = self.config._attn_implementation
-        passes = _passes_kwargs(self.layers[0])
+        arguments = inspect.signature(self.layers[0].forward).parameters.values()
+        passes = any(each.kind is each.VAR_KEYWORD for each in arguments)
         self.tiles = self.attention == NAME and passes and self.device.type == "cpu"
         self.shows_attention = self.attention in (NAME, EAGER) and passes
 
@@ -103,13 +95,12 @@ class Decoder:
         views: dict[str, View] = {}
         collecting: dict[str, View] = {}
         for kind in sorted(set(self.layer_types)):
-            window = self.window if kind == SLIDING else None
-            rotary[kind] = self._rotary(hidden, rows[None], kind)
-            views[kind] = self._view(rows, total_tokens, window, hidden.dtype, absent)
+            given = rows, total_tokens, kind, hidden.dtype, absent
+            by_kind = (kind,) if hasattr(self.base.rotary_emb, f"{kind}_inv_freq") else ()
+            rotary[kind] = self.base.rotary_emb(hidden, rows[None], *by_kind)  # type: ignore[operator]
+            views[kind] = self._view(*given)
             if collected:
-                collecting[kind] = self._collecting(
-                    rows, total_tokens, window, hidden.dtype, absent, collected
-                )
+                collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting)
 
     def run_layer(
@@ -143,46 +134,28 @@ class Decoder:
             logits = (logits / cap).tanh() * cap
         return logits
 
-    def _view(
-        self, rows: Tensor, total_tokens: int, window: int | None, dtype: torch.dtype, absent: Tensor | None
-    ) -> View:
+    def _view(self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None) -> View:
+        window = self.window if kind == SLIDING else None
         if self.attention not in (NAME, "sdpa"):
             # Eager (soft caps, sinks): adds the mask it is given, and no other.
-            return {"attention_mask": additive(position_mask(rows, total_tokens, window, absent), dtype)}
-        if is_plain_causal(rows, total_tokens, window):
-            return {"attention_mask": None}
+            return {"attention_mask": additive(position_mask(rows, tokens, window, absent), dtype)}
+        if rows.numel() == tokens and (window is None or window >= tokens):
+            return {"attention_mask": None}  # attention may take its causal path
         if self.tiles:
             return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
-        return {"attention_mask": position_mask(rows, total_tokens, window, absent)}
+        return {"attention_mask": position_mask(rows, tokens, window, absent)}
 
     def _collecting(
-        self,
-        rows: Tensor,
-        total_tokens: int,
-        window: int | None,
-        dtype: torch.dtype,
-        absent: Tensor | None,
-        collected: int,
+        self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int
     ) -> View:
         """The same where attention is collected of the last rows, which are in no mask but the collector's."""
         first, last = rows[:-collected], rows[-collected:]
+        window = self.window if kind == SLIDING else None
         start = 0 if window is None else max(0, int(last[0]) - window + 1)
-        mask = additive(position_mask(last, total_tokens, window, absent)[0, 0, :, start:], dtype)
+        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
         of = rows if self.attention == EAGER else first
-        view = self._view(of, total_tokens, window, dtype, absent) if of.numel() else {"attention_mask": None}
+        view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
         return view | {"collector": Collector(collected, start, mask)}
-
-    def _rotary(self, hidden: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        rotary = self.base.rotary_emb
-        if hasattr(rotary, f"{kind}_inv_freq"):
-            tables: tuple[Tensor, Tensor] = rotary(hidden, positions, kind)  # type: ignore[operator]
-        else:
-            tables = rotary(hidden, positions)  # type: ignore[operator]
-        return tables
-
-
-def _passes_kwargs(layer: nn.Module) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -190,14 +163,10 @@ def _base_of(model: nn.Module) -> nn.Module:
     base = getattr(base, "language_model", base)
     name = type(model).__name__
     if not isinstance(base, nn.Module) or not hasattr(model, "lm_head"):
-        raise UnsupportedModelError(
-            f"{name} is not a decoder with a language head that RAGBlend can take apart"
-        )
+        raise UnsupportedModelError(f"{name} is no decoder with a language head that can be taken apart")
     for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
         if not hasattr(base, part):
-            raise UnsupportedModelError(
-                f"{name} has no {part!r}: only decoders with rotary positions (RoPE) can be fused"
-            )
+            raise UnsupportedModelError(f"{name} has no {part!r}: only decoders with RoPE can be fused")
     return base
 
 
@@ -209,7 +178,7 @@ def _layer_types(config: Any, layers: int) -> list[str]:
     other = sorted(set(declared[:layers]) - {FULL, SLIDING})
     if other:
         raise UnsupportedModelError(
-            f"the model has layers of type {', '.join(other)}: their state is not per token KV"
+            f"layers of type {', '.join(other)} keep a state that is not per token KV"
         )
     return list(declared[:layers])
 
@@ -230,34 +199,22 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def _rope_types(config: Any) -> set[str]:
-    found = rope_parameters(config)
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return {str(p.get("rope_type", "default")) for p in (nested or [found])}
-
-
 def regime_tokens(config: Any) -> int | None:
     """Length up to which the frequencies are constant; None if they always are."""
-    if not _rope_types(config) & set(LENGTH_DEPENDENT_ROPE):
+    found, name = rope_parameters(config), "original_max_position_embeddings"
+    each = [value for value in found.values() if isinstance(value, dict)] or [found]
+    if not {p.get("rope_type") for p in each} & set(LENGTH_DEPENDENT_ROPE):
         return None
-    found = rope_parameters(config)
-    original = found.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    return int(original or config.max_position_embeddings)
+    return int(found.get(name) or getattr(config, name, None) or config.max_position_embeddings)
 
 
 def _ropes(base: nn.Module, kinds: set[str]) -> dict[str, Tensor]:
     """inv_freq by layer type. Copies: transformers replaces the live one when the length changes its regime."""
-    rotary = base.rotary_emb
-    found: dict[str, Tensor] = {}
+    rotary, found = base.rotary_emb, dict[str, Tensor]()
     for kind in kinds:
-        inv_freq = getattr(rotary, f"{kind}_inv_freq", None)
-        if inv_freq is None:
-            inv_freq = getattr(rotary, "inv_freq", None)
+        inv_freq = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
         if not isinstance(inv_freq, Tensor):
-            raise UnsupportedModelError(
-                f"{type(rotary).__name__} has no inverse frequencies for {kind} layers"
-            )
+            name = type(rotary).__name__
+            raise UnsupportedModelError(f"{name} has no inverse frequencies for {kind} layers")
         found[kind] = inv_freq.detach().clone().float()
     return found

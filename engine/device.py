@@ -109,23 +109,17 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
 
 
 def memory_tiers(
-    device: torch.device,
-    memory_bytes: int | None,
-    device_bytes: int | None,
-    policy: str = DEFAULT_POLICY,
+    device: torch.device, memory_bytes: int | None, device_bytes: int | None, policy: str | None = None
 ) -> list[MemoryTier]:
     """The tiers above the disk, the fastest first; None is the default, 0 is none."""
-    row = policy_named(policy)
-    defaults = default_budgets(device)
-    memory, on_device = (
-        default if wanted is None else wanted
-        for wanted, default in zip((memory_bytes, device_bytes), defaults, strict=True)
-    )
+    row, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
+    memory = defaults[0] if memory_bytes is None else memory_bytes
+    on_device = 0 if device.type == "cpu" else defaults[1] if device_bytes is None else device_bytes
     tiers = (
-        [MemoryTier("device", on_device, device, policy=row)] if on_device and device.type != "cpu" else []
+        MemoryTier("device", on_device, device, policy=row),
+        MemoryTier("memory", memory, pinned=device.type == "cuda", policy=row),
     )
-    pinned = device.type == "cuda"
-    return tiers + ([MemoryTier("memory", memory, pinned=pinned, policy=row)] if memory else [])
+    return [tier for tier in tiers if tier.budget_bytes]
 
 
 class TransferStream:

@@ -1,27 +1,26 @@
 """Engine: one model on one device, with the KV of the chunks it has read. Start here.
 
-The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, count) -> `fused_prefill` (the layer loop)
+The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, count) -> `Fusion` (the layer loop)
 -> policy.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ragblend.engine import nodes
 from ragblend.engine.chat import chat
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig, resolve_home
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decode import OnText, answered, continue_logits
 from ragblend.engine.decoder import kv_geometry
 from ragblend.engine.gate import GateVerdict
-from ragblend.engine.home import resolve_home
-from ragblend.engine.nodes import Progress
+from ragblend.engine.nodes import Nodes, Progress
 from ragblend.engine.prefill import Request, prefill
 from ragblend.engine.profiling import measure
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
@@ -45,6 +44,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, runtime: Runtime) -> None:
         self.config, self.home, self.runtime = config, runtime.home, runtime
+        self._nodes = Nodes(runtime, config.collection)
 
     @classmethod
     def open(
@@ -155,21 +155,20 @@ class Engine:
         behind = self.runtime.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
         for passage in ids:
             self.runtime.check_length(len(behind) + len(passage), "a passage behind its prefix")
-        collection = self.config.collection
-        keys = nodes.keys_of(self.runtime, ids, behind, collection)
+        keys = self._nodes.keys_of(ids, behind)
         if node_ids is not None:  # before there is any KV: whoever stops in between can still `forget` it
-            nodes.enter(self.runtime, collection, node_ids, ids, keys)
-        tokens, encoded = nodes.encode(self.runtime, ids, keys, behind, collection, progress, node_ids)
+            self._nodes.enter(node_ids, ids, keys)
+        tokens, encoded = self._nodes.encode(ids, keys, behind, progress, node_ids)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def enter(self, texts: Sequence[str], node_ids: Sequence[str]) -> None:
         """Name passages by their node ids, for `encode_nodes` and whoever asks first; needs the tokenizer alone."""
         ids = [tuple(self.runtime.tokenizing.passage_ids(text)) for text in texts]
-        nodes.enter(self.runtime, self.config.collection, node_ids, ids, [None] * len(ids))
+        self._nodes.enter(node_ids, ids, [None] * len(ids))
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
         """What of these nodes has no KV yet (a GGUF is converted for that, if it was not; weights are not loaded)."""
-        return nodes.missing(self.runtime, node_ids, self.config.collection)
+        return self._nodes.missing(node_ids)
 
     def encode_nodes(
         self, node_ids: Sequence[str], leave: Callable[[], bool] = lambda: False
@@ -179,7 +178,7 @@ class Engine:
         Nodes that are there no more, or have KV, give 0. Nothing is evicted: it ends early when the budget is used.
         leave() is asked between two layers: Cancelled is raised then. Raises StoreFullError.
         """
-        return nodes.encode_nodes(self.runtime, node_ids, self.config.collection, leave)
+        return self._nodes.encode_missing(node_ids, leave)
 
     @property
     def needs_conversion(self) -> bool:
@@ -188,7 +187,7 @@ class Engine:
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-        return nodes.forget(self.runtime, self.config.collection, node_ids)
+        return self._nodes.forget(node_ids)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
@@ -199,7 +198,7 @@ class Engine:
         def passages() -> list[tuple[int, ...]]:
             return [chunk.token_ids or () for chunk in self.tokenize(Prompt(chunks)).chunks]
 
-        self.runtime.chores.add(partial(nodes.prefetch, self.runtime, passages, self.config.collection))
+        self.runtime.chores.add(partial(self._nodes.prefetch, passages))
 
     # --- prompts
 
@@ -224,8 +223,7 @@ class Engine:
         """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
         if prompt.is_tokenized:
             return prompt
-        found = nodes.find(self.runtime, self.config.collection, prompt.chunks)
-        return self.runtime.tokenizing.prompt(prompt, found)
+        return self.runtime.tokenizing.prompt(prompt, self._nodes.find(prompt.chunks))
 
     def prefill(
         self,
@@ -273,8 +271,8 @@ class Engine:
         session: what it holds of the prompt's beginning is not read again, and it holds this prompt and answer next.
         """
         chosen = DecodeOptions.of(options)
-        request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens, session)
-        return Stream(partial(self._answer, request, chosen))
+        request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
+        return Stream(partial(self._answer, replace(request, session=session), chosen))
 
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
@@ -312,11 +310,7 @@ class Engine:
     # --- inside
 
     def _answer(
-        self,
-        request: Request,
-        options: DecodeOptions,
-        on_text: OnText | None,
-        cancel: threading.Event | None,
+        self, request: Request, options: DecodeOptions, on_text: OnText | None, cancel: threading.Event | None
     ) -> Result:
         """Prefill, decode, and keep what was read for the request's session; ttft_ms is from the turn's begin."""
         with self.runtime.queue.turn(cancel):
@@ -332,20 +326,12 @@ class Engine:
                     request.session.keep(ids, prefilled.cache, self.runtime.decoder)
 
     def _request(
-        self,
-        prompt: Prompt,
-        method: str | Policy,
-        ratio: float | str,
-        seed: int | None,
-        new_tokens: int = 64,
-        session: Session | None = None,
+        self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int | None, new_tokens: int = 64
     ) -> Request:
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.checked(ratio)
         tokenized = self.tokenize(prompt)
-        tokens = len(tokenized.token_ids)
-        if tokens == 0:
+        if not tokenized.token_ids:
             raise UsageError("the prompt is empty; give it at least one token")
-        self.runtime.check_length(tokens, "the prompt")
-        room = min(new_tokens, 256)
-        return Request(tokenized, policy, share, self.config.collection, seed or 0, room, session)
+        self.runtime.check_length(len(tokenized.token_ids), "the prompt")
+        return Request(tokenized, policy, share, self.config.collection, seed or 0, min(new_tokens, 256))

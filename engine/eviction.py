@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ragblend.engine.attention import Collector
 from ragblend.engine.cache import Append, FusedCache, Scatter
 from ragblend.engine.decoder import FULL, Decoder
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompt import Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
 
 WINDOW_ROWS = 32
@@ -77,8 +77,7 @@ def _votes(
 def _passages(prompt: Prompt, device: torch.device) -> Tensor:
     """(T,) bool: tokens of chunks. The last one is the question's, whatever it is of."""
     found = torch.zeros(len(prompt.token_ids), dtype=torch.bool)
-    for segment, start in zip(prompt.segments, prompt.offsets, strict=True):
-        if isinstance(segment, Chunk):
-            found[start : start + len(segment.token_ids or ())] = True
+    for start, stop in prompt.places:
+        found[start:stop] = True
     found[-1:] = False
     return found.to(device)

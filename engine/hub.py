@@ -69,7 +69,7 @@ def download(name: str, progress: Progress | None = None, stop: threading.Event 
         if progress is None:
             return Path(fetch())
         stop = stop or threading.Event()
-        files: Any = fetch(dry_run=True, tqdm_class=_bar_class(0, _silent, stop))
+        files: Any = fetch(dry_run=True, tqdm_class=_bar_class(0, lambda done, total: None, stop))
         missing = sum(file.file_size for file in files if file.will_download)
         return Path(fetch(tqdm_class=_bar_class(missing, progress, stop)))
     except HFValidationError as error:
@@ -79,10 +79,6 @@ def download(name: str, progress: Progress | None = None, stop: threading.Event 
             f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name "
             "and the network, or pass a local folder"
         ) from error
-
-
-def _silent(done: int, total: int) -> None:
-    """For who does not want to know."""
 
 
 def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) -> type[Any]:
@@ -104,9 +100,7 @@ def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) ->
 
         def update(self, n: float | None = 1) -> bool | None:
             if stop.is_set():
-                raise DownloadStoppedError(
-                    "the download was stopped; what has come is kept for the next time"
-                )
+                raise DownloadStoppedError("the download was stopped; what has come is kept for next time")
             self.n += n or 0
             if self._counts_bytes:
                 report(int(self.n))

@@ -20,22 +20,14 @@ from ragblend.kvstore.errors import CorruptModelError, TokenizerMissingError, Un
 from ragblend.kvstore.keys import ModelFingerprint
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model's files, all of them local: a folder of safetensors with its tokenizer."""
+def read_config(folder: Path) -> Any:
+    """The decoder's own config. Raises CorruptModelError."""
+    from transformers import AutoConfig
 
-    name: str
-    folder: Path
-    ledger: Path
-
-    def config(self) -> Any:
-        """The decoder's own config. Raises CorruptModelError."""
-        from transformers import AutoConfig
-
-        try:
-            return AutoConfig.from_pretrained(str(self.folder)).get_text_config(decoder=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise CorruptModelError(f"the config in {self.folder} cannot be read: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(str(folder)).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptModelError(f"the config in {folder} cannot be read: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -48,11 +40,10 @@ def load_tokenizer(folder: Path) -> Any:
         raise TokenizerMissingError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
-def locate(name: str, home: Path, dtype: str) -> Checkpoint:
-    """Find a model by its name; a GGUF is converted on first use. Raises ModelError's children."""
+def locate(name: str, home: Path, dtype: str) -> Path:
+    """A folder of safetensors with its tokenizer; a GGUF is converted on first use. Raises ModelError's children."""
     found = find_model(name)
-    folder = converted(found, home, dtype) if found.is_file() else found
-    return Checkpoint(name, folder, home / "models" / "digests.json")
+    return converted(found, home, dtype) if found.is_file() else found
 
 
 def locate_tokenizer(name: str, home: Path, dtype: str) -> Path:
@@ -92,7 +83,7 @@ def _without_bars() -> Iterator[None]:
             logging.set_tqdm_hook(before)
 
 
-def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedModel:
+def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
     """Load the weights. Raises CorruptModelError for damaged files."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -101,19 +92,17 @@ def load(checkpoint: Checkpoint, device: torch.device, dtype: str) -> LoadedMode
         # With this option two values come back; the annotations know of one.
         with _without_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
+                str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )
     except SafetensorError as error:
-        raise CorruptModelError(
-            f"the weights in {checkpoint.folder} are damaged: {error}; fetch them again"
-        ) from error
+        raise CorruptModelError(f"the weights in {folder} are damaged: {error}; fetch them again") from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CorruptModelError(f"the model in {checkpoint.folder} cannot be loaded: {error}") from error
+        raise CorruptModelError(f"the model in {folder} cannot be loaded: {error}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         # transformers fills them with random numbers and goes on; an answer from those is worse than an error.
         raise CorruptModelError(
-            f"the model in {checkpoint.folder} lacks {len(missing)} weights ({missing[0]}, ...); fetch it again"
+            f"the model in {folder} lacks {len(missing)} weights ({missing[0]}, ...); fetch it again"
         )
     model.eval().requires_grad_(False)
     use_own_attention(model)
@@ -132,12 +121,8 @@ def use_own_attention(model: Any) -> None:
         model.set_attn_implementation(own)
 
 
-def fingerprint(checkpoint: Checkpoint, config: Any, dtype: str) -> ModelFingerprint:
+def fingerprint(folder: Path, ledger: Path, config: Any, dtype: str) -> ModelFingerprint:
     """What KV of this model may be mixed with: the same content, dtype, shape and rotation, nothing else."""
-    geometry = kv_geometry(config, dtype)
-    return ModelFingerprint(
-        weights=weights_digest(checkpoint.folder, checkpoint.ledger),
-        tokenizer=tokenizer_digest(checkpoint.folder, checkpoint.ledger),
-        geometry=geometry,
-        rope=json.dumps(rope_parameters(config), sort_keys=True, default=str),
-    )
+    weights, tokenizer = weights_digest(folder, ledger), tokenizer_digest(folder, ledger)
+    rope = json.dumps(rope_parameters(config), sort_keys=True, default=str)
+    return ModelFingerprint(weights, tokenizer, kv_geometry(config, dtype), rope)

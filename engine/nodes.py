@@ -11,159 +11,193 @@ from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import Cancelled, UnknownChunkError
 from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.nodes import Scope
 
 TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]
+Leave = Callable[[], bool]
 
 
-def enter(
-    runtime: Runtime,
-    collection: str,
-    node_ids: Sequence[str],
-    passages: Sequence[TokenIds],
-    keys: Sequence[ChunkKey | None],
-) -> None:
-    """Note what each node id of a collection stands for. keys: under which its KV will be; None where none is yet.
+class Nodes:
+    """The nodes of one collection. Where nothing else is said, KV is that behind the canonical prefix."""
 
-    KV that thereby lost its last node is deleted.
-    """
-    with runtime.use.turn():
-        named = zip(node_ids, passages, keys, strict=True)
-        _bury(runtime, runtime.nodes.put_many(runtime.scope(collection), named))
+    def __init__(self, runtime: Runtime, collection: str) -> None:
+        self._runtime, self._collection = runtime, collection
 
+    def enter(
+        self, node_ids: Sequence[str], passages: Sequence[TokenIds], keys: Sequence[ChunkKey | None]
+    ) -> None:
+        """Note what each node id stands for. keys: under which its KV will be; None where none is yet.
 
-def find(runtime: Runtime, collection: str, chunks: Sequence[Chunk]) -> dict[str, TokenIds]:
-    """Token ids of the chunks that are named by node id alone. Raises UnknownChunkError for one never encoded here."""
-    named = [c.node_id for c in chunks if c.token_ids is None and c.text is None and c.node_id is not None]
-    found = {}
-    for node_id in named:
-        ids = runtime.nodes.get(runtime.scope(collection), node_id)
-        if ids is None:
-            raise UnknownChunkError(
-                f"no chunk with the node id {node_id!r} was encoded in the collection "
-                f"{collection!r} of {runtime.home}; encode it first, or "
-                "pass its text as well: Chunk(text, node_id)"
-            )
-        found[node_id] = ids
-    return found
+        KV that thereby lost its last node is deleted.
+        """
+        with self._runtime.use.turn():
+            named = zip(node_ids, passages, keys, strict=True)
+            self._bury(self._runtime.nodes.put_many(self._scope, named))
 
+    def find(self, chunks: Sequence[Chunk]) -> dict[str, TokenIds]:
+        """Token ids of the chunks that are named by node id alone. Raises UnknownChunkError for one never encoded."""
+        found = {}
+        for chunk in chunks:
+            if chunk.token_ids is not None or chunk.text is not None or chunk.node_id is None:
+                continue
+            ids = self._runtime.nodes.get(self._scope, chunk.node_id)
+            if ids is None:
+                raise UnknownChunkError(
+                    f"no chunk with the node id {chunk.node_id!r} was encoded in the collection {self._collection!r} "
+                    f"of {self._runtime.home}; encode it first, or pass its text as well: Chunk(text, node_id)"
+                )
+            found[chunk.node_id] = ids
+        return found
 
-def forget(runtime: Runtime, collection: str, node_ids: Sequence[str]) -> int:
-    """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
-    with runtime.use.turn():
-        return _bury(runtime, runtime.nodes.delete(collection, node_ids))
+    def forget(self, node_ids: Sequence[str]) -> int:
+        """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
+        with self._runtime.use.turn():
+            return self._bury(self._runtime.nodes.delete(self._collection, node_ids))
 
+    def _bury(self, doomed: Sequence[ChunkKey]) -> int:
+        """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
+        if not doomed:
+            return 0
+        freed = sum(self._runtime.store.delete(key) for key in doomed)
+        self._runtime.nodes.buried(doomed)
+        return freed
 
-def _bury(runtime: Runtime, doomed: Sequence[ChunkKey]) -> int:
-    """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
-    if not doomed:
-        return 0
-    freed = sum(runtime.store.delete(key) for key in doomed)
-    runtime.nodes.buried(doomed)
-    return freed
+    def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
+        """Under which key each passage's KV is or will be stored; None where none can be."""
+        with self._runtime.queue.turn():
+            _ = self._runtime.gate
+        return [self._key_of(passage, prefix) for passage in passages]
 
+    def encode(
+        self,
+        passages: Sequence[TokenIds],
+        keys: Sequence[ChunkKey | None],
+        prefix: TokenIds,
+        progress: Progress | None = None,
+        node_ids: Sequence[str] | None = None,
+    ) -> tuple[int, int]:
+        """Tokens and chunks encoded. The device is given back between chunks.
 
-def keys_of(
-    runtime: Runtime, passages: Sequence[TokenIds], prefix: TokenIds, collection: str
-) -> list[ChunkKey | None]:
-    """Under which key each passage's KV is or will be stored; None where none can be."""
-    with runtime.queue.turn():
-        _ = runtime.gate
-    return [_key_of(runtime, passage, prefix, collection) for passage in passages]
+        node_ids: entered with these keys; of one that is deleted meanwhile nothing is kept.
+        """
+        encoder, tokens, encoded = _Encoder(self._runtime, prefix), 0, 0
+        names: Sequence[str | None] = node_ids or [None] * len(passages)
+        for number, (passage, key, name) in enumerate(zip(passages, keys, names, strict=True), start=1):
+            if key is not None and not self._is_stored(key):
+                with self._runtime.queue.turn():
+                    chunk = encoder.encode(passage)
+                self._keep(key, chunk, name)
+                tokens, encoded = tokens + len(passage), encoded + 1
+            if progress is not None:
+                progress(number, len(passages))
+        return tokens, encoded
 
-
-def encode(
-    runtime: Runtime,
-    passages: Sequence[TokenIds],
-    keys: Sequence[ChunkKey | None],
-    prefix: TokenIds,
-    collection: str,
-    progress: Progress | None = None,
-    node_ids: Sequence[str] | None = None,
-) -> tuple[int, int]:
-    """Tokens and chunks encoded. The device is given back between chunks.
-
-    node_ids: entered with these keys; of one that is deleted meanwhile nothing is kept.
-    """
-    encoder = _Encoder(runtime, prefix)
-    tokens = encoded = 0
-    names: Sequence[str | None] = node_ids or [None] * len(passages)
-    for number, (passage, key, name) in enumerate(zip(passages, keys, names, strict=True), start=1):
-        if key is not None and not _is_stored(runtime, key):
-            with runtime.queue.turn():
-                chunk = encoder.encode(passage)
-            _keep(runtime, key, chunk, collection, name)
-            tokens, encoded = tokens + len(passage), encoded + 1
-        if progress is not None:
-            progress(number, len(passages))
-    return tokens, encoded
-
-
-def missing(runtime: Runtime, node_ids: Sequence[str], collection: str) -> Missing:
-    """What of these nodes has no KV under this model, most asked first; loads no weights."""
-    fingerprint = runtime.fingerprint  # a GGUF is converted for it: nobody is to wait for that
-    prefix, scope = runtime.canonical_prefix, runtime.scope(collection)
-    found: list[tuple[float, str, int]] = []
-    with runtime.use.turn():
-        asked = runtime.store.asked()
-        for node_id in node_ids:
-            passage = runtime.nodes.get(scope, node_id)
-            if passage:
-                key = runtime.key_of(prefix, passage, collection)
-                if not runtime.store.contains(key):
-                    found.append((-asked.get(key.digest, 0.0), node_id, len(passage)))
-        found.sort(key=lambda each: each[0])  # stable: of what nobody asked for the order stays
-        nbytes = sum(file_nbytes(fingerprint.geometry, tokens, runtime.codec) for _, _, tokens in found)
-        names, tokens = tuple(node_id for _, node_id, _ in found), sum(each[2] for each in found)
-        return Missing(names, tokens, nbytes, max(0, runtime.store.room_bytes))
-
-
-def encode_nodes(
-    runtime: Runtime, node_ids: Sequence[str], collection: str, leave: Callable[[], bool]
-) -> Iterator[int]:
-    """Encode what is missing of nodes that were entered; yields for each the tokens encoded, in the background.
-
-    Ends early where the next would need the room of another. Raises Cancelled when leave() says so, and
-    PromptTooLongError.
-    """
-    prefix, scope = runtime.canonical_prefix, runtime.scope(collection)
-    encoder = _Encoder(runtime, prefix)
-    with runtime.queue.turn():
-        _ = runtime.gate
-    for node_id in node_ids:
+    def missing(self, node_ids: Sequence[str]) -> Missing:
+        """What of these nodes has no KV under this model, most asked first; loads no weights."""
+        runtime, found = self._runtime, list[tuple[float, str, int]]()
+        geometry = runtime.fingerprint.geometry  # a GGUF is converted for it: nobody is to wait for that
+        prefix, scope = runtime.canonical_prefix, self._scope
         with runtime.use.turn():
-            passage, room_bytes = runtime.nodes.get(scope, node_id) or (), runtime.store.room_bytes
-        runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
-        key = _key_of(runtime, passage, prefix, collection)
-        if key is None or _is_stored(runtime, key):
-            yield 0
-            continue
-        if room_bytes < file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec):
+            asked = runtime.store.asked()
+            for node_id in node_ids:
+                if passage := runtime.nodes.get(scope, node_id):
+                    key = runtime.key_of(prefix, passage, self._collection)
+                    if not runtime.store.contains(key):
+                        found.append((-asked.get(key.digest, 0.0), node_id, len(passage)))
+            found.sort(key=lambda each: each[0])  # stable: of what nobody asked for the order stays
+            nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for _, _, tokens in found)
+            names, tokens = tuple(node_id for _, node_id, _ in found), sum(each[2] for each in found)
+            return Missing(names, tokens, nbytes, max(0, runtime.store.room_bytes))
+
+    def encode_missing(self, node_ids: Sequence[str], leave: Leave) -> Iterator[int]:
+        """Encode what is missing of nodes that were entered; yields for each the tokens encoded, in the background.
+
+        Ends early where the next would need the room of another. Raises Cancelled when leave() says so, and
+        PromptTooLongError.
+        """
+        runtime, prefix = self._runtime, self._runtime.canonical_prefix
+        encoder = _Encoder(runtime, prefix)
+        with runtime.queue.turn():
+            _ = runtime.gate
+        for node_id in node_ids:
+            with runtime.use.turn():
+                passage, room_bytes = runtime.nodes.get(self._scope, node_id) or (), runtime.store.room_bytes
+            runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+            key = self._key_of(passage, prefix)
+            if key is None or self._is_stored(key):
+                yield 0
+                continue
+            if room_bytes < file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec):
+                return
+            yield self._encode_behind(encoder, passage, key, node_id, leave)
+
+    def encode_later(self, chunk: Chunk) -> None:
+        """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
+        passage, prefix = chunk.token_ids or (), self._runtime.canonical_prefix
+        key = self._key_of(passage, prefix)
+        if key is None or self._is_stored(key):
             return
-        yield _encode_behind(runtime, encoder, passage, key, collection, node_id, leave)
+        if chunk.node_id is not None and not chunk.entered:
+            self.enter([chunk.node_id], [passage], [key])
+        self._encode_behind(_Encoder(self._runtime, prefix), passage, key, chunk.node_id, lambda: False)
 
+    def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
+        """Load the model if it is not there yet, and have the disk read the passages' KV."""
+        runtime = self._runtime
+        with runtime.queue.turn():
+            if not runtime.gate.passed:
+                return
+            prefix = runtime.canonical_prefix
+            _ = runtime.store, runtime.readers
+        for passage in passages():
+            runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
 
-def encode_later(runtime: Runtime, chunk: Chunk, collection: str) -> None:
-    """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
-    passage, prefix = chunk.token_ids or (), runtime.canonical_prefix
-    key = _key_of(runtime, passage, prefix, collection)
-    if key is None or _is_stored(runtime, key):
-        return
-    if chunk.node_id is not None and not chunk.entered:
-        enter(runtime, collection, [chunk.node_id], [passage], [key])
-    encoder = _Encoder(runtime, prefix)
-    _encode_behind(runtime, encoder, passage, key, collection, chunk.node_id, lambda: False)
+    def _encode_behind(
+        self, encoder: "_Encoder", passage: TokenIds, key: ChunkKey, node_id: str | None, leave: Leave
+    ) -> int:
+        """Encode a passage when nobody needs the device, unless its node was deleted. Returns the tokens encoded."""
+        runtime = self._runtime
+        with runtime.use.turn():
+            if node_id is not None and not runtime.nodes.claim(self._scope, node_id, passage, key):
+                return 0
+        while True:
+            try:
+                with runtime.queue.turn(background=True):
+                    chunk = encoder.encode(passage, lambda: runtime.queue.wanted or leave())
+                break
+            except Cancelled:  # whoever came goes first, and the passage is begun again
+                if leave():
+                    raise
+        return len(passage) if self._keep(key, chunk, node_id) else 0
 
+    def _keep(self, key: ChunkKey, chunk: ChunkKV, node_id: str | None) -> bool:
+        """Store what was encoded, unless its node has lost the key: deleted is deleted, whoever still worked on it.
 
-def prefetch(runtime: Runtime, passages: Callable[[], Sequence[TokenIds]], collection: str) -> None:
-    """Load the model if it is not there yet, and have the disk read the passages' KV."""
-    with runtime.queue.turn():
-        if not runtime.gate.passed:
-            return
-        prefix = runtime.canonical_prefix
-        _ = runtime.store, runtime.readers
-    for passage in passages():
-        runtime.store.will_need(runtime.key_of(prefix, passage, collection))
+        Not in the device's turn: who deletes does not wait for the device behind an encode.
+        """
+        runtime = self._runtime
+        with runtime.use.turn(), contextlib.ExitStack() as stack:
+            if node_id is not None:
+                holding = runtime.nodes.holding(self._scope, node_id, key)
+                if not stack.enter_context(holding):
+                    return False
+            runtime.store.put(key, chunk, runtime.codec)
+        return True
+
+    @property
+    def _scope(self) -> Scope:
+        return self._runtime.scope(self._collection)
+
+    def _key_of(self, passage: TokenIds, prefix: TokenIds) -> ChunkKey | None:
+        """Where the gate was passed or not passed before."""
+        if not passage or self._runtime.refusal(len(prefix) + len(passage)) is not None:
+            return None
+        return self._runtime.key_of(prefix, passage, self._collection)
+
+    def _is_stored(self, key: ChunkKey) -> bool:
+        with self._runtime.use.turn():
+            return self._runtime.store.contains(key)
 
 
 class _Encoder:
@@ -173,59 +207,8 @@ class _Encoder:
         self._runtime, self._prefix = runtime, prefix
         self._made: ChunkEncoder | None = None
 
-    def encode(self, passage: TokenIds, leave: Callable[[], bool] | None = None) -> ChunkKV:
+    def encode(self, passage: TokenIds, leave: Leave | None = None) -> ChunkKV:
         """With the device in hand."""
         if self._made is None or self._made.decoder is not self._runtime.decoder:
             self._made = ChunkEncoder(self._runtime.decoder, self._prefix)
         return self._made.encode(passage, leave)
-
-
-def _encode_behind(
-    runtime: Runtime,
-    encoder: _Encoder,
-    passage: TokenIds,
-    key: ChunkKey,
-    collection: str,
-    node_id: str | None,
-    leave: Callable[[], bool],
-) -> int:
-    """Encode a passage when nobody needs the device, unless its node was deleted. Returns the tokens encoded."""
-    with runtime.use.turn():
-        scope = runtime.scope(collection)
-        if node_id is not None and not runtime.nodes.claim(scope, node_id, passage, key):
-            return 0
-    while True:
-        try:
-            with runtime.queue.turn(background=True):
-                chunk = encoder.encode(passage, lambda: runtime.queue.wanted or leave())
-            break
-        except Cancelled:  # whoever came goes first, and the passage is begun again
-            if leave():
-                raise
-    return len(passage) if _keep(runtime, key, chunk, collection, node_id) else 0
-
-
-def _keep(runtime: Runtime, key: ChunkKey, chunk: ChunkKV, collection: str, node_id: str | None) -> bool:
-    """Store what was encoded, unless its node has lost the key: deleted is deleted, whoever still worked on it.
-
-    Not in the device's turn: who deletes does not wait for the device behind an encode.
-    """
-    with runtime.use.turn(), contextlib.ExitStack() as stack:
-        if node_id is not None:
-            holding = runtime.nodes.holding(runtime.scope(collection), node_id, key)
-            if not stack.enter_context(holding):
-                return False
-        runtime.store.put(key, chunk, runtime.codec)
-    return True
-
-
-def _key_of(runtime: Runtime, passage: TokenIds, prefix: TokenIds, collection: str) -> ChunkKey | None:
-    """Where the gate was passed or not passed before."""
-    if not passage or runtime.refusal(len(prefix) + len(passage)) is not None:
-        return None
-    return runtime.key_of(prefix, passage, collection)
-
-
-def _is_stored(runtime: Runtime, key: ChunkKey) -> bool:
-    with runtime.use.turn():
-        return runtime.store.contains(key)

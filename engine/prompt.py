@@ -89,14 +89,15 @@ class Prompt:
         return [0, *accumulate(lengths)][: len(lengths)]
 
     @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where each chunk begins and ends, in tokens."""
+        starts = zip(self.segments, self.offsets, strict=True)
+        return [(at, at + len(s.token_ids or ())) for s, at in starts if isinstance(s, Chunk)]
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Token ids before the first chunk; all of them when there is no chunk."""
-        ids: list[int] = []
-        for segment, segment_ids in zip(self.segments, self.segment_ids, strict=True):
-            if isinstance(segment, Chunk):
-                break
-            ids.extend(segment_ids)
-        return tuple(ids)
+        return self.token_ids[: self.places[0][0]] if self.chunks else self.token_ids
 
     @property
     def chunks(self) -> list[Chunk]:

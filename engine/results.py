@@ -12,6 +12,7 @@ from ragblend.engine.config import Report
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.scheduler import end_at_exit
 from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
 
 
@@ -67,7 +68,7 @@ class Result:
 Work = Callable[[Callable[[str], None], threading.Event], Result]  # (on_text, cancel) -> the whole answer
 
 
-class Stream:
+class Stream(Closing):
     """An answer on its way: iterate for the pieces of text; `result` is there when they have ended.
 
     The device works in a thread of its own; `close()` (or leaving a `with` block) stops it between two layers or two
@@ -102,10 +103,9 @@ class Stream:
                 yield piece
                 continue
             self._ended = True
-            if isinstance(piece, Result):
-                self._result = piece
-            else:
+            if not isinstance(piece, Result):
                 raise piece
+            self._result = piece
 
     def stop(self) -> None:
         """Ask the work to stop, and return at once; the iteration then ends with Cancelled."""
@@ -117,15 +117,7 @@ class Stream:
         self._thread.join()
         self._ended = True
 
-    def end(self) -> None:
-        """The same, when the process ends."""
-        self.close()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    end = close  # when the process ends
 
     def __del__(self) -> None:
         self._cancel.set()

@@ -7,22 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ragblend.engine import model
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import TransferStream, memory_tiers, pick_device, pick_dtype, transfer_stream
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
-from ragblend.engine.model import (
-    Checkpoint,
-    LoadedModel,
-    fingerprint,
-    load,
-    load_tokenizer,
-    locate,
-    locate_tokenizer,
-    needs_conversion,
-)
+from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.kvstore.codec import RAW, Codec, codec_named
@@ -30,7 +22,6 @@ from ragblend.kvstore.errors import PromptTooLongError, UsageError
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
-from ragblend.kvstore.policy import DEFAULT_POLICY
 from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
@@ -79,6 +70,7 @@ class Runtime:
         self._loading, self._light = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self._budgets: dict[str, int] = {}
+        self._digests = home / "models" / "digests.json"
         self._adopt(config)
 
     @classmethod
@@ -98,11 +90,8 @@ class Runtime:
 
         A tier that an open store does not have is there when it is opened again.
         """
-        wanted = {
-            "disk": config.store_budget_bytes,
-            "memory": config.memory_budget_bytes,
-            "device": config.device_budget_bytes,
-        }
+        budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
+        wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
         with self._light:
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
             if config.kv_codec is not None:
@@ -110,8 +99,7 @@ class Runtime:
             if "store" in vars(self):
                 tiers: list[KVStore | MemoryTier] = [self.store, *self.store.tiers]
                 for tier in tiers:
-                    if tier.name in self._budgets:
-                        tier.budget_bytes = self._budgets[tier.name]
+                    tier.budget_bytes = self._budgets.get(tier.name, tier.budget_bytes)
 
     def close(self) -> None:
         """End background work and free model and store. An `encode` under way waits between two chunks, and goes on."""
@@ -128,22 +116,23 @@ class Runtime:
     # --- the model
 
     @once
-    def checkpoint(self) -> Checkpoint:
-        return locate(self.config.model, self.home, self.dtype)
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return model.locate(self.config.model, self.home, self.dtype)
 
     @property
     def needs_conversion(self) -> bool:
         """Whether loading the model will take a minute, this once."""
-        return "checkpoint" not in vars(self) and needs_conversion(self.config.model, self.home, self.dtype)
+        return "folder" not in vars(self) and model.needs_conversion(self.config.model, self.home, self.dtype)
 
     @property
     def model_name(self) -> str:
-        name = self.checkpoint.folder.name
-        return f"{self.config.model} ({name})" if self.config.model == "default" else self.config.model
+        name = self.config.model
+        return f"{name} ({self.folder.name})" if name == "default" else name
 
     @once
     def model_config(self) -> Any:
-        return self.checkpoint.config()
+        return model.read_config(self.folder)
 
     @property
     def context_window(self) -> int:
@@ -151,11 +140,11 @@ class Runtime:
 
     @once
     def fingerprint(self) -> ModelFingerprint:
-        return fingerprint(self.checkpoint, self.model_config, self.dtype)
+        return model.fingerprint(self.folder, self._digests, self.model_config, self.dtype)
 
     @once
     def loaded(self) -> LoadedModel:
-        return load(self.checkpoint, self.device, self.dtype)
+        return model.load(self.folder, self.device, self.dtype)
 
     @property
     def decoder(self) -> Decoder:
@@ -169,15 +158,14 @@ class Runtime:
         if decoder is None:
             verdict = GateVerdict(False, (), loaded.unsupported)
         else:
-            ids = self.tokenizing.passage_ids(TEXT)
-            folder = self.home / "models"
+            ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
             verdict = kept_verdict(folder, self.fingerprint.digest, lambda: run_gate(decoder, ids))
             decoder.layouts = list(verdict.layouts) or decoder.layouts
             if not verdict.shows_attention:
                 decoder.hide_attention()
         if not verdict.passed:
             log.warning(
-                "%s cannot be fused and is served by full prefill: %s", self.model_name, verdict.reason
+                "%s cannot be fused, and is served by full prefill: %s", self.model_name, verdict.reason
             )
         return verdict
 
@@ -185,28 +173,22 @@ class Runtime:
 
     @light
     def _tokenizer_folder(self) -> Path:
-        return locate_tokenizer(self.config.model, self.home, self.dtype)
+        return model.locate_tokenizer(self.config.model, self.home, self.dtype)
 
     @light
     def tokenizing(self) -> Tokenizing:
-        return Tokenizing(load_tokenizer(self._tokenizer_folder))
+        return Tokenizing(model.load_tokenizer(self._tokenizer_folder))
 
     @light
     def canonical_prefix(self) -> tuple[int, ...]:
         return self.tokenizing.prefix_ids()
-
-    @light
-    def _tokenizer_digest(self) -> str:
-        return tokenizer_digest(self._tokenizer_folder, self.home / "models" / "digests.json")
 
     # --- the store
 
     @light
     def store(self) -> KVStore:
         policy, budgets = self.config.store_policy, self._budgets
-        tiers = memory_tiers(
-            self.device, budgets.get("memory"), budgets.get("device"), policy or DEFAULT_POLICY
-        )
+        tiers = memory_tiers(self.device, budgets.get("memory"), budgets.get("device"), policy)
         return KVStore.open(self.home / "kv", budgets.get("disk"), tiers, policy, self._token_cost)
 
     @light
@@ -216,6 +198,10 @@ class Runtime:
     def scope(self, collection: str) -> Scope:
         """What the node ids of a collection are looked up under."""
         return Scope(collection, self._tokenizer_digest)
+
+    @light
+    def _tokenizer_digest(self) -> str:
+        return tokenizer_digest(self._tokenizer_folder, self._digests)
 
     def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str) -> ChunkKey:
         return chunk_key(self.fingerprint, prefix, collection, token_ids)

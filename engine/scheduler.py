@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 from ragblend.kvstore.errors import Cancelled
 
@@ -15,18 +15,11 @@ log = logging.getLogger("ragblend")
 _POLL_S = 0.05
 
 
-class Ends(Protocol):
-    """Something with a thread of its own."""
-
-    def end(self) -> None:
-        """Stop the thread and wait for it."""
+_running: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-_running: "weakref.WeakSet[Ends]" = weakref.WeakSet()
-
-
-def end_at_exit(thing: Ends) -> None:
-    """Have it ended before the interpreter is: torch, stopped in the middle by that, aborts the process."""
+def end_at_exit(thing: Any) -> None:
+    """Have it ended, by its `end()`, before the interpreter is: torch, stopped in the middle, aborts the process."""
     if not _running:
         atexit.unregister(_end_all)
         atexit.register(_end_all)

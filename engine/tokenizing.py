@@ -57,14 +57,10 @@ class Tokenizing:
     def _begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
         """The begin token, where the tokenizer wants one and the prompt does not have it."""
         bos = self.tokenizer.bos_token_id
-        if bos is None or not self._adds_bos():
+        if bos is None or self.tokenizer("a", add_special_tokens=True)["input_ids"][:1] != [bos]:
             return ()
         first = next((ids[0] for s in segments if (ids := s.token_ids)), None)
         return () if first == bos else (bos,)
-
-    def _adds_bos(self) -> bool:
-        ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        return bool(ids) and ids[0] == self.tokenizer.bos_token_id
 
     def _segment_ids(self, segment: Segment, node_ids: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
         if segment.token_ids is not None:
@@ -96,10 +92,7 @@ class Tokenizing:
         words = SYSTEM if system is None else system
         messages = [Message("system", (Literal(words),))] if words else []
         for asked, answered in history:
-            messages += [
-                Message("user", (Literal(asked),)),
-                Message("assistant", (Literal(answered),)),
-            ]
+            messages += [Message("user", (Literal(asked),)), Message("assistant", (Literal(answered),))]
         return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
     def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
@@ -111,12 +104,8 @@ class Tokenizing:
 def _asked(passages: list[Chunk], question: str) -> list[Segment]:
     if not passages:
         return [Literal(question)]
-    segments: list[Segment] = [Literal(OPENING)]
-    for number, passage in enumerate(passages):
-        if number:
-            segments.append(Literal(SEPARATOR))
-        segments.append(passage)
-    return [*segments, Literal(CLOSING + question)]
+    between = [part for passage in passages for part in (Literal(SEPARATOR), passage)]
+    return [Literal(OPENING), *between[1:], Literal(CLOSING + question)]
 
 
 def _is_text(segment: Segment) -> bool:
@@ -125,8 +114,7 @@ def _is_text(segment: Segment) -> bool:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if (
-        backend is not None
-    ):  # straight to the tokenizers library: no shared state is touched, so threads are safe
-        return list(backend.encode(text, add_special_tokens=False).ids)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    if backend is None:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    # Straight to the tokenizers library: no shared state is touched, so threads are safe.
+    return list(backend.encode(text, add_special_tokens=False).ids)

@@ -1,14 +1,16 @@
 """What one prefill did and when: reads, moves, waits and layers, on the host's threads and on the device's streams.
 
-The recorder is always on: an event costs about two microseconds, and a prefill has a few hundred. Times on a device
+The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Times on a device
 are those of its streams, so a trace shows whether copies really ran beside the layers.
 """
 
 import threading
 import time
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragblend.engine.device import TransferStream
@@ -62,67 +64,36 @@ class Recorder:
         self._transfers = transfers
         self._begun = time.perf_counter() if begun is None else begun
         self._owner = threading.get_ident()
-        self._found: list[tuple[Any, ...]] = []  # appending is atomic
+        self._found: list[tuple[bool, TraceEvent]] = []  # with stamps for times; appending is atomic
         transfers.begin_clock()
 
-    def part(self, name: str, layer: int | None = None, chunk: int | None = None) -> "_Part":
-        """A context manager around work of the host."""
-        return _Part(self, name, self._host_track(), False, layer, chunk)
-
-    def device_part(
-        self, name: str, track: str, layer: int | None = None, chunk: int | None = None
-    ) -> "_Part":
-        """Around work that is given to the device, on the stream that is current; on the CPU the same as `part`."""
-        streamed = self._transfers.staged
-        return _Part(self, name, track if streamed else self._host_track(), streamed, layer, chunk)
+    @contextmanager
+    def part(
+        self, name: str, layer: int | None = None, chunk: int | None = None, stream: str = ""
+    ) -> Iterator[None]:
+        """Around work of the host; stream: around work that is given to that stream of the device, if it has any."""
+        streamed = bool(stream) and self._transfers.staged
+        host = HOST if threading.get_ident() == self._owner else threading.current_thread().name
+        start = self._stamp(streamed)
+        try:
+            yield
+        finally:
+            event = TraceEvent(name, stream if streamed else host, start, self._stamp(streamed), layer, chunk)
+            self._found.append((streamed, event))
 
     def finish(self) -> Trace:
         """The trace, once the device has done all it was given (`TransferStream.synchronize`)."""
-        events = [self._event(*found) for found in self._found]
-        return Trace(tuple(sorted(events, key=lambda event: (event.start_ms, -event.duration_ms))))
+        events = sorted(
+            starmap(self._timed, self._found), key=lambda event: (event.start_ms, -event.duration_ms)
+        )
+        return Trace(tuple(events))
 
-    def _event(
-        self,
-        part: str,
-        track: str,
-        start: Any,
-        stop: Any,
-        streamed: bool,
-        layer: int | None,
-        chunk: int | None,
-    ) -> TraceEvent:
+    def _timed(self, streamed: bool, event: TraceEvent) -> TraceEvent:
+        """In milliseconds, what had stamps."""
+        start, stop = event.start_ms, event.duration_ms
         if streamed:
             start, stop = self._transfers.time_of(start), self._transfers.time_of(stop)
-        return TraceEvent(part, track, (start - self._begun) * 1e3, (stop - start) * 1e3, layer, chunk)
+        return replace(event, start_ms=(start - self._begun) * 1e3, duration_ms=(stop - start) * 1e3)
 
-    def _host_track(self) -> str:
-        return HOST if threading.get_ident() == self._owner else threading.current_thread().name
-
-    def add(self, *found: Any) -> None:
-        self._found.append(found)
-
-    def stamp(self, streamed: bool) -> Any:
+    def _stamp(self, streamed: bool) -> Any:
         return self._transfers.stamp() if streamed else time.perf_counter()
-
-
-class _Part:
-    """Notes its beginning and its end, also where an exception ends it. Slots, as there are hundreds a prefill."""
-
-    __slots__ = ("_recorder", "_start", "_what")
-
-    def __init__(
-        self, recorder: Recorder, name: str, track: str, streamed: bool, layer: int | None, chunk: int | None
-    ) -> None:
-        self._recorder = recorder
-        self._what = (name, track, streamed, layer, chunk)
-
-    def __enter__(self) -> Self:
-        self._start = self._recorder.stamp(self._what[2])
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        name, track, streamed, layer, chunk = self._what
-        stop = self._recorder.stamp(streamed)
-        self._recorder.add(name, track, self._start, stop, streamed, layer, chunk)

@@ -47,7 +47,7 @@ class Backend:
 
     @cached_property
     def registry(self) -> PassageRegistry:
-        from ragblend.engine.home import resolve_home
+        from ragblend.engine.config import resolve_home
 
         return PassageRegistry.open(resolve_home(self.home), self.collection)
 

@@ -12,20 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ragblend.engine.selection import naming
+from ragblend.engine.selection import by_attention, naming
 from ragblend.engine.selection.after_layer import AfterLayer, key_deviation, value_deviation
-from ragblend.engine.selection.base import Policy, every_row, inexact_rows, needed_rows
-from ragblend.engine.selection.by_attention import (
-    AveragePool,
-    ByAttention,
-    affordable_rows,
-    later_layers,
-    merged_heads,
-    rooted_squares,
-    second_layer,
-    summed_rows,
+from ragblend.engine.selection.base import (
+    Attention,
+    Evidence,
+    Policy,
+    Probed,
+    every_row,
+    inexact_rows,
+    needed_rows,
 )
-from ragblend.engine.selection.evidence import Attention, Evidence, Probed
+from ragblend.engine.selection.by_attention import AveragePool, ByAttention
 from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError
@@ -43,16 +41,23 @@ _TABLE: dict[str, Policy] = {
     "cacheblend": AfterLayer(value_deviation),
     "cacheblend-k": AfterLayer(key_deviation),
     "cacheblend-gradual": AfterLayer(value_deviation, shares="1.5/0.5"),
-    "a3": ByAttention(second_layer, merged_heads, AveragePool(kernel=5)),
-    "prophet": ByAttention(range, summed_rows),
+    "a3": ByAttention(by_attention.second_layer, by_attention.merged_heads, AveragePool(kernel=5)),
+    "prophet": ByAttention(range, by_attention.summed_rows),
     # Ours.
-    "probe": ByAttention(later_layers, rooted_squares, probe=affordable_rows),
-    "probe-shift": ByAttention(later_layers, rooted_squares, probe=affordable_rows, shift=KernelShift()),
+    "probe": ByAttention(
+        by_attention.later_layers, by_attention.rooted_squares, probe=by_attention.affordable_rows
+    ),
+    "probe-shift": ByAttention(
+        by_attention.later_layers,
+        by_attention.rooted_squares,
+        probe=by_attention.affordable_rows,
+        shift=KernelShift(),
+    ),
 }
 METHODS: dict[str, Policy] = {name: replace(policy, name=name) for name, policy in _TABLE.items()}
 # For every policy that needs attention, where a model does not show it.
 BLIND: Policy = ByAttention(
-    later_layers, rooted_squares, None, lambda plan: None,
+    by_attention.later_layers, by_attention.rooted_squares, None, lambda plan: None,
     shift=KernelShift(), needs_attention=False, name="spread-shift",
 )  # fmt: skip
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)

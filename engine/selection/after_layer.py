@@ -17,16 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection.base import (
-    FLOOR_RATIO,
-    Policy,
-    chooses,
-    inexact_rows,
-    needed_rows,
-    pick_top,
-    reach,
-)
-from ragblend.engine.selection.evidence import Evidence, Probed
+from ragblend.engine.selection import base
+from ragblend.engine.selection.base import Evidence, Policy, Probed
 from ragblend.kvstore.errors import UsageError
 
 
@@ -51,10 +43,10 @@ class AfterLayer(Policy):
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         # The check would cost more than nothing, and choose none.
-        return needed_rows(plan) if plan.ratio == 0 else inexact_rows(plan)
+        return base.needed_rows(plan) if plan.ratio == 0 else base.inexact_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
-        if not chooses(plan):
+        if not base.chooses(plan):
             return super().passes(plan)
         check, always = self._check_layer(plan), plan.always_tokens
         behind = always + self.remaining_ratio(plan) * plan.stored_tokens
@@ -62,15 +54,15 @@ class AfterLayer(Policy):
         return [(every, check + plan.attention_share), (behind, plan.layers - check)]
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        return layer == self._check_layer(plan) and chooses(plan)
+        return layer == self._check_layer(plan) and base.chooses(plan)
 
     def narrows(self, plan: Plan, layer: int) -> bool:
         falls = len(set(self._course())) > 1
-        return falls and self._check_layer(plan) <= layer < plan.layers - 1 and chooses(plan)
+        return falls and self._check_layer(plan) <= layer < plan.layers - 1 and base.chooses(plan)
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
-        return pick_top(plan, evidence.rows, self.deviation(evidence), count)
+        return base.pick_top(plan, evidence.rows, self.deviation(evidence), count)
 
     def ratio_at(self, plan: Plan, layer: int) -> float:
         """Share of the stored tokens to compute in that layer, the check or one behind it."""
@@ -78,16 +70,16 @@ class AfterLayer(Policy):
         course = _stretched(self._course(), plan.layers - check)
         away = [share * len(course) / sum(course) - 1 for share in course]
         # What is cut off above the reach would be missing from the mean, so all come closer to it.
-        if mean * (1 + away[0]) > reach(plan):
-            away = [each * (reach(plan) / mean - 1) / away[0] for each in away]
+        if mean * (1 + away[0]) > base.reach(plan):
+            away = [each * (base.reach(plan) / mean - 1) / away[0] for each in away]
         return mean * (1 + away[layer - check])
 
     def remaining_ratio(self, plan: Plan) -> float:
         """What the ratio leaves, a layer, for the layers from the check on; a little even where it leaves nothing."""
-        check, most = self._check_layer(plan), reach(plan)
+        check, most = self._check_layer(plan), base.reach(plan)
         spent = (check + plan.attention_share) * most
         left = (plan.ratio * plan.layers - spent) / (plan.layers - check)
-        return min(max(left, min(FLOOR_RATIO, plan.ratio)), most)
+        return min(max(left, min(base.FLOOR_RATIO, plan.ratio)), most)
 
     def _check_layer(self, plan: Plan) -> int:
         return min(self.check_layer, plan.layers - 1)
@@ -108,11 +100,9 @@ class AfterLayer(Policy):
 
 def _stretched(course: list[float], layers: int) -> list[float]:
     """That many points of the line through the numbers, from the first to the last; of one layer their mean."""
-    if layers == 1:
-        return [sum(course) / len(course)]
     places = np.linspace(0, len(course) - 1, layers)
     found: list[float] = np.interp(places, range(len(course)), course).tolist()
-    return found
+    return found if layers > 1 else [sum(course) / len(course)]
 
 
 def value_deviation(evidence: Evidence) -> Tensor:

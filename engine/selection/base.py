@@ -1,5 +1,6 @@
 """What a policy is: it names the rows to compute; the mechanism never asks which policy it has."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import ClassVar
 
@@ -7,12 +8,58 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan, Span
-from ragblend.engine.selection.evidence import Attention, Evidence, Probed
 from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.kvstore.errors import UsageError
 
 # Rows that are left after a selection that has spent the ratio by itself.
 FLOOR_RATIO = 0.01
+# Of the rows behind the last chunk at most so many, the last ones, have their attention collected: it is (N, W, T).
+COLLECTED_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """KV of the rows being computed, beside what was stored for them, in one layer.
+
+    rows (R,) positions; new_* and old_* (H, R, D). old_* hold nothing meaningful for rows without stored KV.
+    """
+
+    layer: int
+    rows: Tensor
+    new_keys: Tensor
+    new_values: Tensor
+    old_keys: Tensor
+    old_values: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the rows behind the last chunk attend to in one layer, during a probe.
+
+    queries (N, W, D), rotated; keys (H, K, D), those from position first_key on, N a multiple of H; scaling: what
+    products are multiplied by; mask (W, K) additive; weights (N, W, K): each row's shares, which sum to 1 (less where
+    the model has sinks), 0 where the row may not attend.
+    """
+
+    layer: int
+    first_key: int
+    queries: Tensor
+    keys: Tensor
+    scaling: float
+    mask: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the probe of a request has shown.
+
+    scores: by layer, (T,) float32, what the policy's `layer_scores` said (0 for keys out of sight); cost_rows: rows of
+    the probe that are computed again after it, averaged over layers.
+    """
+
+    scores: Mapping[int, Tensor]
+    cost_rows: float
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.selection.base import Policy, budget_rows, chooses, fresh_rows, inexact_rows, needed_rows
-from ragblend.engine.selection.evidence import COLLECTED_ROWS, Attention, Probed
+from ragblend.engine.selection import base
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, Probed
 from ragblend.engine.selection.shift import evenly_spread
 from ragblend.engine.selection.static import nearness_to_beginning
 from ragblend.kvstore.errors import UsageError
@@ -33,12 +33,12 @@ BEGINNINGS = 0.2
 
 def affordable_rows(plan: Plan) -> Tensor | None:
     """Our probe: of long literals behind the chunks (a conversation) only the end, and none that takes too much."""
-    rows = fresh_rows(plan)
+    rows = base.fresh_rows(plan)
     if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
         end = max(plan.suffix_start, plan.tokens - COLLECTED_ROWS)
         rows = rows[(rows < plan.settled_tokens) | (rows >= end)]
     again = int((rows >= plan.settled_tokens).sum())
-    return rows if again <= PROBE_SHARE * budget_rows(plan) else None
+    return rows if again <= PROBE_SHARE * base.budget_rows(plan) else None
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class ByAttention(Policy):
     layers: Callable[[int], range]
     score: Callable[[Plan, Attention], Tensor]
     smooth: Callable[[Tensor], Tensor] | None = None
-    probe: Callable[[Plan], Tensor | None] = fresh_rows
+    probe: Callable[[Plan], Tensor | None] = base.fresh_rows
     needs_attention: bool = field(default=True, kw_only=True)
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        return self.probe(plan) if chooses(plan) else None
+        return self.probe(plan) if base.chooses(plan) else None
 
     def attention_layers(self, plan: Plan) -> range:
         return self.layers(plan.layers)
@@ -68,7 +68,7 @@ class ByAttention(Policy):
         if probe is None:
             return super().passes(plan)
         settled, through = plan.settled_by(probe), self.attention_layers(plan).stop
-        count = budget_rows(plan, Probed({}, (probe.numel() - settled) * through / plan.layers))
+        count = base.budget_rows(plan, Probed({}, (probe.numel() - settled) * through / plan.layers))
         rows = plan.always_tokens + min(count, plan.candidate_tokens)
         return [(probe.numel(), through), (rows - settled, through), (rows, plan.layers - through)]
 
@@ -78,9 +78,9 @@ class ByAttention(Policy):
         return mean if self.smooth is None else self.smooth(mean)
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        if not chooses(plan):
-            return needed_rows(plan) if plan.ratio == 0 else inexact_rows(plan)
-        count, nearness = budget_rows(plan, probed), nearness_to_beginning(plan)
+        if not base.chooses(plan):
+            return base.needed_rows(plan) if plan.ratio == 0 else base.inexact_rows(plan)
+        count, nearness = base.budget_rows(plan, probed), nearness_to_beginning(plan)
         if probed is None:
             sample = count // 2 if self.shift is not None else 0
             return _chosen(plan, sample, (nearness, count - sample))

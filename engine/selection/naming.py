@@ -6,7 +6,7 @@ It is imported once one of its names is asked for, and can take none of ours.
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from ragblend.engine.selection.base import FIXED, Policy
@@ -45,7 +45,8 @@ def entry_point_names() -> list[str]:
 
 def from_package(name: str) -> Policy | None:
     """The policy that a package added under that name; None if none did. Raises UsageError, which names the package."""
-    found = {_package(point): point for point in entry_points(group=GROUP, name=name)}
+    points = entry_points(group=GROUP, name=name)
+    found = {f"{p.dist.name} {p.dist.version}" if p.dist is not None else p.module: p for p in points}
     if not found:
         return None
     if len(found) > 1:
@@ -61,10 +62,6 @@ def from_package(name: str) -> Policy | None:
             f"the method {name!r} of the package {package} cannot be used: {type(error).__name__}: {error}; "
             "repair or remove that package"
         ) from error
-
-
-def _package(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.module
 
 
 def unknown(name: str, known: Sequence[str]) -> UsageError:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan, Span
-from ragblend.engine.selection.base import Policy, budget_rows, every_row, pick_top
-from ragblend.engine.selection.evidence import Probed
+from ragblend.engine.selection.base import Policy, Probed, budget_rows, every_row, pick_top
 from ragblend.kvstore.errors import UsageError
 
 

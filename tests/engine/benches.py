@@ -77,12 +77,6 @@ def chat(bench: Bench, texts: list[str], question: str = "who kept the ledgers?"
     return bench.engine.tokenize(bench.engine.chat_prompt(None, [Chunk(text) for text in texts], question))
 
 
-def chunk_places(prompt: Prompt) -> list[tuple[int, int]]:
-    """(start, stop) of each chunk of a tokenized prompt."""
-    pairs = zip(prompt.segments, prompt.offsets, strict=True)
-    return [(at, at + len(s.token_ids or ())) for s, at in pairs if isinstance(s, Chunk)]
-
-
 def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, in standard deviations of what was expected where that is above 1."""
     spread = max(1.0, float(expected.float().std()))

@@ -74,6 +74,24 @@ def llama(bench_for):
 
 
 @pytest.fixture
+def stored(llama, request):
+    """The llama, whose store has the passages of the module's TEXTS."""
+    llama.engine.encode(request.module.TEXTS)
+    return llama
+
+
+@pytest.fixture
+def stored_for(bench_for, request):
+    """stored_for(kind): its bench, whose store has the passages of the module's TEXTS."""
+
+    def stored(kind):
+        bench_for(kind).engine.encode(request.module.TEXTS)
+        return bench_for(kind)
+
+    return stored
+
+
+@pytest.fixture
 def fresh(fresh_bench_for):
     """A llama on an empty home."""
     return fresh_bench_for("llama")

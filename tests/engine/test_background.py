@@ -7,7 +7,6 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine import nodes
 from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -67,7 +66,7 @@ def test_the_budget_ends_it_and_nothing_is_evicted(fresh_bench_for):
 def test_what_was_asked_for_comes_first(fresh):
     engine = entered(fresh)
     ids = engine.tokenize(Prompt([Chunk(TEXTS[4])])).chunks[0].token_ids
-    (key,) = nodes.keys_of(engine.runtime, [ids], engine.runtime.canonical_prefix, "default")
+    key = engine.runtime.key_of(engine.runtime.canonical_prefix, ids, "default")
     assert engine.store.open_chunk(key, ids) is None
     assert engine.missing(NODES).node_ids == ("node-4", "node-0", "node-1", "node-2", "node-3", "node-5")
 

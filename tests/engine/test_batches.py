@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import chat, chunk_places, largest_error, make_prompt, make_text, pairs
+from benches import chat, largest_error, make_prompt, make_text, pairs
 from test_prompts import _EmptyIsNaN
 
 from ragblend.engine import attention, cache, fusion
@@ -53,6 +53,6 @@ def test_position_masks_are_the_model_too(bench_for, masks, name):
         assert largest_error(found.logits, bench.logits(prompt)[-1]) < 1e-4, method
     exact = chat(bench, TEXTS[:1])
     assert largest_error(bench.engine.prefill(exact, "reuse").logits, bench.logits(exact)[-1]) < 1e-4
-    start, stop = chunk_places(bench.engine.tokenize(prompt))[-1]
+    start, stop = bench.engine.tokenize(prompt).places[-1]
     keys = bench.engine.prefill(prompt, "reuse").cache.span(0, start, stop)[0]
     assert torch.isfinite(keys).all()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import chunk_places, make_prompt, make_text
+from benches import make_prompt, make_text
 
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.selection import AfterLayer, policy_named
@@ -55,7 +55,7 @@ def test_the_rows_whose_kv_deviates_most_at_the_check_are_kept(llama, narrowed, 
     """What is new there is full prefill's own, because all rows went through layer 0."""
     [(layer, rows, kept)], prompt, _ = narrowed(method, 0.6)
     tokens = len(prompt.token_ids)
-    moved = [row for start, stop in chunk_places(prompt)[1:] for row in range(start, stop)]
+    moved = [row for start, stop in prompt.places[1:] for row in range(start, stop)]
     assert layer == 1 and set(moved) <= set(rows)
     stale = llama.engine.prefill(prompt, method="reuse").cache.span(1, 0, tokens)[kind]
     new = llama.kv(prompt.token_ids)[1][kind]
@@ -66,7 +66,7 @@ def test_gradual_filtering_drops_what_deviates_least_of_what_is_left_in_each_lay
     choices, prompt, cache = narrowed("cacheblend-gradual", 0.6)
     tokens = len(prompt.token_ids)
     stale = llama.engine.prefill(prompt, method="reuse").cache
-    moved = {row for start, stop in chunk_places(prompt)[1:] for row in range(start, stop)}
+    moved = {row for start, stop in prompt.places[1:] for row in range(start, stop)}
     assert [layer for layer, _, _ in choices] == [
         1,
         *range(1, llama.engine.runtime.decoder.geometry.layers - 1),

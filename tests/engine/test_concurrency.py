@@ -18,12 +18,6 @@ TEXTS = [make_text(seed) for seed in range(6)]
 
 
 @pytest.fixture
-def stored(llama):
-    llama.engine.encode(TEXTS)
-    return llama
-
-
-@pytest.fixture
 def serves(stored):
     """Checks, when the test is over, that the engine still gives the right answer."""
     prompt = make_prompt(TEXTS)

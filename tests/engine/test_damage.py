@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chunk_places, largest_error, make_prompt, make_text
+from benches import largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.chunks import ChunkKV
@@ -65,7 +65,7 @@ def test_a_damaged_value_is_a_miss_and_heals(fresh, damage):
     found = engine.prefill(prompt, "recompute")
     assert largest_error(found.logits, fresh.logits(prompt)[-1]) < ALLOWED
     assert (found.report.hits, found.report.misses) == (2, 1)
-    start, stop = chunk_places(found.prompt)[1]
+    start, stop = found.prompt.places[1]
     assert found.report.tokens.missing == stop - start
     assert engine.store.stats().quarantined == 1
     assert engine.finish_background(60)
@@ -83,7 +83,7 @@ def test_damage_found_in_the_middle_of_a_prefill(fresh, method):
     prompt = make_prompt(TEXTS)
     spoil(engine.store, keys[0], DAMAGES["last layer"])
     found = engine.prefill(prompt, method=method, ratio=0.3)
-    start, stop = chunk_places(found.prompt)[0]
+    start, stop = found.prompt.places[0]
     assert (found.report.hits, found.report.misses) == (2, 1)
     assert found.report.tokens.missing == stop - start
     assert torch.isfinite(found.logits).all()

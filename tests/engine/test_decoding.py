@@ -12,12 +12,6 @@ from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, Usage
 TEXTS = [make_text(seed) for seed in range(3)]
 
 
-@pytest.fixture
-def stored(llama):
-    llama.engine.encode(TEXTS)
-    return llama
-
-
 def test_greedy_full_is_transformers_generate(bench):
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
@@ -162,29 +156,19 @@ def test_timings_are_of_this_request(stored):
 # --- wrong use
 
 
-@pytest.mark.parametrize("ratio", [2, -0.1, float("nan")])
+@pytest.mark.parametrize("ratio", [2, -0.1, float("nan"), "most"])
 def test_an_impossible_ratio_is_refused(stored, ratio):
     for call in (stored.engine.prefill, stored.engine.generate, stored.engine.stream):
-        with pytest.raises(UsageError, match="between 0 and 1"):
+        with pytest.raises(UsageError, match=r"between 0 and 1.*auto"):
             call(make_prompt(TEXTS), ratio=ratio)
 
 
-def test_an_unknown_method_is_refused_with_the_nearest(stored):
-    with pytest.raises(UsageError, match="did you mean 'cacheblend'"):
-        stored.engine.generate(make_prompt(TEXTS), method="cachblend")
-    with pytest.raises(UsageError, match="there are full"):
-        stored.engine.prefill(make_prompt(TEXTS), method="")
-
-
 def test_unknown_options_are_refused(stored):
-    prompt = make_prompt(TEXTS)
-    with pytest.raises(UsageError, match="temprature"):
-        stored.engine.generate(prompt, temprature=0.1)
-    with pytest.raises(UsageError, match="temprature"):
-        stored.engine.stream(prompt, temprature=0.1)
-    prefilled = stored.engine.prefill(prompt)
-    with pytest.raises(UsageError, match="temprature"):
-        stored.engine.decode(prefilled, temprature=0.1)
+    prompt, engine = make_prompt(TEXTS), stored.engine
+    prefilled = engine.prefill(prompt)
+    for call, what in ((engine.generate, prompt), (engine.stream, prompt), (engine.decode, prefilled)):
+        with pytest.raises(UsageError, match="temprature"):
+            call(what, temprature=0.1)
 
 
 def penalised(bench, prompt, tokens, penalty, prompt_too):
@@ -205,22 +189,6 @@ def test_the_penalty_for_repetition_leaves_the_prompt_out(stored):
     assert said == penalised(stored, prompt, 24, 1.3, prompt_too=False)
     assert said != penalised(stored, prompt, 24, 1.3, prompt_too=True)
     assert said != stored.answer(prompt, 24), "nothing was repeated, so nothing was tested"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -1.0},
-        {"max_new_tokens": 0},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"top_k": -1},
-        {"repetition_penalty": 0.0},
-    ],
-)
-def test_impossible_options_are_refused(stored, options):
-    with pytest.raises(UsageError, match=next(iter(options))):
-        stored.engine.generate(make_prompt(TEXTS), **options)
 
 
 def test_a_prompt_longer_than_the_window_is_refused(stored):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import chat, chunk_places, largest_error, make_prompt, make_text
+from benches import chat, largest_error, make_prompt, make_text
 from torch import nn
 from transformers import AttentionInterface
 
@@ -25,7 +25,7 @@ def evicted(bench, prompt, keep_tokens=KEEP):
 
 def in_passages(prompt):
     found = torch.zeros(len(prompt.token_ids), dtype=torch.bool)
-    for start, stop in chunk_places(prompt):
+    for start, stop in prompt.places:
         found[start:stop] = True
     return found
 

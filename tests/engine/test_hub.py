@@ -55,12 +55,6 @@ def test_it_comes_once_and_is_found_without_asking_again(model, use):
         assert len(server.asked) == asked
 
 
-def test_a_model_that_is_named_is_brought_here(model, use, capsys):
-    with serve_hub(NAME, model) as server:
-        use(server)
-        assert (find_model(NAME) / "tokenizer.json").read_text() == "{}"
-
-
 def test_a_stopped_download_is_no_model_and_goes_on_where_it_was(model, use):
     with serve_hub(NAME, model, hold_after=HELD_AFTER) as server:
         use(server)

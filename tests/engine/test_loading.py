@@ -72,43 +72,25 @@ def test_a_folder_without_a_tokenizer(broken, ask):
         ask(broken)
 
 
-def test_a_tokenizer_that_is_nothing_but_its_config(broken, ask):
-    (broken / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerMissingError):
-        ask(broken)
+CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
+TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
+DAMAGES = [
+    ("config.json", None, ModelNotFoundError),
+    *[("config.json", content, (CorruptModelError, TokenizerMissingError)) for content in CONFIGS],
+    *[("tokenizer.json", content, TokenizerMissingError) for content in TOKENIZERS],
+    *[("model.safetensors", keep, CorruptModelError) for keep in (None, 0, 4, 100, 20_000, -1)],
+]
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}'])
-def test_a_damaged_tokenizer(broken, ask, content):
-    (broken / "tokenizer.json").write_text(content)
-    with pytest.raises(TokenizerMissingError, match="broken"):
-        ask(broken)
-
-
-def test_a_folder_without_a_config(broken, ask):
-    (broken / "config.json").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
-        ask(broken)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no such thing"}'])
-def test_a_damaged_config(broken, ask, content):
-    (broken / "config.json").write_text(content)
-    with pytest.raises((CorruptModelError, TokenizerMissingError), match="broken"):
-        ask(broken)
-
-
-def test_a_folder_without_weights(broken, ask):
-    (broken / "model.safetensors").unlink()
-    with pytest.raises(CorruptModelError, match="broken"):
-        ask(broken)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, 20_000, -1])
-def test_truncated_weights(broken, ask, keep):
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(CorruptModelError, match="broken"):
+@pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
+def test_a_damaged_or_missing_file(broken, ask, name, content, error):
+    """content: what there is instead; a number: how much there is of it; None: nothing."""
+    file = broken / name
+    whole = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else whole[:content])
+    with pytest.raises(error, match="broken"):
         ask(broken)
 
 
@@ -150,11 +132,6 @@ def test_a_file_that_is_no_model(ask, tmp_path):
     (tmp_path / "model.txt").write_text("hello")
     with pytest.raises(ModelNotFoundError, match=r"not a \.gguf"):
         ask(tmp_path / "model.txt")
-
-
-def test_no_model_named():
-    with pytest.raises(UsageError, match="no model"):
-        Engine.open("")
 
 
 def test_the_default_model_is_not_installed(ask, monkeypatch):
@@ -230,6 +207,7 @@ def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"model": ""}, "no model"),
         ({"dtype": "int8"}, "int8"),
         ({"device": "tpu"}, "tpu"),
         ({"store_budget_bytes": 0}, "budget"),
@@ -239,7 +217,7 @@ def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
 def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=named):
-        _ = Engine.open(str(model_folder("llama")), home=tmp_path, **options).device
+        _ = Engine.open(**{"model": str(model_folder("llama")), "home": tmp_path} | options).device
 
 
 def test_open_shares_one_engine(model_folder, tmp_path):

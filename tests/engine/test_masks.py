@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragblend.engine.attention import TILE_ROWS, is_plain_causal, position_mask, rows_attention, tiles
+from ragblend.engine.attention import TILE_ROWS, position_mask, rows_attention, tiles
 
 TOKENS = 400
 
@@ -24,14 +24,6 @@ def test_a_row_sees_what_is_before_it_and_in_its_window(window):
         first = 0 if window is None else max(0, row - window + 1)
         seen = mask[0, 0, number].nonzero().squeeze(1).tolist()
         assert seen == list(range(first, row + 1))
-
-
-@pytest.mark.parametrize(
-    ("count", "window", "plain"),
-    [(TOKENS, None, True), (TOKENS, TOKENS, True), (TOKENS, TOKENS - 1, False), (TOKENS - 1, None, False)],
-)
-def test_plain_causal_is_the_whole_sequence_and_nothing_slides(count, window, plain):
-    assert is_plain_causal(torch.arange(count), TOKENS, window) is plain
 
 
 @pytest.mark.parametrize("rows", [scattered(1), scattered(30), scattered(300), torch.arange(TOKENS)])

@@ -49,6 +49,7 @@ def test_every_old_name_is_in_that_list():
     [
         ("prob", "did you mean 'probe'"),
         ("prob", "cacheblend-gradual"),
+        ("", "there are full"),
         ("a3:kernl=1", "did you mean 'kernel'"),
         ("a3:kernl=1", "kernel=5"),
         ("a3:kernel", "name=value"),

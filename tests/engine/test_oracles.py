@@ -2,24 +2,13 @@
 
 import pytest
 import torch
-from benches import PREFIX, chat, chunk_places, largest_error, make_prompt, make_text, pairs
+from benches import PREFIX, chat, largest_error, make_prompt, make_text, pairs
 
 from ragblend.engine.selection import METHODS, Policy
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
 SELECTING = sorted(METHODS.keys() - {"full", "prefix", "recompute", "reuse", "naive"})
-
-
-@pytest.fixture
-def stored_for(bench_for):
-    """stored_for(kind): its bench, whose store has the passages of TEXTS."""
-
-    def stored(kind):
-        bench_for(kind).engine.encode(TEXTS)
-        return bench_for(kind)
-
-    return stored
 
 
 @pytest.fixture
@@ -85,7 +74,7 @@ def test_moved_keys_of_layer_0_are_those_computed_there(stored):
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     cache = stored.engine.prefill(prompt, method="reuse").cache
     keys, values = stored.kv(prompt.token_ids)[0]
-    for start, stop in chunk_places(prompt):
+    for start, stop in prompt.places:
         found_keys, found_values = cache.span(0, start, stop)
         assert largest_error(found_keys, keys[:, start:stop]) < ALLOWED
         assert largest_error(found_values, values[:, start:stop]) < ALLOWED
@@ -96,7 +85,7 @@ def test_naive_leaves_keys_where_they_were(stored):
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     cache = stored.engine.prefill(prompt, method="naive").cache
     keys, _ = stored.kv(prompt.token_ids)[0]
-    start, stop = chunk_places(prompt)[-1]
+    start, stop = prompt.places[-1]
     assert largest_error(cache.span(0, start, stop)[0], keys[:, start:stop]) > 0.5
 
 
@@ -105,7 +94,7 @@ def test_the_first_chunk_behind_its_prefix_is_exact_in_all_layers(stored_for, ki
     stored = stored_for(kind)
     prompt = chat(stored, TEXTS)
     prefilled = stored.engine.prefill(prompt, method=method, ratio=0.5)
-    start, stop = chunk_places(prompt)[0]
+    start, stop = prompt.places[0]
     for layer, (keys, values) in enumerate(stored.kv(prompt.token_ids)):
         found_keys, found_values = prefilled.cache.span(layer, 0, stop)
         assert largest_error(found_keys, keys[:, :stop]) < ALLOWED, f"keys of layer {layer}"
@@ -129,7 +118,7 @@ def test_a_prefix_of_ones_own_makes_the_first_chunk_exact(bench):
 def test_editing_a_later_chunk_changes_no_earlier_row(stored, method, ratio):
     """With a mask aligned to the corner, scattered rows see the future. cacheblend at 1: its choice may change."""
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
-    start, stop = chunk_places(prompt)[-1]
+    start, stop = prompt.places[-1]
     segments = list(prompt.segments)
     segments[-2] = type(segments[-2])(token_ids=tuple(reversed(segments[-2].token_ids)))
     edited = type(prompt)(segments)

@@ -4,9 +4,8 @@ import math
 import threading
 
 import pytest
-import tiny_models
 import torch
-from benches import chunk_places, largest_error, make_prompt, make_text, pairs
+from benches import largest_error, make_prompt, make_text, pairs
 from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
@@ -19,17 +18,6 @@ from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 GUIDED = ("a3", "prophet", "probe", "probe-shift")
-
-
-@pytest.fixture
-def stored_for(bench_for):
-    """stored_for(kind): its bench, with the passages of TEXTS."""
-
-    def stored(kind):
-        bench_for(kind).engine.encode(TEXTS)
-        return bench_for(kind)
-
-    return stored
 
 
 @pytest.fixture
@@ -58,7 +46,7 @@ def reference_attention(bench, prompt):
     They run behind the KV that full reuse leaves, which other tests hold against transformers.
     """
     reused = bench.engine.prefill(prompt, method="reuse").cache
-    start = chunk_places(prompt)[-1][1]
+    start = prompt.places[-1][1]
     past = DynamicCache()
     for layer in range(reused.geometry.layers):
         keys, values = reused.span(layer, 0, start)
@@ -117,7 +105,7 @@ def test_a3_merges_its_heads_into_one_product(llama, seen):
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: grabbed.update(kwargs), with_kwargs=True)
     _, reused = reference_attention(llama, prompt)
     hook.remove()
-    start, (cos, sin) = chunk_places(prompt)[-1][1], grabbed["position_embeddings"]
+    start, (cos, sin) = prompt.places[-1][1], grabbed["position_embeddings"]
     with torch.inference_mode():
         queries = layer.q_proj(grabbed["hidden_states"])[0].unflatten(-1, (4, 16))  # (W, N, D)
     llama.engine.prefill(prompt, method="a3", ratio=0.6)
@@ -189,7 +177,7 @@ def test_what_nothing_can_change_is_computed_once(bench, monkeypatch, name, firs
     decoder, begins = bench.engine.runtime.decoder, []
     prompt = bench.engine.tokenize(make_prompt(TEXTS))
     bench.engine.prefill(prompt)  # the gate has been run
-    start = chunk_places(prompt)[0][0]
+    start = prompt.places[0][0]
     run_layer = decoder.run_layer
 
     def recorded(layer, hidden, block, *args):
@@ -309,7 +297,7 @@ def test_calibration_rows_and_beginnings_are_among_the_chosen(stored, seen, monk
     report = stored.engine.prefill(prompt, method="probe-shift", ratio=0.7).report
     policy, plan, probed = seen[-1]
     scores, candidates = policy.scores(probed), plan.candidates.nonzero().squeeze(1).tolist()
-    place = {row: row - start for start, stop in chunk_places(prompt) for row in range(start, stop)}
+    place = {row: row - start for start, stop in prompt.places for row in range(start, stop)}
     count = round(0.7 * plan.stored_tokens - probed.cost_rows)
     wanted = set(evenly(candidates, min(sample, count // 4)))
     best = count - len(wanted) - round(count * beginnings)
@@ -355,16 +343,10 @@ def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
     assert largest_error(everything.logits, stored.logits(tokenized)[-1]) < 1e-4
 
 
-def test_parameters_reach_the_report(llama):
-    llama.engine.encode(TEXTS)
-    report = llama.engine.prefill(make_prompt(TEXTS), method="a3:kernel=1", ratio=0.5).report
-    assert report.method == "a3:kernel=1"
-
-
 def test_epic_takes_so_many_of_each_chunk_and_no_more_than_is_paid_for(llama):
     llama.engine.encode(TEXTS)
     prompt = llama.engine.tokenize(make_prompt(TEXTS))
-    places = chunk_places(prompt)[1:] if _first_is_exact(llama, prompt) else chunk_places(prompt)
+    places = prompt.places[1:] if _first_is_exact(llama, prompt) else prompt.places
 
     for first in (1, 4, 1000):
         report = llama.engine.prefill(prompt, f"epic:first={first}", ratio=0.9).report
@@ -377,7 +359,3 @@ def test_epic_takes_so_many_of_each_chunk_and_no_more_than_is_paid_for(llama):
 def _first_is_exact(bench, prompt):
     prefix = prompt.token_ids[: prompt.offsets[1]]
     return tuple(prefix) == tuple(bench.engine.runtime.canonical_prefix)
-
-
-def test_tiny_models_cover_what_is_hard():
-    assert {"gemma3", "qwen3", "llama-yarn"} <= set(tiny_models.SUPPORTED)

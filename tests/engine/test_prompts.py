@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from benches import PREFIX, SUFFIX, chunk_places, largest_error, make_prompt, make_text, pairs
+from benches import PREFIX, SUFFIX, largest_error, make_prompt, make_text, pairs
 from tiny_models import reference_kv
 
 from ragblend import Chunk, Literal, Prompt
@@ -15,12 +15,6 @@ from ragblend.kvstore.blob import ChunkReader
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
 EXACT_METHODS = ("full", "recompute", "prefix")
-
-
-@pytest.fixture
-def stored(llama):
-    llama.engine.encode(TEXTS)
-    return llama
 
 
 def check_all_methods(bench, prompt):
@@ -72,7 +66,7 @@ def test_the_same_chunk_twice(stored):
     prompt = make_prompt([TEXTS[0], TEXTS[1], TEXTS[0]])
     check_all_methods(stored, prompt)
     prefilled = stored.engine.prefill(prompt, method="reuse")
-    first, _, second = chunk_places(prefilled.prompt)
+    first, _, second = prefilled.prompt.places
     assert (prefilled.report.hits, prefilled.report.misses) == (3, 0)
     values = [prefilled.cache.span(2, *place)[1] for place in (first, second)]
     assert torch.equal(values[0], values[1])  # both as stored
@@ -152,7 +146,7 @@ def test_missing_rows_are_right_where_nothing_before_them_is_wrong(fresh):
     prompt = make_prompt(TEXTS)
     for method in ("reuse", "cacheblend", "cacheblend-gradual", "epic"):
         prefilled = fresh.engine.prefill(prompt, method=method, ratio=0.4)
-        start, stop = chunk_places(prefilled.prompt)[0]
+        start, stop = prefilled.prompt.places[0]
         for layer, (keys, values) in enumerate(fresh.kv(prefilled.prompt.token_ids)):
             found = prefilled.cache.span(layer, start, stop)
             assert largest_error(found[0], keys[:, start:stop]) < ALLOWED

@@ -132,13 +132,6 @@ def test_the_whole_cost_is_the_ratio(method, ratio):
     assert spent / (LAYERS * plan.stored_tokens) == pytest.approx(ratio, abs=0.01)
 
 
-def test_gradual_filtering_keeps_fewer_and_fewer():
-    plan, policy = plan_of(0.4), METHODS["cacheblend-gradual"]
-    ratios = [policy.ratio_at(plan, layer) for layer in range(1, LAYERS)]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] > ratios[-1] > 0
-
-
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_every_policy_computes_what_must_be_computed(method, ratio):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benches import chunk_places, largest_error, make_prompt, make_text
+from benches import largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import METHODS, shift
 from ragblend.engine.selection.shift import Change, KernelShift, Run
@@ -72,7 +72,7 @@ def shifted(bench, monkeypatch):
         rows = policy.rows
         monkeypatch.setattr(policy, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
         prompt = bench.engine.tokenize(make_prompt(TEXTS))
-        tokens, places = len(prompt.token_ids), chunk_places(prompt)
+        tokens, places = len(prompt.token_ids), prompt.places
         reused = bench.engine.prefill(prompt, method="reuse").cache
         found = bench.engine.prefill(prompt, method="probe-shift", ratio=0.6).cache
         chunk = {row: number for number, place in enumerate(places) for row in range(*place)}

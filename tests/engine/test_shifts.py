@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat, chunk_places, largest_error, make_prompt, make_text
+from benches import chat, largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
 from ragblend.engine.selection.shift import Change, Run
@@ -22,7 +22,7 @@ def test_an_exact_chunk_is_never_shifted(stored):
     prompt = chat(stored, TEXTS)
     reused = stored.engine.prefill(prompt, method="reuse").cache
     found = stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
-    start, stop = chunk_places(prompt)[0]
+    start, stop = prompt.places[0]
     for layer in range(reused.geometry.layers):
         for a, b in zip(reused.span(layer, start, stop), found.cache.span(layer, start, stop), strict=True):
             assert torch.equal(a, b)

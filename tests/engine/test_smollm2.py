@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benches import chunk_places, reference_pair
+from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine import cache as cache_module
@@ -44,21 +44,21 @@ def prompt(engine):
 @pytest.fixture(scope="module")
 def reference(engine, prompt):
     """(logits (T, vocab) in float32, KV by layer) of the prompt, through transformers alone, in bfloat16."""
-    return reference_pair(engine.runtime.checkpoint.folder, prompt.token_ids, torch.bfloat16, "sdpa")
+    return reference_pair(engine.runtime.folder, prompt.token_ids, torch.bfloat16, "sdpa")
 
 
 @pytest.fixture(scope="module")
 def eager(engine, prompt):
     """The same by transformers' plainest attention: what two right answers in bfloat16 differ by."""
-    return reference_pair(engine.runtime.checkpoint.folder, prompt.token_ids, torch.bfloat16, "eager")
+    return reference_pair(engine.runtime.folder, prompt.token_ids, torch.bfloat16, "eager")
 
 
 def test_the_model_is_converted_once_for_all_homes(engine, with_smollm2, tmp_path, monkeypatch):
     """Each of the engine's, the app's and the documents' tests converted its own: 20 s each."""
-    first = engine.runtime.checkpoint.folder
+    first = engine.runtime.folder
     monkeypatch.setattr(convert, "_convert", None)
     another = Engine.open(home=with_smollm2(tmp_path / "home"), device="cpu", dtype="bfloat16")
-    assert another.runtime.checkpoint.folder.samefile(first)
+    assert another.runtime.folder.samefile(first)
 
 
 def divergence(expected, found):
@@ -99,7 +99,7 @@ def test_reuse_is_well_above_that_floor(engine, prompt, reference):
 def test_moved_keys_of_layer_0_are_those_computed_there(engine, prompt, reference):
     cache = engine.prefill(prompt, method="reuse").cache
     keys, values = reference[1][0]
-    for start, stop in chunk_places(prompt):
+    for start, stop in prompt.places:
         found_keys, found_values = cache.span(0, start, stop)
         assert relative(found_keys, keys[:, start:stop]) < 0.01
         assert relative(found_values, values[:, start:stop]) < 0.01
@@ -107,7 +107,7 @@ def test_moved_keys_of_layer_0_are_those_computed_there(engine, prompt, referenc
 
 def test_the_first_chunk_behind_its_prefix_is_exact(engine, prompt, reference):
     cache = engine.prefill(prompt, method="cacheblend", ratio=0.15).cache
-    _, stop = chunk_places(prompt)[0]
+    _, stop = prompt.places[0]
     for layer, (keys, values) in enumerate(reference[1]):
         found_keys, found_values = cache.span(layer, 0, stop)
         assert relative(found_keys, keys[:, :stop]) < 0.05, f"keys of layer {layer}"

@@ -90,7 +90,7 @@ def test_offsets_and_prefix():
         [Literal(token_ids=(1, 2)), Literal(token_ids=(3,)), Chunk(token_ids=(4, 5)), Literal(token_ids=(6,))]
     )
     assert prompt.token_ids == (1, 2, 3, 4, 5, 6)
-    assert prompt.offsets == [0, 2, 3, 5]
+    assert (prompt.offsets, prompt.places) == ([0, 2, 3, 5], [(3, 5)])
     assert prompt.prefix_ids == (1, 2, 3)
     assert Prompt([Literal(token_ids=(7, 8))]).prefix_ids == (7, 8)
     assert Prompt([Chunk(token_ids=(7, 8))]).prefix_ids == ()
@@ -167,13 +167,9 @@ def test_a_chat_prompt_without_passages(tokenizer):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"model": ""}, {"dtype": "int4"}, {"store_budget_bytes": -1}, {"loader_threads": 0}],
-)
-def test_engine_settings_are_checked(bad):
-    with pytest.raises(UsageError):
-        EngineConfig(**bad)
+def test_the_loader_needs_a_thread():
+    with pytest.raises(UsageError, match="thread"):
+        EngineConfig(loader_threads=0)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +183,15 @@ def test_engine_settings_are_checked(bad):
         ({"seed": "x"}, "seed must be a whole number"),
         ({"stop": 3}, "stop must be a text or several, not 3"),
         ({"stop": ["a", 3]}, "stop must be a text or several"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
     ],
 )
-def test_options_of_the_wrong_kind_are_named_before_anything_is_computed(option, said):
+def test_options_that_make_no_sense_are_named_before_anything_is_computed(option, said):
     with pytest.raises(UsageError, match=said):
         DecodeOptions(**option)
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from benches import chunk_places, largest_error, make_prompt, make_text
+from benches import largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.kvstore.errors import UnknownChunkError
@@ -87,7 +87,7 @@ def test_longrope_is_fused_below_its_regime_and_plain_beyond(fresh_bench_for):
         assert str(tiny_models.REGIME_TOKENS) in beyond.report.warning
         assert largest_error(beyond.logits, bench.logits(long)[-1]) < ALLOWED
     reuse = bench.engine.tokenize(short)
-    start, stop = chunk_places(reuse)[-1]
+    start, stop = reuse.places[-1]
     keys = bench.engine.prefill(short, method="reuse").cache.span(0, start, stop)[0]
     assert largest_error(keys, bench.kv(reuse.token_ids)[0][0][:, start:stop]) < ALLOWED
 
@@ -113,7 +113,7 @@ def test_dynamic_ntk_stays_in_one_regime(bench_for):
     prompt = make_prompt(TEXTS)
     found = bench.engine.prefill(prompt, method="recompute")
     assert largest_error(found.logits, bench.logits(prompt)[-1]) < ALLOWED
-    start, stop = chunk_places(found.prompt)[-1]
+    start, stop = found.prompt.places[-1]
     if found.report.warning is None:
         keys = bench.engine.prefill(prompt, method="reuse").cache.span(0, start, stop)[0]
         assert largest_error(keys, bench.kv(found.prompt.token_ids)[0][0][:, start:stop]) < ALLOWED
@@ -142,7 +142,7 @@ def test_stored_keys_are_moved_as_the_model_rotates_in_every_layer(bench_for, na
     keys = bench.engine.encode(TEXTS).keys
     prompt = bench.engine.tokenize(make_prompt(TEXTS))
     cache = bench.engine.prefill(prompt, method="reuse").cache
-    start, stop = chunk_places(prompt)[-1]
+    start, stop = prompt.places[-1]
     chunk = bench.engine.store.get(keys[-1], prompt.token_ids[start:stop])
     for layer, stored in enumerate(chunk.keys):
         expected = rotated_by_the_model(bench.reference, layer, stored, chunk.start, start)
