@@ -18,6 +18,7 @@ from benchmarks.store_replay import (
     replay,
 )
 from benchmarks.store_traces import Trace, check_kind, make_trace
+from ragblend.engine.controller import DeviceProfile
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import PrefillProfile
 
@@ -208,12 +209,10 @@ def test_people_get_tables_and_are_told_that_times_are_simulated(bench):
 
 
 def test_a_measured_profile_is_what_times_come_from(bench, tmp_path):
-    """Both a profile's own file and a device's, which has one inside."""
-    path = tmp_path / "profile.json"
-    for value in (FLAT.to_json(), {"about": "a device", "prefill": FLAT.to_json(), "tiers": []}):
-        path.write_text(json.dumps(value))
-        done = bench("--traces", "mmlu", "--top-k", "1", "--budgets", "8", "--profile", path, "--json")
-        assert json.loads(done.stdout)["settings"]["profile"]["about"] == "2 ms a token"
+    DeviceProfile("a device", FLAT, ()).save(tmp_path / "profile.json")
+    options = "--traces", "mmlu", "--top-k", "1", "--budgets", "8", "--profile", tmp_path / "profile.json"
+    done = bench(*options, "--json")
+    assert json.loads(done.stdout)["settings"]["profile"]["about"] == "2 ms a token"
 
 
 def test_prefixes_have_no_oracle(bench):
