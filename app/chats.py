@@ -3,13 +3,13 @@
 import json
 import sqlite3
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ragblend.app.answer import Source
 from ragblend.app.citations import with_marks
-from ragblend.app.database import SEAL, Database, Layout, is_sound, now, sealing
+from ragblend.app.database import Database, Layout, is_sound, now, sealing
 from ragblend.kvstore.errors import LibraryError, UsageError
 from ragblend.kvstore.files import Closing
 
@@ -117,14 +117,11 @@ class Chats(Closing):
 
     def create(self, title: str = "") -> Chat:
         """A new conversation; without a title it takes the first question for one."""
-        with self._database.transaction() as sql:
-            moment = now()
-            values = (_shortened(title), moment, moment)
-            key = sql.execute(
-                "INSERT INTO chats (title, created_at, updated_at, used) "
-                "VALUES (?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM chats))",
-                values,
-            ).lastrowid
+        query = (
+            "INSERT INTO chats (title, created_at, updated_at, used) "
+            "VALUES (?1, ?2, ?2, (SELECT coalesce(max(used), 0) + 1 FROM chats))"
+        )
+        key = self._database.execute(query, _shortened(title), now()).lastrowid
         assert key is not None
         return self.get(key)
 
@@ -135,13 +132,13 @@ class Chats(Closing):
             raise LibraryError(
                 f"Opening the conversation {chat_id}: it is not there any more. Start a new one."
             )
-        return Chat(**_without(rows[0], "used"))
+        return _chat(rows[0])
 
     def page(self, offset: int = 0, limit: int = 50) -> ChatPage:
         """The conversations by their last message, newest first."""
         rows = self._database.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
-        total = self._database.rows("SELECT count(*) AS n FROM chats")[0]["n"]
-        return ChatPage(tuple(Chat(**_without(row, "used")) for row in rows), total)
+        (total,) = self._database.column("SELECT count(*) FROM chats")
+        return ChatPage(tuple(map(_chat, rows)), total)
 
     def search(self, text: str, limit: int = 50) -> list[FoundChat]:
         """Conversations in whose title or one message all these words stand, newest first."""
@@ -158,27 +155,26 @@ class Chats(Closing):
             *words,
             limit,
         )
-        chats = [Chat(**_without(row, "used")) for row in rows]
-        return [FoundChat(chat, self._place(chat, message, words)) for chat in chats]
+        query = f"SELECT text FROM messages WHERE chat_id = ? AND {message} ORDER BY id LIMIT 1"
+        texts = {row["id"]: self._database.column(query, row["id"], *words) for row in rows}
+        return [FoundChat(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
 
     def rename(self, chat_id: int, title: str) -> Chat:
         """Raises UsageError for an empty title, LibraryError if the conversation is gone."""
         if not title.strip():
             raise UsageError("Renaming a conversation: the title is empty. Write a name.")
         self.get(chat_id)
-        with self._database.transaction() as sql:
-            sql.execute("UPDATE chats SET title = ? WHERE id = ?", (_shortened(title), chat_id))
+        self._database.execute("UPDATE chats SET title = ? WHERE id = ?", _shortened(title), chat_id)
         return self.get(chat_id)
 
     def delete(self, chat_id: int) -> int:
         """Remove a conversation and its bytes in the file. Returns how many bytes of text went."""
         size = "length(CAST(text AS BLOB)) + length(CAST(sources AS BLOB)) + length(CAST(report AS BLOB))"
-        query = f"SELECT coalesce(sum({size}), 0) AS n FROM messages WHERE chat_id = ?"
-        with self._database.transaction() as sql:
-            freed = int(sql.execute(query, (chat_id,)).fetchone()["n"])
-            sql.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
+        query = f"SELECT coalesce(sum({size}), 0) FROM messages WHERE chat_id = ?"
+        (freed,) = self._database.column(query, chat_id)
+        self._database.execute("DELETE FROM chats WHERE id = ?", chat_id)
         self._database.erase()
-        return freed
+        return int(freed)
 
     # --- messages
 
@@ -226,8 +222,7 @@ class Chats(Closing):
 
     def set_report(self, message_id: int, report: dict[str, Any]) -> Message:
         """Put another report in the place of a message's."""
-        with self._database.transaction() as sql:
-            sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
+        self._database.execute("UPDATE messages SET report = ? WHERE id = ?", _json(report), message_id)
         return self.message(message_id)
 
     def rewrite(self, message: Message) -> Message:
@@ -250,19 +245,18 @@ class Chats(Closing):
 
         Call it before anything is asked; a program that is in the middle of one goes on, and marks it as whole again.
         """
-        with self._database.transaction() as sql:
-            return sql.execute(
-                "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), "
-                "'$.interrupted', json('true')) WHERE instr(report, '\"unfinished\"') "
-                "AND json_extract(report, '$.unfinished') AND chat_id = coalesce(?, chat_id)",
-                (chat_id,),
-            ).rowcount
+        query = (
+            "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), '$.interrupted', json('true')) "
+            "WHERE instr(report, '\"unfinished\"') AND json_extract(report, '$.unfinished') "
+            "AND chat_id = coalesce(?, chat_id)"
+        )
+        return self._database.execute(query, chat_id).rowcount
 
     def replace_from(self, message_id: int) -> None:
         """Remove that message and all after it in its conversation, and their bytes."""
         message = self.message(message_id)
-        with self._database.transaction() as sql:
-            sql.execute("DELETE FROM messages WHERE chat_id = ? AND id >= ?", (message.chat_id, message_id))
+        query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
+        self._database.execute(query, message.chat_id, message_id)
         self._database.erase()
 
     # --- documents that went
@@ -272,8 +266,8 @@ class Chats(Closing):
 
         Their number, name and place stay, and the answers. False if the bytes stay while others use the file for long.
         """
-        for row in self._database.rows("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
-            self._forget_removed_in(row["chat_id"], known)
+        for chat_id in self._database.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
+            self._forget_removed_in(chat_id, known)
         return self._database.erase()
 
     def _forget_removed_in(self, chat_id: int, known: Known) -> None:
@@ -294,15 +288,9 @@ class Chats(Closing):
 
     def export_json(self, chat_id: int) -> dict[str, Any]:
         """The whole conversation, for programs."""
-        messages = [message.to_json() for message in self.messages(chat_id)]
-        chat = self.get(chat_id)
-        return {
-            "format": 1,
-            "title": chat.title,
-            "created_at": chat.created_at,
-            "updated_at": chat.updated_at,
-            "messages": messages,
-        }
+        chat, messages = self.get(chat_id), [message.to_json() for message in self.messages(chat_id)]
+        said = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
+        return {"format": 1, **said, "messages": messages}
 
     def export_markdown(self, chat_id: int) -> str:
         """The whole conversation, for people: questions, answers, numbered sources."""
@@ -311,28 +299,19 @@ class Chats(Closing):
         parts += [message.to_markdown() for message in self.messages(chat_id)]
         return "\n\n".join(parts) + "\n"
 
-    # --- inside
 
-    def _place(self, chat: Chat, condition: str, words: Sequence[str]) -> str:
-        query = f"SELECT text FROM messages WHERE chat_id = ? AND {condition} ORDER BY id LIMIT 1"
-        rows = self._database.rows(query, chat.id, *words)
-        return _around(rows[0]["text"], words[0]) if rows else ""
+def _chat(row: sqlite3.Row) -> Chat:
+    return Chat(**{each.name: row[each.name] for each in fields(Chat)})
 
 
 def _message(row: sqlite3.Row) -> Message:
     """A message; one that is not what was written says so, and nothing else."""
-    values = _without(row, SEAL)
     if not is_sound(row, MESSAGE):
         role: Role = "user" if row["role"] == "user" else "assistant"
         return Message(row["id"], row["chat_id"], role, DAMAGED_TEXT, "", (), {"error": DAMAGED_TEXT})
-    sources = tuple(Source.from_json(value) for value in json.loads(values.pop("sources")))
-    return Message(**values | {"sources": sources, "report": json.loads(values["report"])})
-
-
-def _without(row: sqlite3.Row, name: str) -> dict[str, Any]:
-    values = dict(row)
-    del values[name]
-    return values
+    values = {name: row[name] for name in MESSAGE}
+    values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
+    return Message(**values | {"report": json.loads(row["report"])})
 
 
 def _sources_json(sources: Sequence[Source]) -> str:
@@ -353,9 +332,9 @@ def _shortened(title: str) -> str:
     return line if len(line) <= TITLE_CHARACTERS else line[: TITLE_CHARACTERS - 1].rstrip() + "…"
 
 
-def _around(text: str, word: str) -> str:
-    """About 120 characters around the first place of a folded word."""
-    line = " ".join(text.split())
+def _around(texts: Sequence[str], word: str) -> str:
+    """About 120 characters around the first place of a folded word in the first text, if there is one."""
+    line = " ".join("".join(texts[:1]).split())
     at = line.casefold().find(word)
     start = max(0, at - SNIPPET_CHARACTERS // 3)
     piece = line[start : start + SNIPPET_CHARACTERS]

@@ -3,25 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ragblend.app import (
-    cli_ask,
-    cli_collections,
-    cli_demo,
-    cli_docs,
-    cli_doctor,
-    cli_models,
-    cli_store,
-    cli_tune,
-    cli_ui,
-)
-from ragblend.app.cli_common import ANSWERING, Cli, command, plural, runner
+from ragblend.app import cli_ask, cli_demo, cli_docs, cli_models, cli_store, cli_tune, cli_ui
+from ragblend.app.bench.cli import bench_app
+from ragblend.app.cli_common import Cli, command, plural
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -54,7 +45,7 @@ def ragblend(
     """Questions over your own documents, answered fast: each passage is read once, its KV cache kept and fused."""
 
 
-@command(app, "ingest")
+@command(app)
 def ingest(
     cli: Cli,
     paths: Annotated[
@@ -107,53 +98,10 @@ def _print_ingest(cli: Cli, report: Any) -> None:
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")
 
 
-def _group(name: str, words: str, **commands: Callable[..., int | None]) -> None:
-    group = typer.Typer(help=words, no_args_is_help=True)
-    for each, function in commands.items():
-        command(group, each)(function)
-    app.add_typer(group, name=name)
-
-
-def _add_commands() -> None:
-    from ragblend.app.bench.cli import bench_app
-
-    command(app, "ask", ANSWERING)(cli_ask.ask)
-    command(app, "chat", ANSWERING)(cli_ask.chat)
-    _group(
-        "docs",
-        "List, show and remove documents.",
-        list=cli_docs.list_documents,
-        show=cli_docs.show,
-        rm=cli_docs.remove,
-    )
-    collections = typer.Typer(rich_markup_mode=None)  # without one of its commands it lists
-    collections.callback(invoke_without_command=True)(runner(cli_collections.list_collections))
-    command(collections, "rm")(cli_collections.remove)
-    app.add_typer(collections, name="collections")
-    _group(
-        "store",
-        "Look after the stored KV and the vector index.",
-        stats=cli_store.stats,
-        check=cli_store.check,
-        repair=cli_store.repair,
-        gc=cli_store.gc,
-    )
-    command(app, "doctor")(cli_doctor.doctor)
-    _group(
-        "models",
-        "List, suggest, download and choose models.",
-        list=cli_models.list_models,
-        suggest=cli_models.suggest,
-        pull=cli_models.pull,
-        use=cli_models.use,
-    )
-    command(app, "demo")(cli_demo.demo)
-    cli_tune.register(app)
-    command(app, "ui")(cli_ui.ui)
-    app.add_typer(bench_app, name="bench")
-
-
-_add_commands()
+for each in (cli_ask.ask, cli_ask.chat, cli_store.doctor, cli_demo.demo, cli_tune.tune, cli_ui.ui):
+    command(app)(each)
+for group in (cli_docs.docs, cli_docs.collections, cli_store.store, cli_models.models, bench_app):
+    app.add_typer(group)
 
 
 def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "ragblend") -> int:

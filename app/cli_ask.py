@@ -11,7 +11,7 @@ import typer
 
 from ragblend.app.answer import Answer, Source
 from ragblend.app.citations import with_marks
-from ragblend.app.cli_common import Cli, plural
+from ragblend.app.cli_common import Answering, Cli, plural
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ LISTED = 50
 
 def ask(
     cli: Cli,
+    answering: Answering,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     collection: Collection = None,
     trace: Trace = None,
@@ -41,7 +42,7 @@ def ask(
 
     if trace is not None:
         check_timeline(trace)
-    with cli.open_collection(collection) as workspace:
+    with cli.open_collection(collection, **vars(answering)) as workspace:
         talks = ready(cli, workspace)
         from ragblend.app.conversation import ANY, AskOptions
 
@@ -55,6 +56,7 @@ def ask(
 
 def chat(
     cli: Cli,
+    answering: Answering,
     saved: Annotated[
         str | None,
         typer.Argument(metavar="CHAT", help="Go on with this conversation: its number or title [a new one]."),
@@ -77,7 +79,7 @@ def chat(
             "CHAT, --name, --continue, --no-save and --list each say which conversation it is: give one of them. "
             "--delete needs a CHAT."
         )
-    with cli.open_collection(collection) as workspace:
+    with cli.open_collection(collection, **vars(answering)) as workspace:
         chats = workspace.workspaces.chats
         if show_list:
             _print_chats(cli, chats)

@@ -5,11 +5,11 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -19,17 +19,16 @@ from ragblend.kvstore.errors import Cancelled
 if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
-SHARED: dict[str, Any] = {
-    "home": Annotated[
-        Path | None, typer.Option(help="Where all data lives [default: RAGBLEND_HOME or your data folder].")
-    ],
-    "model": Annotated[str | None, typer.Option(help="'default', a hub id, a folder or a .gguf file.")],
-    "device": Annotated[str | None, typer.Option(help="cpu, cuda or mps [default: the best there is].")],
-    "dtype": Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16 [default: what is fast].")
-    ],
-    "json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout, all else on stderr.")],
-}
+Command = Callable[..., int | None]
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
+
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+    """A field of a class that a command takes: an option of that name, or of these names, with its words.
+
+    Such a class is written once and holds what was given, so that a command need not name each option again.
+    """
+    return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
 
 
 def ratio_of(text: str) -> float | str:
@@ -40,53 +39,47 @@ def ratio_of(text: str) -> float | str:
         return text
 
 
-# How a question is answered: settings that hold for one command.
-ANSWERING: dict[str, Any] = {
-    "method": Annotated[
-        str | None, typer.Option(help=f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
-    ],
-    "ratio": Annotated[
-        str | None,
-        typer.Option(
-            help=f"Share of the stored tokens to compute again, or `auto`: what loading hides [{DEFAULT_RATIO}].",
-            parser=ratio_of,
-        ),
-    ],
-    "top_k": Annotated[int | None, typer.Option(help="How many passages to read [6].")],
-    "max_new_tokens": Annotated[
-        int | None, typer.Option(help="Longest answer, in tokens [what suits the model, else 256].")
-    ],
-    "keep_tokens": Annotated[
-        int | None,
-        typer.Option(help="Of the passages keep so many tokens a head after the first token [all]."),
-    ],
-    "temperature": Annotated[
-        float | None, typer.Option(help="0 for the likeliest answer, higher for variety [0].")
-    ],
-}
+@dataclass(frozen=True)
+class Answering:
+    """How a question is answered: settings that hold for one command."""
+
+    method: str | None = option(None, f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
+    ratio: str | None = option(
+        None,
+        f"Share of the stored tokens to compute again, or `auto`: what loading hides [{DEFAULT_RATIO}].",
+        parser=ratio_of,
+    )
+    top_k: int | None = option(None, "How many passages to read [6].")
+    max_new_tokens: int | None = option(None, "Longest answer, in tokens [what suits the model, else 256].")
+    keep_tokens: int | None = option(
+        None, "Of the passages keep so many tokens a head after the first token [all]."
+    )
+    temperature: float | None = option(None, "0 for the likeliest answer, higher for variety [0].")
 
 
 @dataclass(frozen=True)
 class Cli:
-    """One running command: what it was given, and its two outputs. changes: settings that were named, `ANSWERING`."""
+    """One running command: what every command is given, and its two outputs."""
 
-    home: Path | None = None
-    model: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    json: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
+    home: Path | None = option(None, "Where all data lives [default: RAGBLEND_HOME or your data folder].")
+    model: str | None = option(None, "'default', a hub id, a folder or a .gguf file.")
+    device: str | None = option(None, "cpu, cuda or mps [default: the best there is].")
+    dtype: str | None = option(None, "float32, bfloat16 or float16 [default: what is fast].")
+    json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
     out: TextIO = field(default_factory=lambda: sys.stdout)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The settings among them."""
+        return {"model": self.model, "device": self.device, "dtype": self.dtype}
 
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""
+        from ragblend.app.models import check_model
         from ragblend.app.workspace import Workspace
 
-        given = {"model": self.model, "device": self.device, "dtype": self.dtype}
-        workspace = Workspace.open(self.home, **given, **self.changes, **overrides)
+        workspace = Workspace.open(self.home, **self.overrides, **overrides)
         if self.model is not None:
-            from ragblend.app.models import check_model
-
             check_model(self.model, workspace.home.models)
         return workspace
 
@@ -109,53 +102,60 @@ class Cli:
             print(text, file=sys.stderr, flush=True)
 
 
-def command(
-    app: typer.Typer, name: str, options: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a command with the shared options, and some more. It is called as f(cli, ...) and returns its exit code
-    (None: 0).
-    """
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Command]:
+    """Register a command, under the function's name if no other is given; it returns its exit code (None: 0)."""
 
-    def decorate(function: Callable[..., int | None]) -> Callable[..., None]:
-        run = runner(function, options)
-        app.command(name)(run)
-        return run
+    def decorate(function: Command) -> Command:
+        app.command(name or getattr(function, "__name__", None))(runner(function))
+        return function
 
     return decorate
 
 
-def runner(
-    function: Callable[..., int | None], options: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[..., None]:
-    """What typer calls, with the function's own options and the shared ones."""
+def runner(function: Command) -> Callable[..., None]:
+    """What typer calls: with the function's arguments and options, those of classes of options one by one."""
+    asked = inspect.signature(function, eval_str=True).parameters
+    classes: dict[str, Any] = {
+        name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)
+    }
+    options = {name: _options(kind) for name, kind in reversed(classes.items())}  # the shared ones last
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        shared = {key: values.pop(key) for key in SHARED}
-        cli = Cli(**shared, changes={key: values.pop(key) for key in options})
+        given = {
+            name: kind(**{each.name: values.pop(each.name) for each in options[name]})
+            for name, kind in classes.items()
+        }
+        # With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout.
+        aside = contextlib.redirect_stdout(sys.stderr) if given["cli"].json else contextlib.nullcontext()
         try:
-            with _only_results_on_stdout(cli):
-                code = function(cli, **values) or 0
+            with aside:
+                code = function(**given, **values) or 0
         except KeyboardInterrupt:
             raise Cancelled("Interrupted.") from None
         if code:
             raise typer.Exit(code)
 
-    kind, defaults = inspect.Parameter.KEYWORD_ONLY, {"json": False}
-    parameters = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    parameters += [
-        inspect.Parameter(name, kind, default=defaults.get(name), annotation=annotation)
-        for name, annotation in {**options, **SHARED}.items()
-    ]
+    parameters = [one.replace(kind=KEYWORD_ONLY) for name, one in asked.items() if name not in classes]
+    parameters += chain(*options.values())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     del run.__wrapped__  # else typer reads the annotations of what is wrapped
     return run
 
 
-def _only_results_on_stdout(cli: Cli) -> contextlib.AbstractContextManager[Any]:
-    """With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout."""
-    return contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
+def _options(kind: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(kind)
+    return [
+        inspect.Parameter(
+            each.name,
+            KEYWORD_ONLY,
+            default=each.default,
+            annotation=Annotated[types[each.name], each.metadata["option"]],
+        )
+        for each in fields(kind)
+        if "option" in each.metadata
+    ]
 
 
 def plural(count: int, noun: str) -> str:

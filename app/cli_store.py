@@ -1,23 +1,27 @@
-"""`ragblend store`: how much KV is kept, whether it is sound, making it sound, sweeping up."""
+"""`ragblend store` and `doctor`: how much KV is kept, whether all is sound, making it sound, sweeping up."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, plural, size
+from ragblend.app.cli_common import Cli, command, plural, size
 
 if TYPE_CHECKING:
     from ragblend.kvstore.store import KVStore
 
+store = typer.Typer(name="store", help="Look after the stored KV and the vector index.", no_args_is_help=True)
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
+MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 
+@command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
     with cli.open_collection(collection) as workspace:
-        store, name = workspace.store, workspace.settings.collection
-        value = stats_value(store)
+        name = workspace.settings.collection
+        value = stats_value(workspace.store)
         holdings = {
             "documents": len(workspace.library.documents(name)),
             "passages": workspace.library.count_passages(name),
@@ -29,25 +33,21 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
 
 
-def stats_value(store: "KVStore") -> dict[str, Any]:
+def stats_value(kv: "KVStore") -> dict[str, Any]:
     """What `store stats --json` says of the store: the whole, and for each tier what it holds and how it did.
 
     A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
     """
     from ragblend.kvstore.uses import Counts
 
-    whole, here = store.stats(), store.stats_by_tier()
+    whole, here, none = kv.stats(), kv.stats_by_tier(), asdict(Counts())
     tiers: dict[str, Any] = {}
-    for tier, totals in store.totals_by_tier().items():
-        process = asdict(Counts())
-        if tier in here:
-            now = asdict(here[tier])
-            process = {name: now.pop(name) for name in process}
-            tiers[tier] = now | asdict(totals) | {"this_process": process}
-        else:
-            tiers[tier] = asdict(totals) | {"this_process": process}
+    for tier, totals in kv.totals_by_tier().items():
+        now = asdict(here[tier]) if tier in here else dict(none)
+        process = {name: now.pop(name) for name in none}
+        tiers[tier] = now | asdict(totals) | {"this_process": process}
     held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
-    return held | {"policy": store.policy, "tiers": tiers}
+    return held | {"policy": kv.policy, "tiers": tiers}
 
 
 def _told(tier: dict[str, Any]) -> str:
@@ -59,6 +59,7 @@ def _told(tier: dict[str, Any]) -> str:
     return f"{held}{counts}" + (f" (this process: {now})" if now else "")
 
 
+@command(store)
 def check(cli: Cli, collection: Collection = None) -> int:
     """Read everything that is stored and say what is wrong with it; changes nothing."""
     from ragblend.app.upkeep import check as run
@@ -71,6 +72,7 @@ def check(cli: Cli, collection: Collection = None) -> int:
     return 1 if findings else 0
 
 
+@command(store)
 def repair(cli: Cli, collection: Collection = None) -> None:
     """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
     from ragblend.app.cli_progress import encoding_bar
@@ -89,6 +91,7 @@ def repair(cli: Cli, collection: Collection = None) -> None:
     cli.result(done.__dict__, f"{restored}{vectors} indexed, {damaged} taken out, {encoded} encoded")
 
 
+@command(store)
 def gc(cli: Cli) -> None:
     """Remove what nothing refers to: left-over files and what is in quarantine."""
     with cli.open() as workspace, workspace.workspaces.writing():
@@ -97,3 +100,45 @@ def gc(cli: Cli) -> None:
         workspace.index.erase()
     freed = report.bytes + deleted
     cli.result({"files": report.files, "bytes": freed}, f"{plural(report.files, 'file')}, {size(freed)}")
+
+
+def doctor(
+    cli: Cli,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure model and disk for `--ratio auto`, and keep that.")
+    ] = False,
+) -> int:
+    """Check environment, device, model, home, store and index: one line a check."""
+    from ragblend.app.doctor import examine
+
+    if profile:
+        return _profile(cli)
+    verdicts = []
+    with cli.open() as workspace:
+        for verdict in examine(workspace):
+            verdicts.append(verdict)
+            if not cli.json:  # as they come: loading the model takes a while
+                print(
+                    f"{MARKS[verdict.status]}  {verdict.name:<13} {verdict.detail}", file=cli.out, flush=True
+                )
+    healthy = all(verdict.status != "failed" for verdict in verdicts)
+    text = "All is well." if healthy else "Something needs you: see the lines marked FAILED."
+    cli.result({"ok": healthy, "checks": [verdict.__dict__ for verdict in verdicts]}, text)
+    return 0 if healthy else 1
+
+
+def _profile(cli: Cli) -> int:
+    from ragblend.app.cli_progress import progress_bars
+
+    with cli.open() as workspace, progress_bars() as show:
+        measured = workspace.engine.profile(partial(show, "measure"))
+    grid = measured.prefill
+    rows = [
+        f"{count:>6} new tokens  " + "".join(f"{row[column]:>9,.0f} ms" for row in grid.prefill_ms)
+        for column, count in enumerate(grid.new_tokens)
+    ]
+    head = "behind             " + "".join(f"{count:>9,} t " for count in grid.cached_tokens)
+    tiers = [f"{tier.name}: {tier.bytes_per_s / 1e6:,.0f} MB/s" for tier in measured.tiers]
+    lines = [f"Measured {measured.about}:", head, *rows, f"Reads: {', '.join(tiers)}"]
+    cli.result(asdict(measured), "\n".join([*lines, "Kept. `ask --ratio auto` uses it."]))
+    return 0

@@ -1,84 +1,71 @@
 """`ragblend tune`: measure which method and ratio this model does best with, and keep that in the settings."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.app.bench.cli import Moved, engine_arguments
-from ragblend.app.cli_common import Cli, command, plural
+from ragblend.app.bench.cli import Moved, engine_arguments, settings_of
+from ragblend.app.bench.sources import ALL_DOCUMENTS, Source, ingested, read
+from ragblend.app.cli_common import Cli, option, plural
+from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.bench.sources import Source
     from ragblend.app.bench.tune import Verdict
     from ragblend.app.settings import Settings
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    command(app, "tune")(tune)
+@dataclass(frozen=True)
+class Tuning:
+    """What is to be measured, and what is to become of it. save: what the user said, None for nothing."""
+
+    minutes: float = option(15, "How long to measure, at most; one question may exceed it.")
+    most_ratio: float = option(0.15, "The largest share of stored tokens to compute again.")
+    docs: str | None = option(None, "Measure on these ingested documents (a folder, a file, or `all`).")
+    data: Path | None = option(None, "Measure on a file of questions.")
+    collection: str | None = option(None, "Of --docs.")
+    limit: int | None = option(None, "How many questions at most.")
+    seed: int = option(0, "Which questions, and their order.", min=0)
+    save: bool | None = option(
+        None,
+        "Keep what was found, also where what stands cannot be compared; or only show it "
+        "[keep what is shown to be better].",
+        "--save/--no-save",
+        show_default=False,
+    )
+    fresh: bool = option(False, "Measure again what was measured before.", "--fresh")
+    undo: bool = option(False, "Take the last choice for this model back.", "--undo")
 
 
-def tune(
-    cli: Cli,
-    minutes: Annotated[
-        float, typer.Option(help="How long to measure, at most; one question may exceed it.")
-    ] = 15,
-    most_ratio: Annotated[
-        float, typer.Option(help="The largest share of stored tokens to compute again.")
-    ] = 0.15,
-    docs: Annotated[
-        str | None, typer.Option(help="Measure on these ingested documents (a folder, a file, or `all`).")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Measure on a file of questions.")] = None,
-    collection: Annotated[str | None, typer.Option(help="Of --docs.")] = None,
-    limit: Annotated[int | None, typer.Option(help="How many questions at most.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Which questions, and their order.")] = 0,
-    save: Annotated[
-        bool | None,
-        typer.Option(
-            "--save/--no-save",
-            help="Keep what was found, also where what stands cannot be compared; or only show it "
-            "[keep what is shown to be better].",
-            show_default=False,
-        ),
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Take the last choice for this model back.")] = False,
-    generate: Moved = None,
-) -> None:
+def tune(cli: Cli, asked: Tuning, generate: Moved = None) -> None:
     """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
-    from ragblend.app.bench.sources import Source
     from ragblend.app.bench.tune import check_request
     from ragblend.app.home import Home
-    from ragblend.app.settings import Settings
 
-    check_request(minutes, limit)
+    check_request(asked.minutes, asked.limit)
     home = Home.resolve(cli.home).create()
-    given = {"model": cli.model, "device": cli.device, "dtype": cli.dtype, "collection": collection}
-    settings = Settings.load(home.settings, overrides=given)
-    if undo:
+    settings = settings_of(cli, collection=asked.collection)
+    if asked.undo:
         _undo(cli, home.settings, settings.model)
         return
-    source = _with_default(Source(data, docs, home.root, settings.collection, limit, seed, skip=True))
+    source = _with_default(
+        Source(
+            asked.data, asked.docs, settings.collection, asked.limit, asked.seed, skip=True, home=home.root
+        )
+    )
     try:
-        found = _measure(cli, source, settings, minutes, most_ratio, home.root / "tune", fresh)
+        found = _measure(cli, source, settings, asked, home.root / "tune")
     except KeyboardInterrupt:
         cli.note(
             "Stopped. What was measured is kept; run the same command again to go on. Nothing was changed."
         )
         raise typer.Exit(1) from None
-    _finish(cli, found, settings, source, home.settings, save)
+    _finish(cli, found, settings, source, home.settings, asked.save)
 
 
-def _with_default(source: "Source") -> "Source":
+def _with_default(source: Source) -> Source:
     """The user's own documents, or the samples where there are none."""
-    from dataclasses import replace
-
-    from ragblend.app.bench.sources import ALL_DOCUMENTS, ingested
-    from ragblend.kvstore.errors import UsageError
-
     if source.data is not None or source.docs is not None:
         return source
     own = replace(source, docs=ALL_DOCUMENTS)
@@ -89,79 +76,58 @@ def _with_default(source: "Source") -> "Source":
     return own
 
 
-def _measure(
-    cli: Cli,
-    source: "Source",
-    settings: "Settings",
-    minutes: float,
-    most_ratio: float,
-    folder: Path,
-    fresh: bool,
-) -> "Verdict":
+def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, folder: Path) -> "Verdict":
     from ragblend.app.bench import tune as tuning
-    from ragblend.app.bench.environment import check_extra
-    from ragblend.app.bench.quality_report import fitting
-    from ragblend.app.bench.sources import read
+    from ragblend.app.bench.prefilling import check_extra
+    from ragblend.app.bench.quality_report import fitting, quality_journal
     from ragblend.app.cli_progress import progress_bar
     from ragblend.engine.engine import Engine
     from ragblend.engine.selection import METHODS
 
     check_extra()
     stands = tuning.standing(settings.method, settings.ratio)
-    variants = tuning.candidates(METHODS, most_ratio, stands)
+    variants = tuning.candidates(METHODS, asked.most_ratio, stands)
     questions = read(source)
     engine = Engine.open(**engine_arguments(cli))
     loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")
-    cli.note(
-        f"Measuring {plural(len(variants), 'candidate')} on {source.name}, for {minutes:g} minutes at most ..."
-    )
-    journal = tuning.tune_journal(engine, folder, fresh, settings.kv_codec)
+    said = f"{plural(len(variants), 'candidate')} on {source.name}, for {asked.minutes:g} minutes at most"
+    cli.note(f"Measuring {said} ...")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    journal = quality_journal(engine, folder, asked.fresh, settings.kv_codec, tuning.ANSWER_TOKENS)
     with progress_bar("tuning (seconds)") as progress:
         return tuning.find_best(
             engine,
             loaded.questions,
             variants,
             stands,
-            most_ratio,
+            asked.most_ratio,
             journal,
-            60 * minutes,
+            60 * asked.minutes,
             progress,
-            seed=source.seed or 0,
+            seed=asked.seed,
         )
 
 
 def _finish(
-    cli: Cli, found: "Verdict", settings: "Settings", source: "Source", path: Path, save: bool | None
+    cli: Cli, found: "Verdict", settings: "Settings", source: Source, path: Path, save: bool | None
 ) -> None:
     """Print what was measured, and save it if it is better than what stands, or is asked for all the same."""
     from ragblend.app.tuned import save_choice, tuned_file
 
-    best, saved = found.best, _is_to_be_saved(found, save)
-    value = {
-        "model": settings.model,
-        "method": best.method,
-        "ratio": best.ratio,
-        "saved": saved,
-        "reason": found.reason,
-        "data": source.name,
-        **{name: part for name, part in asdict(found).items() if name not in ("best", "better", "reason")},
-    }
+    best = found.best
+    saved = save is not False and (found.better or (found.on_request and save is True))
+    value = asdict(found) | {"model": settings.model, "saved": saved, "data": source.name, **asdict(best)}
+    del value["best"], value["better"]
     if saved:
         names = ("reason", "data", "questions", "seconds", "rows", "comparison")
-        save_choice(
-            tuned_file(path), settings.model, best.method, best.ratio, {name: value[name] for name in names}
-        )
+        measured = {name: value[name] for name in names}
+        save_choice(tuned_file(path), settings.model, best.method, best.ratio, measured)
     now = settings.load(path, overrides={"model": settings.model})
     in_force = now.method == best.method and best.ratio in (None, now.ratio)
     last = _last_words(found, settings.model, saved, in_force)
     cli.result(value, "\n".join([*_lines(found), *last]))
-
-
-def _is_to_be_saved(found: "Verdict", save: bool | None) -> bool:
-    """save: what the user said, None for nothing."""
-    return save is not False and (found.better or (found.on_request and save is True))
 
 
 def _lines(found: "Verdict") -> list[str]:

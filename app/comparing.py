@@ -14,14 +14,11 @@ from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.kvstore.errors import Cancelled, LibraryError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
-    from ragblend.engine.results import Prefilled
+    from ragblend.engine.results import Prefilled, Result
 
 FULL = "full"
 ANSWER_TOKENS = 48
+COUNTS = ("prompt", "reused", "recomputed", "fresh", "missing")
 
 
 @dataclass(frozen=True)
@@ -71,71 +68,47 @@ def compare(
     """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
     asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
-    context = asked.context
+    context, engine = asked.context, talks.engine
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
     now = Comparison(question, len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
-    lab = _Lab(talks.engine, context.prompt, asked.settings.answer_tokens, cancel)
-    for variant in _warm(sides):  # a method's first prefill pays for pages and kernels
-        lab.prefill(variant)
-    now = replace(now, full=lab.read_full())
-    yield now
-    for side in sides:
-        now = replace(now, sides=(*now.sides, lab.read(side)))
-        yield now
 
-
-def _warm(sides: Sequence[Side]) -> list[Side]:
-    return [side for side in dict.fromkeys(sides) if side.method != FULL]
-
-
-class _Lab:
-    """One prompt, read in several ways."""
-
-    def __init__(
-        self, engine: "Engine", prompt: "Prompt", most_tokens: int, cancel: threading.Event | None
-    ) -> None:
-        self._engine, self._prompt, self._cancel = engine, prompt, cancel
-        self._decoding: dict[str, Any] = {"max_new_tokens": most_tokens, "temperature": 0.0}
-        self._reference: tuple[tuple[int, ...], Tensor] | None = None
-        self._full: Compared | None = None
-
-    def prefill(self, side: Side) -> "Prefilled":
+    def prefill(side: Side) -> "Prefilled":
         ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
-        return self._engine.prefill(self._prompt, side.method, cancel=self._cancel, **ratio)
+        return engine.prefill(context.prompt, side.method, cancel=cancel, **ratio)
 
-    def read_full(self) -> Compared:
-        """Read all of it, and keep what it predicts along its own answer."""
-        side = Side(FULL)
-        prefilled = self.prefill(side)
-        answer = self._engine.decode(prefilled, **self._decoding)
-        self._reference = answer.token_ids, self._engine.continue_logits(prefilled, answer.token_ids)
-        self._full = self._compared(side, prefilled, answer.text, self._reference[1])
-        return self._full
+    def answered(prefilled: "Prefilled") -> "Result":
+        return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
 
-    def read(self, side: Side) -> Compared:
-        assert self._reference is not None and self._full is not None, "full prefill comes first"
-        if side.method == FULL:
-            return self._full
-        prefilled = self.prefill(side)
-        answer = self._engine.decode(prefilled, **self._decoding)
-        logits = self._engine.continue_logits(prefilled, self._reference[0])
-        return self._compared(side, prefilled, answer.text, logits)
-
-    def _compared(self, side: Side, prefilled: "Prefilled", text: str, logits: "Tensor") -> Compared:
-        if self._cancel is not None and self._cancel.is_set():
+    def compared(side: Side, prefilled: "Prefilled", answer: "Result") -> Compared:
+        """Beside what full prefill predicts along its own answer."""
+        if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
-        assert self._reference is not None
-        report, reference = prefilled.report, self._reference[1]
-        counts = ("prompt", "reused", "recomputed", "fresh", "missing")
+        logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
         return Compared(
             side=side,
-            text=text,
+            text=answer.text,
             ttft_ms=report.timings.prefill_ms,
-            kl=kl_divergence(reference, logits),
-            same_next=top1_agreement(reference, logits),
-            tokens={name: getattr(report.tokens, name) for name in counts},
+            kl=kl_divergence(expected, logits),
+            same_next=top1_agreement(expected, logits),
+            tokens={name: getattr(report.tokens, name) for name in COUNTS},
             recomputed_fraction=report.recomputed_fraction,
             warning=report.warning,
         )
+
+    for side in dict.fromkeys(sides):  # a method's first prefill pays for pages and kernels
+        if side.method != FULL:
+            prefill(side)
+    read = prefill(Side(FULL))
+    reference = answered(read)
+    expected = engine.continue_logits(read, reference.token_ids)
+    full = compared(Side(FULL), read, reference)
+    now = replace(now, full=full)
+    yield now
+    for side in sides:
+        if side.method != FULL:
+            read = prefill(side)
+        found = full if side.method == FULL else compared(side, read, answered(read))
+        now = replace(now, sides=(*now.sides, found))
+        yield now

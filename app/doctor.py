@@ -62,11 +62,8 @@ def _packages(_: Workspace) -> tuple[str, str]:
 def _device(workspace: Workspace) -> tuple[str, str]:
     import torch
 
-    engine = workspace.engine
-    return (
-        "ok",
-        f"{engine.device} in {engine.dtype}, {torch.get_num_threads()} threads, {os.cpu_count()} cores",
-    )
+    engine, threads = workspace.engine, torch.get_num_threads()
+    return "ok", f"{engine.device} in {engine.dtype}, {threads} threads, {os.cpu_count()} cores"
 
 
 def _model(workspace: Workspace) -> tuple[str, str]:
@@ -92,10 +89,8 @@ def _embedder(workspace: Workspace) -> tuple[str, str]:
 def _home(workspace: Workspace) -> tuple[str, str]:
     loose = workspace.home.loose_paths()
     if loose:
-        return (
-            "warning",
-            f"others may read {len(loose)} paths, such as {loose[0]}; run `chmod -R go= {workspace.home.root}`",
-        )
+        advice = f"run `chmod -R go= {workspace.home.root}`"
+        return "warning", f"others may read {len(loose)} paths, such as {loose[0]}; {advice}"
     return "ok", f"{workspace.home.root}, readable for you only"
 
 
@@ -122,10 +117,8 @@ def _library(workspace: Workspace) -> tuple[str, str]:
 def _store(workspace: Workspace) -> tuple[str, str]:
     problems, stats = workspace.store.check(), workspace.store.stats()
     if problems:
-        return (
-            "failed",
-            f"{len(problems)} problems, such as {problems[0].message}; run `ragblend store repair`",
-        )
+        said = f"{len(problems)} problems, such as {problems[0].message}"
+        return "failed", f"{said}; run `ragblend store repair`"
     return "ok", f"{stats.entries} KV values, {stats.bytes / 1024**2:.1f} MiB, all sound"
 
 
@@ -140,15 +133,7 @@ def _index(workspace: Workspace) -> tuple[str, str]:
 
 
 CHECKS: dict[str, Check] = {
-    "python": _python,
-    "packages": _packages,
-    "device": _device,
-    "model": _model,
-    "model gate": _gate,
-    "embedder": _embedder,
-    "home": _home,
-    "disk": _disk,
-    "library": _library,
-    "kv store": _store,
+    "python": _python, "packages": _packages, "device": _device, "model": _model, "model gate": _gate,
+    "embedder": _embedder, "home": _home, "disk": _disk, "library": _library, "kv store": _store,
     "vector index": _index,
-}
+}  # fmt: skip

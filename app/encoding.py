@@ -7,15 +7,12 @@ One process does this for a home at a time, without the writer lock: what is del
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ragblend.app.progress import Pace
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
-
-if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
 
 Stopped = Literal["", "budget", "left", "elsewhere", "model"]
 
@@ -81,7 +78,9 @@ def encode_missing(
         with writer_lock(workspace.home.encoder_lock):
             return _encode(workspace, passages, show, leave)
     except StoreLockedError:
-        return KvReport(len(passages), None, stopped="elsewhere", message=_elsewhere(workspace))
+        holder = read_holder(workspace.home.encoder_lock) or {}
+        said = f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
+        return KvReport(len(passages), None, stopped="elsewhere", message=said)
 
 
 def _encode(
@@ -100,7 +99,9 @@ def _encode(
     show(KvProgress("loading", name, 0, total))
     planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
     if not engine.gate.passed:
-        return KvReport(count, 0, stopped="model", message=_not_fused(engine))
+        failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
+        said = f"No KV was stored: {failed}, so its answers come from full prefill."
+        return KvReport(count, 0, stopped="model", message=said)
     left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
     stopped: Stopped = ""
 
@@ -122,18 +123,6 @@ def _encode(
         stopped = "left"
     with_kv = count - total + encoded
     return KvReport(count, with_kv, *planned, encoded, tokens, stopped, _message(stopped, with_kv, count))
-
-
-def _elsewhere(workspace: Workspace) -> str:
-    holder = read_holder(workspace.home.encoder_lock) or {}
-    return f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
-
-
-def _not_fused(engine: "Engine") -> str:
-    return (
-        f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its answers come "
-        "from full prefill."
-    )
 
 
 def _message(stopped: Stopped, with_kv: int, count: int) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,17 +91,10 @@ class Hood:
     def to_json(self) -> dict[str, Any]:
         """Short enough to be kept with every answer: runs as pairs, events as lists."""
         segments = [
-            {
-                "label": segment.label,
-                "number": segment.number,
-                "tokens": segment.tokens,
-                "runs": [[LETTERS[run.kind], run.tokens] for run in segment.runs],
-                "text": segment.text,
-            }
+            {**asdict(segment), "runs": [[LETTERS[run.kind], run.tokens] for run in segment.runs]}
             for segment in self.segments
         ]
-        timeline = [[e.part, e.track, e.start_ms, e.duration_ms, e.layer, e.chunk] for e in self.timeline]
-        return {**asdict(self), "segments": segments, "timeline": timeline, "hood": 1}
+        return {**asdict(self), "segments": segments, "timeline": [*map(astuple, self.timeline)], "hood": 1}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Hood | None":
@@ -109,13 +102,7 @@ class Hood:
         if value.get("hood") != 1:
             return None
         segments = tuple(
-            HoodSegment(
-                each["label"],
-                each["number"],
-                each["tokens"],
-                tuple(Run(KINDS[letter], count) for letter, count in each["runs"]),
-                each["text"],
-            )
+            HoodSegment(**each | {"runs": tuple(Run(KINDS[letter], count) for letter, count in each["runs"])})
             for each in value["segments"]
         )
         timeline = tuple(TraceEvent(*each) for each in value["timeline"])
@@ -139,7 +126,7 @@ def look(
     """labels: for each passage's node id its number and name. The prompt is the tokenized one that was run."""
     times = {name: round(getattr(report.timings, name), 2) for name in TIMES}
     names = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
-    estimate = full_prefill_ms(profile, len(prompt.token_ids)) if profile else None
+    estimate = profile.rows_ms(0, len(prompt.token_ids)) if profile else None
     return Hood(
         model=model,
         device=device,
@@ -164,11 +151,6 @@ def look(
         stopped=stopped,
         **times,
     )
-
-
-def full_prefill_ms(profile: "DeviceProfile", tokens: int) -> float:
-    """What reading so many tokens takes, from what was measured of the device: an estimate."""
-    return profile.rows_ms(0, tokens)
 
 
 def segments_of(

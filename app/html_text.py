@@ -1,16 +1,27 @@
-"""HTML -> sections of plain text, a block a line, so that no two words are glued and no table is lost.
+"""HTML, and the chapters of an EPUB -> sections of plain text, a block a line, no two words glued, no table lost.
 
-LlamaIndex's HTMLTagReader reads UTF-8 only and joins table cells without a space; EPUB chapters are XHTML, so
-both readers of ours use this one.
+LlamaIndex's HTMLTagReader reads UTF-8 only and joins table cells without a space. EbookLib, which its EpubReader needs,
+is AGPL, and gives chapters in file order without their headings.
 """
 
+import posixpath
 import re
 import warnings
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+from xml.etree.ElementTree import Element
 
 from bs4 import BeautifulSoup, Tag, XMLParsedAsHTMLWarning
 from bs4.element import CData, NavigableString, PreformattedString
 
+from ragblend.app.guards import decode, open_archive
+from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
+
+CONTAINER = "META-INF/container.xml"
+TEXT_TYPES = {"application/xhtml+xml", "text/html"}
 HIDDEN = {
     "button",
     "script",
@@ -26,13 +37,10 @@ HIDDEN = {
 }
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 CELLS = {"td", "th"}
-# fmt: off
-BLOCKS = HEADINGS | {
-    "address", "article", "aside", "blockquote", "br", "body", "caption", "dd", "details", "div", "dl", "dt",
-    "fieldset", "figcaption", "figure", "footer", "form", "header", "hr", "html", "legend", "li", "main", "ol",
-    "option", "p", "pre", "section", "summary", "table", "tbody", "tfoot", "thead", "title", "tr", "ul",
-}
-# fmt: on
+BLOCKS = HEADINGS | set(
+    """address article aside blockquote br body caption dd details div dl dt fieldset figcaption figure footer form
+    header hr html legend li main ol option p pre section summary table tbody tfoot thead title tr ul""".split()  # noqa: SIM905
+)
 
 
 @dataclass
@@ -50,20 +58,12 @@ class Section:
 
 def html_sections(markup: str) -> list[Section]:
     """The text of a page, cut at its headings; scripts, styles and navigation are left out."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", XMLParsedAsHTMLWarning
-        )  # EPUB chapters are XHTML: good enough as HTML
+    with warnings.catch_warnings():  # EPUB chapters are XHTML: good enough as HTML
+        warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
         soup = BeautifulSoup(markup, "html.parser")
     sections = [Section("")]
     _walk(soup, sections)
     return [section for section in sections if section.text]
-
-
-def html_title(markup: str) -> str:
-    """The page's <title>, or nothing."""
-    found = re.search(r"<title[^>]*>(.*?)</title>", markup, re.IGNORECASE | re.DOTALL)
-    return " ".join(found.group(1).split()) if found else ""
 
 
 def _walk(root: Tag, sections: list[Section]) -> None:
@@ -106,3 +106,55 @@ class _Edge(str):
 
 def _inline(text: NavigableString | str) -> str:
     return str(text) if isinstance(text, _Edge) else re.sub(r"\s+", " ", str(text))
+
+
+def epub_chapters(path: Path) -> Iterator[Section]:
+    """The text of the book, chapter by chapter; one that the spine names twice is read once. Raises DocumentError."""
+    with open_archive(path) as archive:
+        names = set(archive.namelist())
+        if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:
+            raise EncryptedDocumentError(
+                f"Reading {path}: the book has copy protection, so its text cannot be read."
+            )
+        for name in dict.fromkeys(_spine(archive, path)):
+            if name in names:
+                yield from _chapter(decode(archive.read(name), path))
+
+
+def _chapter(markup: str) -> Iterator[Section]:
+    found = re.search(r"<title[^>]*>(.*?)</title>", markup, re.IGNORECASE | re.DOTALL)
+    title = " ".join(found.group(1).split()) if found else ""
+    for section in html_sections(markup):
+        section.heading = section.heading or title
+        yield section
+
+
+def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
+    package = _package_name(archive, path)
+    root = _xml(archive, package)
+    folder = posixpath.dirname(package)
+    items = {item.get("id"): item for item in root.iter() if _local(item) == "item"}
+    order = [items.get(ref.get("idref")) for ref in root.iter() if _local(ref) == "itemref"]
+    return [
+        posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
+        for item in order
+        if item is not None and item.get("media-type") in TEXT_TYPES
+    ]
+
+
+def _package_name(archive: zipfile.ZipFile, path: Path) -> str:
+    for element in _xml(archive, CONTAINER).iter():
+        if _local(element) == "rootfile" and element.get("full-path"):
+            return str(element.get("full-path"))
+    raise UnreadableDocumentError(f"Reading {path}: the book has no list of chapters. Save it again as EPUB.")
+
+
+def _xml(archive: zipfile.ZipFile, name: str) -> Element:
+    from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
+
+    root: Element = fromstring(archive.read(name))
+    return root
+
+
+def _local(element: Element) -> str:
+    return element.tag.rsplit("}", 1)[-1]

@@ -7,21 +7,13 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ragblend.app.database import Database, Layout, now
 
 State = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
-STATES: tuple[State, ...] = (
-    "queued",
-    "parsing",
-    "embedding",
-    "done",
-    "unchanged",
-    "failed",
-    "cancelled",
-)
+STATES: tuple[State, ...] = get_args(State)
 RUNNING: tuple[State, ...] = ("parsing", "embedding")
 OPEN: tuple[State, ...] = ("queued", *RUNNING)
 # `turn` is the place in the queue; `again`: the file was asked for while it was being worked on; `batch`: unused.
@@ -36,6 +28,7 @@ CREATE TABLE watched (
     id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, collection TEXT NOT NULL, UNIQUE (path, collection));
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
 """
+COLUMNS = ("id", "kind", "collection", "path", "state", "reason", "size", "added_at", "finished_at")
 QUEUE = Layout("job queue", TABLES, durable=False)
 ADD = """
 INSERT INTO jobs (batch, kind, collection, path, state, size, turn, added_at) VALUES (0, ?, ?, ?, 'queued', ?, ?, ?)
@@ -99,8 +92,7 @@ class JobStore:
     def requeue_running(self) -> None:
         """What nobody works on any more waits for its turn again, before the others."""
         left = _listed((*RUNNING, "encoding"))  # a state of earlier versions
-        with self.database.transaction() as sql:
-            sql.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
+        self.database.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
 
     def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
         """Queue files, (path, size) each; one that is queued already keeps its place. Returns how many."""
@@ -123,35 +115,27 @@ class JobStore:
 
     def start(self, job_id: int, state: State) -> bool:
         """It is in that phase now; False if it was cancelled or removed meanwhile."""
-        with self.database.transaction() as sql:
-            query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
-            return bool(sql.execute(query, (state, job_id)).rowcount)
+        query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
+        return bool(self.database.execute(query, state, job_id).rowcount)
 
     def finish(self, job_id: int, state: State, reason: str = "") -> None:
         """It is over, unless it was cancelled meanwhile, or asked for again: then it is queued."""
-        with self.database.transaction() as sql:
-            sql.execute(
-                "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
-                f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}",
-                (state, reason, now(), job_id),
-            )
+        query = (
+            "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
+            f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}"
+        )
+        self.database.execute(query, state, reason, now(), job_id)
 
     def put_back(self, job_id: int) -> None:
         """It was left half way: its turn comes again, unless it was cancelled."""
-        with self.database.transaction() as sql:
-            query = (
-                f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
-            )
-            sql.execute(query, (job_id,))
+        query = f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
+        self.database.execute(query, job_id)
 
     def cancel(self, job_ids: Sequence[int] | None) -> int:
         """These, or all that are not over. Returns how many."""
         where, values = _these(job_ids)
-        with self.database.transaction() as sql:
-            query = (
-                f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
-            )
-            return sql.execute(query, (now(), *values)).rowcount
+        query = f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
+        return self.database.execute(query, now(), *values).rowcount
 
     def retry(self, job_ids: Sequence[int] | None) -> int:
         """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
@@ -160,13 +144,12 @@ class JobStore:
             "UPDATE jobs SET state = 'queued', reason = '', finished_at = NULL, "
             f"turn = turn + (SELECT max(turn) FROM jobs) WHERE state IN ('failed', 'cancelled'){where}"
         )
-        with self.database.transaction() as sql:
-            return sql.execute(query, values).rowcount
+        return self.database.execute(query, *values).rowcount
 
     def clear_finished(self) -> int:
         """Forget what went well or was cancelled; what failed stays. Returns how many."""
-        with self.database.transaction() as sql:
-            count = sql.execute("DELETE FROM jobs WHERE state IN ('done', 'unchanged', 'cancelled')").rowcount
+        query = "DELETE FROM jobs WHERE state IN ('done', 'unchanged', 'cancelled')"
+        count = self.database.execute(query).rowcount
         self.database.erase_log()
         return count
 
@@ -179,30 +162,26 @@ class JobStore:
         self.database.erase_log()
 
     def forget_collection(self, collection: str) -> None:
-        with self.database.transaction() as sql:
-            sql.execute("DELETE FROM jobs WHERE collection = ?", (collection,))
-            sql.execute("DELETE FROM watched WHERE collection = ?", (collection,))
+        for table in ("jobs", "watched"):
+            self.database.execute(f"DELETE FROM {table} WHERE collection = ?", collection)
         self.database.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
         """Those of these files (no more than a page shows) that are worked on or wait for their turn."""
         marks = ", ".join("?" * len(paths))
         query = (
-            f"SELECT path FROM jobs WHERE collection = ? AND path IN ({marks}) AND state IN {_listed(OPEN)}"
+            f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN ({marks})"
         )
-        return {row["path"] for row in self.database.rows(query, collection, *paths)}
+        return set(self.database.column(query, collection, *paths))
 
     def counts(self) -> dict[State, int]:
         """How many are in each state."""
-        rows = self.database.rows("SELECT state, count(*) AS n FROM jobs GROUP BY state")
-        found = {row["state"]: row["n"] for row in rows}
+        found = dict(map(tuple, self.database.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 
     def page(self, state: str | None, search: str, offset: int, limit: int) -> JobPage:
         """Running ones first, then the queue, then the rest with the latest first."""
-        where, values = "WHERE 1", list[Any]()
-        if state is not None:
-            where, values = "WHERE state = ?", [state]
+        where, values = "WHERE state = coalesce(?, state)", list[Any]([state])
         for word in search.casefold().split():
             where += " AND instr(folded(path), ?)"
             values.append(word)
@@ -210,7 +189,7 @@ class JobStore:
             f"CASE WHEN state IN {_listed(RUNNING)} THEN 0 WHEN state = 'queued' THEN 1 ELSE 2 END, "
             "CASE WHEN state = 'queued' THEN turn ELSE 0 END, finished_at DESC, id DESC"
         )
-        total = self.database.rows(f"SELECT count(*) AS n FROM jobs {where}", *values)[0]["n"]
+        (total,) = self.database.column(f"SELECT count(*) FROM jobs {where}", *values)
         query = f"SELECT * FROM jobs {where} ORDER BY {order} LIMIT ? OFFSET ?"
         rows = self.database.rows(query, *values, limit, offset)
         return JobPage(tuple(_job(row) for row in rows), total)
@@ -218,18 +197,14 @@ class JobStore:
     # --- facts that outlive a process, by name
 
     def fact(self, name: str) -> str | None:
-        rows = self.database.rows("SELECT value FROM facts WHERE name = ?", name)
-        return rows[0]["value"] if rows else None
+        return next(iter(self.database.column("SELECT value FROM facts WHERE name = ?", name)), None)
 
     def set_fact(self, name: str, value: str) -> None:
-        with self.database.transaction() as sql:
-            sql.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+        self.database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
 
 
 def _job(row: sqlite3.Row) -> FileJob:
-    values = dict(row)
-    del values["turn"], values["again"], values["batch"]
-    return FileJob(**values)
+    return FileJob(**{name: row[name] for name in COLUMNS})
 
 
 def _listed(states: Sequence[str]) -> str:

@@ -171,21 +171,13 @@ class JobQueue:
     def overview(self) -> Overview:
         counts = self.store.counts()
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
+        waiting = self._waiting if left or self._kv else None
+        running = self._is_alive and left > 0 and not self._paused
+        pace, changes = self._pace, self.store.database.changes
         return Overview(
-            counts,
-            total,
-            total - left,
-            self._pace.files_per_minute,
-            self._pace.seconds_left(left),
-            self._paused,
-            self._waiting if left or self._kv else None,
-            self._current,
-            self._is_alive and left > 0 and not self._paused,
-            self.store.database.changes,
-            self._kv,
-            self._kv_message,
-            left == 0 and self._is_idle,
-        )
+            counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
+            self._current, running, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
+        )  # fmt: skip
 
     def page(self, state: str | None = None, search: str = "", offset: int = 0, limit: int = 50) -> JobPage:
         """Running ones first, then the queue, then what is over with the latest first."""

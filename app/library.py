@@ -45,6 +45,7 @@ DOCUMENT = (
     "id", "path", "collection", "state", "reason", "size", "mtime_ns", "sha256", "recipe", "updated_at",
 )  # fmt: skip
 PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
+INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
 # Version 2: checksums; and collections from which something was taken, whose bytes are still to be erased elsewhere
 # (`whole`: also those of nobody knows what, which earlier versions of this program left there).
 ERASED = (
@@ -133,7 +134,9 @@ class Library:
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""
-        return {row["id"]: _document(row) for row in self._database.among(f"SELECT {COLUMNS} WHERE id IN", ids)}
+        return {
+            row["id"]: _document(row) for row in self._database.among(f"SELECT {COLUMNS} WHERE id IN", ids)
+        }
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
         """The paths of all documents in a folder, however deep."""
@@ -225,14 +228,10 @@ class Library:
         earlier = set(self.node_ids(document))
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
-            connection.executemany(
-                f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    (p.node_id, document, p.index, p.text, p.location, len(rows),
-                     np.ascontiguousarray(rows, dtype="<f4").tobytes())
-                    for p, rows in zip(passages, embeddings, strict=True)
-                ),
-            )
+            for p, rows in zip(passages, embeddings, strict=True):
+                blob = np.ascontiguousarray(rows, dtype="<f4").tobytes()
+                values = (p.node_id, document, p.index, p.text, p.location, len(rows), blob)
+                connection.execute(INSERT_PASSAGE, values)
             connection.executemany(
                 "INSERT OR IGNORE INTO stale VALUES (?, ?)", ((node, document) for node in earlier - kept)
             )
@@ -255,7 +254,9 @@ class Library:
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""
-        return {row[0] for row in self._database.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
+        return {
+            row[0] for row in self._database.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)
+        }
 
     def node_ids(self, document: str) -> list[str]:
         """Of a document's passages, whether they are sound or not."""

@@ -1,5 +1,7 @@
-"""Models to choose from: those that are here, and a few of the hub that would run on this machine."""
+"""Models to choose from: those that are here, a few of the hub that would run on this machine; bringing one here."""
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ragblend.app.home import Home
 from ragblend.engine.files import DEFAULT, find_model
-from ragblend.engine.hub import cached_models, is_hub_id, writes_text
-from ragblend.kvstore.errors import ModelError, SettingsError, did_you_mean
+from ragblend.engine.hub import cached_models, download, is_hub_id, local_copy, writes_text
+from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsError, did_you_mean
 
 if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
@@ -187,3 +189,57 @@ def check_model(name: str, models: Path) -> None:
         f"The model {name!r} is not there. Name a folder or .gguf file that exists, a hub id (owner/name), or one of "
         f"{', '.join(known)}{did_you_mean(name, known)}"
     )
+
+
+def must_be_fetched(model: str) -> bool:
+    """Whether a model's name in the settings is a hub id of which no whole copy is here."""
+    return model != DEFAULT and is_hub_id(model) and local_copy(model) is None
+
+
+class ModelDownload:
+    """Begins at once. done, total: bytes, 0 until the hub has answered."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done, self.total = name, 0, 0
+        self._begun = time.monotonic()
+        self._stop, self._over = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="model download", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is over, after at most so long. Raises what ended it: ModelNotFoundError, DownloadStoppedError.
+
+        Who stops it need not wait for the thread, which ends with its next bytes, or the network's own time limit.
+        """
+        if not self._over.wait(seconds):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def stop(self) -> None:
+        """End it; what has come is kept for the next time."""
+        self._stop.set()
+        if not self._over.is_set():
+            self._error = DownloadStoppedError(
+                f"The download of {self.name} was stopped; what has come is kept for the next time."
+            )
+            self._over.set()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace so far; None before there is one."""
+        passed = time.monotonic() - self._begun
+        return (self.total - self.done) * passed / self.done if self.done else None
+
+    def _run(self) -> None:
+        def progress(done: int, total: int) -> None:
+            self.done, self.total = done, total
+
+        try:
+            download(self.name, progress, self._stop)
+        except Exception as error:  # of any kind: what is not here must not pass for a model that is
+            self._error = self._error or error
+        finally:
+            self._over.set()

@@ -1,10 +1,15 @@
-"""Pages of a PDF as pictures, with the boxes of a text on them: pdfium, through pypdfium2 (the extra `ui`)."""
+"""Pages of a PDF as pictures, by pdfium (the extra `ui`): with the boxes of a text on them, or to have it recognised.
+
+The text of scanned pages is RapidOCR's (the extra `ocr`). Its models are in its package: nothing is downloaded.
+"""
 
 import ctypes
 import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +17,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-from ragblend.app.apart import OnPage
+from ragblend.app.apart import MIB, OnPage
 from ragblend.app.matching import find, fold
 from ragblend.app.pdf_reader import open_pdf
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
+OCR_PACKAGES = ("rapidocr", "onnxruntime", "pypdfium2")
+OCR_BYTES = 2048 * MIB  # its models take a third of that
+OCR_SCALE = 200 / 72  # dots a point: what text recognition is made for
 MAX_PICTURE = 4000  # pixels, of the longer side
 MOST_PAGES = 50  # that one passage is looked for on
 Span = tuple[int, int]
@@ -170,3 +178,28 @@ def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, i
     across, down = ctypes.c_int(), ctypes.c_int()
     raw.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, ctypes.byref(across), ctypes.byref(down))
     return across.value, down.value
+
+
+def can_recognise() -> bool:
+    """Whether the extra is there."""
+    return all(find_spec(name) is not None for name in OCR_PACKAGES)
+
+
+def recognised(path: Path, numbers: Sequence[int], on_page: OnPage) -> list[tuple[int, str]]:
+    """(number, text) of these pages of a PDF, from 1, line by line; some seconds a page. For a process of its own.
+
+    on_page(done, total) is called before each page and at the end.
+    """
+    texts = []
+    for done, picture in enumerate(page_pictures(path, numbers, OCR_SCALE)):
+        on_page(done, len(numbers))
+        texts.append("\n".join(_engine()(picture).txts or ()))
+    on_page(len(numbers), len(numbers))
+    return list(zip(numbers, texts, strict=True))
+
+
+@cache
+def _engine() -> Any:
+    from rapidocr import RapidOCR
+
+    return RapidOCR(params={"Global.log_level": "error"})

@@ -5,15 +5,17 @@ parsers are pypdf, Beautiful Soup, expat and csv, each behind a few lines of our
 times and hide why it failed, glue table cells, stop at a ragged row, and would bring copyleft packages for EPUB.
 """
 
+import csv
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app import ocr
 from ragblend.app.apart import OnPage, apart, ignored
 from ragblend.app.documents import SCANNED
-from ragblend.app.guards import check_content, check_file, read_text
+from ragblend.app.guards import MAX_TEXT_BYTES, check_content, check_file, open_archive, read_text
+from ragblend.app.pdf_pages import OCR_BYTES, can_recognise, recognised
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
 MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 tokens
@@ -24,6 +26,9 @@ INVISIBLE = dict.fromkeys(
 NOT_TEXT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
 )  # control characters, and those that mean something in one font only
+SNIFF_CHARACTERS = 16_384
+WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+BREAKS = {f"{WORD}tab": "\t", f"{WORD}br": "\n", f"{WORD}cr": "\n", f"{WORD}p": "\n\n"}
 VERSION = 1  # part of a document's recipe: raise it when the text that comes out changes
 
 
@@ -44,8 +49,8 @@ def read_document(path: Path, on_page: OnPage = ignored) -> list[Part]:
     check_file(path)
     parts = apart(parse, path, on_page=on_page)
     without = [number for number, part in enumerate(parts, start=1) if not part.text]
-    if without and ocr.is_installed():
-        found = apart(ocr.recognised, path, without, on_page=on_page, memory_bytes=ocr.MEMORY_BYTES)
+    if without and can_recognise():
+        found = apart(recognised, path, without, on_page=on_page, memory_bytes=OCR_BYTES)
         for number, text in found:
             parts[number - 1] = Part(clean(text), parts[number - 1].location)
     parts = [part for part in parts if part.text]
@@ -122,22 +127,79 @@ def _read_pdf(path: Path, on_page: OnPage = ignored) -> Iterator[Part]:
     return (Part(text, f"p. {label}") for label, text in pdf_pages(path, on_page))
 
 
-def _read_docx(path: Path) -> Iterable[Part]:
-    from ragblend.app.docx_reader import docx_text
+def _read_docx(path: Path) -> Iterator[Part]:
+    """Headers, the document, footers, as docx2txt has them, without a tree in memory; paragraphs apart."""
+    with open_archive(path) as archive:
+        names = archive.namelist()
+        headers = [name for name in names if re.match(r"word/header[0-9]*.xml", name)]
+        footers = [name for name in names if re.match(r"word/footer[0-9]*.xml", name)]
+        members = (*headers, "word/document.xml", *footers)
+        yield Part("".join(_word_text(archive.read(name)) for name in members), "")
 
-    return [Part(docx_text(path), "")]
+
+def _word_text(xml: bytes) -> str:
+    from defusedxml.ElementTree import DefusedXMLParser  # no entities, so no billion laughs
+
+    parser = DefusedXMLParser(target=_WordText())
+    parser.feed(xml)
+    text: str = parser.close()
+    return text
+
+
+class _WordText:
+    """What an XML parser tells of Word's elements, as text."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._in_text = False
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._pieces.append(BREAKS.get(tag, ""))
+        self._in_text = tag == f"{WORD}t"
+
+    def data(self, text: str) -> None:
+        if self._in_text:
+            self._pieces.append(text)
+
+    def end(self, tag: str) -> None:
+        self._in_text = False
+
+    def close(self) -> str:
+        return "".join(self._pieces)
 
 
 def _read_epub(path: Path) -> Iterator[Part]:
-    from ragblend.app.epub_reader import epub_chapters
+    from ragblend.app.html_text import epub_chapters
 
     return (Part(section.text, section.heading) for section in epub_chapters(path))
 
 
 def _read_csv(path: Path) -> Iterator[Part]:
-    from ragblend.app.csv_reader import csv_rows
+    """Every row that says something, "column: value" a line; the header is row 1."""
+    text = read_text(path)
+    csv.field_size_limit(MAX_TEXT_BYTES)  # of the whole process; 131,072 otherwise
+    rows = csv.reader(io.StringIO(text, newline=""), dialect=_dialect(text))
+    header = [name.strip() for name in next(rows, [])]
+    empty = True
+    for number, row in enumerate(rows, start=2):
+        if line := _row_text(header, row):
+            empty = False
+            yield Part(line, f"row {number}")
+    if empty and any(header):  # a header alone, or a list of one line
+        yield Part(", ".join(name for name in header if name), "row 1")
 
-    return (Part(row, f"row {number}") for number, row in csv_rows(path))
+
+def _dialect(text: str) -> type[csv.Dialect] | csv.Dialect:
+    try:
+        return csv.Sniffer().sniff(text[:SNIFF_CHARACTERS], delimiters=",;\t|")
+    except csv.Error:
+        return csv.excel
+
+
+def _row_text(header: list[str], row: list[str]) -> str:
+    names = header + [f"column {n}" for n in range(len(header) + 1, len(row) + 1)]
+    pairs = ((name, " ".join(value.split())) for name, value in zip(names, row, strict=False))
+    return "\n".join(f"{name}: {value}" if name else value for name, value in pairs if value)
 
 
 READERS: dict[str, Callable[[Path], Iterable[Part]]] = {
@@ -154,7 +216,7 @@ READERS: dict[str, Callable[[Path], Iterable[Part]]] = {
 
 
 def _no_text(path: Path) -> str:
-    if path.suffix.lower() == ".pdf" and not ocr.is_installed():
+    if path.suffix.lower() == ".pdf" and not can_recognise():
         return (
             f"Reading {path}: its pages hold no text, so {SCANNED}. Install text recognition, "
             "`pip install 'ragblend[ocr]'`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."

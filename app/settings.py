@@ -3,13 +3,14 @@
 Where none of them names a method, what `ragblend tune` chose for the model comes before the default.
 """
 
-import difflib
+import json
 import math
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ragblend.app.tuned import choice_for, tuned_file
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError
-from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES
+from ragblend.kvstore.files import replace_durably
+from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, PrefillProfile
 
 PREFIX = "RAGBLEND_"
 NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
@@ -152,13 +154,11 @@ TYPES: dict[str, type] = {
 
 Rule = tuple[Callable[[Any], Any], str]  # whether a value holds, and what is expected in words
 _COUNT: Rule = (lambda count: count is None or count >= 1, "at least 1")
+_NOT_NEGATIVE: Rule = (lambda count: count is None or count >= 0, "0 or more")
 _PRICE: Rule = (lambda price: price >= 0, "a price of 0 USD or more")
 RULES: dict[str, Rule] = {
     "model": (bool, "a model: default, a hub id, a folder or a .gguf file"),
-    "device": (
-        lambda name: name is None or DEVICE.fullmatch(name),
-        "cpu, cuda or mps (cuda:1 is the second one)",
-    ),
+    "device": (lambda name: DEVICE.fullmatch(name or "cpu"), "cpu, cuda or mps (cuda:1 is the second one)"),
     "dtype": (lambda name: name in (None, *DTYPES), f"one of {', '.join(DTYPES)}"),
     "collection": (
         lambda name: isinstance(name, str) and COLLECTION.fullmatch(name),
@@ -170,9 +170,9 @@ RULES: dict[str, Rule] = {
     ),
     "top_k": (lambda count: 1 <= count <= 1000, "a number of passages from 1 to 1000"),
     "chunk_tokens": (lambda count: 16 <= count <= 8192, "16 to 8192 tokens"),
-    "store_budget_bytes": (lambda count: count is None or count >= 1, "1 bytes or more"),
-    "memory_budget_bytes": (lambda count: count is None or count >= 0, "0 bytes or more"),
-    "device_budget_bytes": (lambda count: count is None or count >= 0, "0 bytes or more"),
+    "store_budget_bytes": _COUNT,
+    "memory_budget_bytes": _NOT_NEGATIVE,
+    "device_budget_bytes": _NOT_NEGATIVE,
     **{f"{tier}_usd_per_gb_month": _PRICE for tier in USD_PER_GB_MONTH},
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
@@ -196,15 +196,14 @@ def _tuned(path: Path, model: str, given: Set[str]) -> dict[str, Any]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
-        return _checked(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
         raise SettingsError(
             f"Reading the settings in {path}: {error}. Correct the file or remove it."
         ) from error
+    return _checked(values, str(path))
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -241,7 +240,7 @@ def _typed(key: str, value: Any, source: str) -> Any:
 def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
     for key in values:
         if key not in TYPES:
-            nearest = difflib.get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
+            nearest = get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
             raise SettingsError(
                 f"Reading the settings in {source}: unknown key {key!r}. The nearest setting is {nearest!r}; "
                 f"known settings are {', '.join(TYPES)}."
@@ -255,3 +254,72 @@ def _wrong_type(key: str, value: object, source: str) -> str:
 
 def _outside(key: str, value: object, expected: str) -> str:
     return f"The setting {key} is {value!r}, but must be {expected}."
+
+
+def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
+    """Write these (None: take it out, so that the default holds). Raises SettingsError, before anything is written."""
+    before = Settings.load(path, environment={})
+    before.changed(changes)
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        replace_durably(path, with_changes(text, changes))
+    except OSError as error:
+        raise SettingsError(f"Writing the settings to {path}: {error.strerror}. Check the disk.") from error
+
+
+def with_changes(text: str, changes: Mapping[str, Any]) -> str:
+    """The file's text with a line for each changed value."""
+    lines = text.splitlines()
+    for key, value in changes.items():
+        mine = re.compile(rf"\s*{re.escape(key)}\s*=")
+        places = [number for number, line in enumerate(lines) if mine.match(line)]
+        line = [] if value is None else [f"{key} = {_toml(value)}"]
+        if places:
+            lines[places[0] : places[0] + 1] = line
+        else:
+            lines += line
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _toml(value: str | int | float) -> str:
+    """A TOML value; JSON's strings and numbers are TOML's as well."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Another model means other KV and, as chunks are counted in its tokens, other passages.
+CUTS_AGAIN = ("model", "chunk_tokens", "chunk_overlap")
+ENCODES_AGAIN = ("dtype",)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """changed: the settings that differ. seconds: an estimate from the measured profile; None without one.
+
+    cuts_again: documents must be read, cut and embedded again; encodes_again: passages must be read by the model again.
+    """
+
+    changed: tuple[str, ...]
+    cuts_again: bool
+    encodes_again: bool
+    documents: int
+    passages: int
+    seconds: float | None
+
+
+def cost_of(
+    before: Settings, after: Settings, documents: int, passages: int, profile: PrefillProfile | None
+) -> Cost:
+    """What it would take to bring a library of that size from one to the other."""
+    changed = tuple(
+        name for name in Settings.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
+    )
+    cuts = any(name in CUTS_AGAIN for name in changed)
+    encodes = cuts or any(name in ENCODES_AGAIN for name in changed)
+    # A profile is one model's on one device: it says nothing about another one.
+    same_machine = not {"model", "device", "dtype"} & set(changed)
+    seconds = None
+    if encodes and profile is not None and same_machine:
+        seconds = (
+            passages * before.chunk_tokens / after.chunk_tokens * profile.ms(0, after.chunk_tokens) / 1e3
+        )
+    return Cost(changed, cuts, encodes, documents if encodes else 0, passages if encodes else 0, seconds)

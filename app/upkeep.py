@@ -78,13 +78,11 @@ def check_index(workspace: Workspace) -> list[Finding]:
 
 
 def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = nobody) -> Repaired:
-    """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock."""
+    """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
+
+    Raises LibraryError where the registry's file itself is damaged: it cannot be built from anything else.
+    """
     library, collection = workspace.library, workspace.settings.collection
-    if library.damage:
-        raise LibraryError(
-            f"Repairing {workspace.home.root}: the registry {library.path} itself is damaged ({library.damage}). It cannot "
-            "be built from anything else: restore it from a backup, or move it away and ingest the documents again."
-        )
     damaged_here = [each for each in library.damaged_documents() if each.collection == collection]
     lost = tuple(each.path for each in damaged_here if not _restored(workspace, each))
     for path in lost:

@@ -49,16 +49,16 @@ class Watcher:
         clash = [w for w in self.folders() if w.collection == collection and _nested(Path(w.path), folder)]
         if clash:
             raise UsageError(f"Watching {folder}: {clash[0].path} is watched for {collection!r} already.")
-        with self._database.transaction() as sql:
-            sql.execute("INSERT INTO watched (path, collection) VALUES (?, ?)", (str(folder), collection))
+        self._database.execute(
+            "INSERT INTO watched (path, collection) VALUES (?, ?)", str(folder), collection
+        )
         if self._started:
             self._begin()
         return next(w for w in self.folders() if w.path == str(folder) and w.collection == collection)
 
     def remove(self, watched_id: int) -> None:
         """Watch that folder no more; what came from it stays."""
-        with self._database.transaction() as sql:
-            sql.execute("DELETE FROM watched WHERE id = ?", (watched_id,))
+        self._database.execute("DELETE FROM watched WHERE id = ?", watched_id)
         with self._lock:
             folder = self._running.pop(watched_id, None)
         if folder is not None:

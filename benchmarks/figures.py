@@ -7,9 +7,8 @@ Whether the tokens whose stored keys and values deviate most in one layer are th
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ import typer
 from torch import Tensor
 
 from ragblend.app.bench import cli as product
-from ragblend.app.bench.environment import check_extra
 from ragblend.app.bench.plots import figure_of
-from ragblend.app.bench.prefilling import stored
+from ragblend.app.bench.prefilling import check_extra, stored
 from ragblend.app.bench.quality import build_prompt
 from ragblend.app.bench.records import make_folder, write_json
 from ragblend.app.bench.sources import Source, read
@@ -57,19 +55,12 @@ class Everything(Policy):
 
 
 @command(app, "figures")
-def figures(
-    cli: Cli,
-    data: product.Data = None,
-    limit: product.Limit = 2,
-    seed: product.Seed = None,
-    passages: product.Passages = None,
-    output: product.Output = Path("bench-results"),
-) -> None:
+def figures(cli: Cli, source: Source, output: product.Output = product.OUTPUT) -> None:
     """Measure, and write figures.json and rank_correlation.png."""
     from ragblend.engine.engine import Engine
 
     check_extra()
-    questions = read(Source(data, home=cli.home, limit=limit, seed=seed, passages=passages)).questions
+    questions = read(replace(source, home=cli.home, limit=source.limit or 2)).questions
     folder = make_folder(output)
     engine, found = Engine.open(**product.engine_arguments(cli)), []
     for question in questions:

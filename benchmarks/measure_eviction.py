@@ -9,6 +9,7 @@ all questions, in one process and in turn, so that a busy machine slows all rows
 
 import sys
 import time
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Annotated, Any
 
@@ -30,9 +31,7 @@ app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_excepti
 @command(app, "measure_eviction")
 def measure_eviction(
     cli: Cli,
-    data: product.Data = None,
-    passages: product.Passages = 6,
-    limit: product.Limit = 12,
+    source: Source,
     method: Annotated[str, typer.Option(help="What reads the prompts.")] = "cacheblend",
     ratio: Annotated[float, typer.Option(help="And its ratio.")] = 0.15,
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
@@ -44,7 +43,7 @@ def measure_eviction(
 
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
-    questions = read(Source(data, limit=limit, passages=passages)).questions
+    questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
     engine = Engine.open(**product.engine_arguments(cli))
     how: dict[str, Any] = {"method": method, "ratio": ratio}
     for question in questions:

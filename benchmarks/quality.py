@@ -8,8 +8,9 @@ nothing and copies the true KV in at the rows that METHOD chooses. All other opt
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,7 +18,7 @@ from benchmarks.questions import Form, Generate, write_questions
 from ragblend.app.bench import cli as product
 from ragblend.app.bench import quality as measured
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.quality_report import Others, QualityRequest, with_all
+from ragblend.app.bench.quality_report import Others, with_all
 from ragblend.app.bench.records import Record
 from ragblend.app.bench.sources import Source
 from ragblend.app.bench.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
@@ -37,38 +38,15 @@ ORACLE = "transplant"
 
 @command(app, "quality")
 def quality(
-    cli: Cli,
-    generate: Generate = None,
-    data: product.Data = None,
-    form: Form = None,
-    docs: product.Docs = None,
-    collection: product.Collection = None,
-    methods: Annotated[
-        str, typer.Option(help="As for the product; also modes, MODE+METHOD, and oracles.")
-    ] = "all",
-    ratios: product.Ratios = "0.05,0.15,0.3",
-    compare: product.Compare = None,
-    limit: product.Limit = None,
-    seed: product.Seed = None,
-    passages: product.Passages = None,
-    skip: product.Skip = False,
-    max_new_tokens: product.MostTokens = None,
-    output: product.Output = Path("bench-results"),
-    fresh: product.Fresh = False,
-    keep_kv: product.KeepKV = False,
+    cli: Cli, source: Source, request: product.QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
-    """Compare methods, modes and oracles with full prefill, on questions made here or read from other formats."""
-    names, others = parse(methods, ratios, compare or [])
+    """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
+    names, others = parse(request.methods, request.ratios, request.compare or [])
     if generate or form:
-        write_questions(cli, output / "questions.json", generate or [], data, form)
-        data = output / "questions.json"
-    chosen = product.settings_of(cli, collection=collection).collection
-    source = Source(data, docs, cli.home, chosen, limit, seed, passages, skip)
-    engine = product.engine_arguments(cli)
-    request = QualityRequest(
-        source, engine, names, ratios, max_new_tokens, output, fresh, keep_kv, tuple(compare or ())
-    )
-    product.show_quality(cli, request, others)
+        made = request.output / "questions.json"
+        write_questions(cli, made, generate or [], source.data, form)
+        source = replace(source, data=made)
+    product.show_quality(cli, source, replace(request, methods=names), others)
 
 
 def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:

@@ -24,10 +24,10 @@ from benchmarks.store_replay import (
     replay,
 )
 from benchmarks.store_traces import LENGTHS, Trace, check_kind, make_trace
-from ragblend.app.bench.cli import Output, finish
-from ragblend.app.bench.intervals import mean_interval
+from ragblend.app.bench.cli import OUTPUT, Output, finish
 from ragblend.app.bench.quality import Progress
 from ragblend.app.bench.records import make_folder, write_json
+from ragblend.app.bench.summary import mean_interval
 from ragblend.app.bench.table import Column, Table, ends, number, share, table_of, text
 from ragblend.app.bench.variants import parse_choices, parse_counts
 from ragblend.app.cli import main
@@ -87,7 +87,7 @@ def store(
     bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of one token.")] = 23_040,
     load_mb_per_s: Annotated[float, typer.Option(min=0.001, help="How fast KV is loaded.")] = 1_000,
     overhead: Annotated[int | None, typer.Option(min=100, help="Instead: bookkeeping, of N chunks.")] = None,
-    output: Output = Path("bench-results"),
+    output: Output = OUTPUT,
 ) -> None:
     """Replay made-up traces through the store's eviction policies, and write store.json."""
     if overhead is not None:

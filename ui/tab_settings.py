@@ -6,11 +6,16 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.model_download import ModelDownload, must_be_fetched
-from ragblend.app.models import Machine, check_model, machine_of, models_here, offers
-from ragblend.app.reencoding import Cost, cost_of
-from ragblend.app.settings import Settings
-from ragblend.app.settings_file import save_settings
+from ragblend.app.models import (
+    Machine,
+    ModelDownload,
+    check_model,
+    machine_of,
+    models_here,
+    must_be_fetched,
+    offers,
+)
+from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views

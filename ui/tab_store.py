@@ -8,7 +8,7 @@ import gradio as gr
 
 from ragblend.app import upkeep
 from ragblend.app.cli_store import stats_value
-from ragblend.app.settings_file import save_settings
+from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
 from ragblend.ui.context import EMPTY, QUEUED, QUICK, Context, drawn

@@ -1,91 +1,69 @@
 """One `bench quality`: questions and engine in; rows, comparisons, JSON, picture and the report out."""
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import quality, sources
 from ragblend.app.bench.data import Loaded, Question, Skipped
-from ragblend.app.bench.environment import check_extra, environment
 from ragblend.app.bench.plots import plot_quality
-from ragblend.app.bench.prefilling import model_digest
-from ragblend.app.bench.records import Journal, make_folder, run_digest, write_json
-from ragblend.app.bench.report import report_page
+from ragblend.app.bench.prefilling import check_extra, environment, model_digest
+from ragblend.app.bench.records import Journal, Row, make_folder, run_digest, write_json
 from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
-from ragblend.app.bench.variants import Pair, Variant, parse_pairs, parse_variants
+from ragblend.app.bench.table import FEWEST_PROMPTS, matrix_table, quality_tables
+from ragblend.app.bench.variants import Variant, parse_pairs, parse_variants
 from ragblend.app.cli_progress import progress_bar
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
+    from ragblend.app.bench.cli import QualityRequest
     from ragblend.engine.engine import Engine
 
 ANSWER_TOKENS = 32  # design.md, section 8
 ALL_METHODS = "all"
 NOT_COMPARED = ("prefix", "recompute")  # full prefill by other ways: exact
-
-
-@dataclass(frozen=True)
-class QualityRequest:
-    """The arguments of `bench quality`; engine: the keyword arguments of `Engine.open`.
-
-    max_new_tokens: None: `ANSWER_TOKENS`, or more where an exact answer needs more; compare: as `parse_pairs` has it.
-    """
-
-    source: sources.Source
-    engine: dict[str, Any]
-    methods: str
-    ratios: str
-    max_new_tokens: int | None
-    output: Path
-    fresh: bool
-    keep_kv: bool
-    compare: tuple[str, ...] = ()
-
-    @property
-    def kv_codec(self) -> str:
-        """How stored KV is packed: an engine that others use as well takes the one it was opened with last."""
-        return self.engine.get("kv_codec") or "raw"
-
-    @property
-    def seed(self) -> int:
-        return self.source.seed or 0
+TEMPLATE = Path(__file__).with_name("report.html")
+PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
 
 
 @dataclass(frozen=True)
 class Others:
     """What is measured beside the methods: how each is, and, for the journal's name, what their numbers depend on."""
 
-    variants: Mapping[Variant, quality.Measure] = dataclasses.field(default_factory=dict)
+    variants: Mapping[Variant, quality.Measure] = field(default_factory=dict)
     settings: Mapping[str, Any] | None = None
     code: tuple[Path, ...] = ()
 
 
-def report_quality(request: QualityRequest, others: Others | None = None) -> dict[str, Any]:
+def report_quality(
+    source: sources.Source, engine_arguments: Row, request: "QualityRequest", others: Others | None = None
+) -> Row:
     """Measure what is missing; write `quality.json`, the picture and the report. The results, and `files` by kind.
 
-    The picture is of divergences; where there are none there is no picture.
+    engine_arguments: of `Engine.open`. The picture is of divergences; where there are none there is no picture.
     """
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
     check_extra()
-    others = others or Others()
-    methods: tuple[Variant, ...] = ()
+    others, methods = others or Others(), tuple[Variant, ...]()
     if request.methods:
         names = with_all(request.methods, METHODS)
         methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
-    variants = (*methods, *others.variants)
-    pairs = parse_pairs(request.compare, variants)
-    loaded = sources.read(request.source)
+    variants, seed = (*methods, *others.variants), source.seed or 0
+    pairs = parse_pairs(request.compare or (), variants)
+    loaded = sources.read(source)
     folder = make_folder(request.output)
     from ragblend.engine.engine import Engine  # once all that was asked for is known to be possible
 
-    engine = Engine.open(**request.engine)
+    engine = Engine.open(**engine_arguments)
+    # How stored KV is packed: an engine that others use as well takes the codec it was opened with last.
+    kv_codec = engine_arguments.get("kv_codec") or "raw"
     most_tokens = answer_tokens(engine, loaded.questions, request.max_new_tokens)
-    if request.source.skip:  # else `quality.run` names the first one before it measures anything
+    if source.skip:  # else `quality.run` names the first one before it measures anything
         loaded = fitting(engine, loaded, most_tokens)
-    journal = _journal(folder, engine, request, most_tokens, others)
+    journal = quality_journal(engine, folder, request.fresh, kv_codec, most_tokens, others)
     with progress_bar("measuring") as progress:
         quality.run(
             engine,
@@ -93,13 +71,31 @@ def report_quality(request: QualityRequest, others: Others | None = None) -> dic
             variants,
             journal,
             max_new_tokens=most_tokens,
-            seed=request.seed,
+            seed=seed,
             keep_kv=request.keep_kv,
             progress=progress,
             others=others.variants,
         )
-    results = _results(engine, request, loaded, variants, pairs, journal)
-    results["settings"] |= {"max_new_tokens": most_tokens, "modes": others.settings}
+    measured = journal.records, loaded.questions, variants, seed
+    rows, comparisons = summarise(*measured, pairs)
+    results = {
+        "rows": rows,
+        "comparisons": comparisons,
+        "matrix": comparison_matrix(*measured),
+        "tasks": by_task(*measured),
+        "environment": environment(engine) | {"kv_codec": kv_codec},
+        "settings": {
+            "data": source.name,
+            "questions": len(loaded.questions),
+            "seed": source.seed,
+            "passages": source.passages,
+            "resumed_records": journal.resumed,
+            "instruction": quality.INSTRUCTION,
+            "skipped": [asdict(each) for each in loaded.skipped],
+            "max_new_tokens": most_tokens,
+            "modes": others.settings,
+        },
+    }
     return _write(folder, results)
 
 
@@ -133,30 +129,21 @@ def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
     return Loaded(kept, tuple(skipped))
 
 
-def _journal(
-    folder: Path, engine: "Engine", request: QualityRequest, most_tokens: int, others: Others
+def quality_journal(
+    engine: "Engine",
+    folder: Path,
+    fresh: bool,
+    kv_codec: str,
+    max_new_tokens: int,
+    others: Others = Others(),
 ) -> Journal:
     """The file is named by a digest over what its records depend on and do not say themselves."""
-    settings = measured_settings(engine, most_tokens, request.kv_codec)
-    if others.settings is not None:
-        settings |= {"modes": dict(others.settings)}
-    digest = run_digest(settings, (*measured_code(), *others.code))
-    return Journal(folder / f"quality-{digest}.jsonl", request.fresh)
+    import torch
 
-
-def measured_code() -> tuple[Path, ...]:
-    """The source files that a number comes from."""
     import ragblend.engine
     import ragblend.kvstore
 
-    return tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
-
-
-def measured_settings(engine: "Engine", max_new_tokens: int, kv_codec: str) -> dict[str, Any]:
-    """What a number depends on beside the question, the method, the ratio and the code."""
-    import torch
-
-    return {
+    settings = {
         "model": model_digest(engine),
         "device": engine.device,
         "kv_codec": kv_codec,
@@ -164,53 +151,76 @@ def measured_settings(engine: "Engine", max_new_tokens: int, kv_codec: str) -> d
         "max_new_tokens": max_new_tokens,
         "instruction": quality.INSTRUCTION,
     }
+    if others.settings is not None:
+        settings["modes"] = dict(others.settings)
+    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
+    return Journal(folder / f"quality-{run_digest(settings, (*code, *others.code))}.jsonl", fresh)
 
 
-def _results(
-    engine: "Engine",
-    request: QualityRequest,
-    loaded: Loaded,
-    variants: tuple[Variant, ...],
-    pairs: tuple[Pair, ...],
-    journal: Journal,
-) -> dict[str, Any]:
-    questions, seed = loaded.questions, request.seed
-    rows, comparisons = summarise(journal.records, questions, variants, seed, pairs)
-    return {
-        "rows": rows,
-        "comparisons": comparisons,
-        "matrix": comparison_matrix(journal.records, questions, variants, seed),
-        "tasks": by_task(journal.records, questions, variants, seed),
-        "environment": environment(engine) | {"kv_codec": request.kv_codec},
-        "settings": {
-            "data": request.source.name,
-            "questions": len(questions),
-            "seed": request.source.seed,
-            "passages": request.source.passages,
-            "resumed_records": journal.resumed,
-            "instruction": quality.INSTRUCTION,
-            "skipped": [dataclasses.asdict(each) for each in loaded.skipped],
-        },
-    }
-
-
-def _write(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+def _write(folder: Path, results: Row) -> Row:
     files = {"json": folder / "quality.json", "html": folder / "report.html"}
     pictures: dict[str, Path] = {}
     compared = [row for row in results["rows"] if row["kl"] is not None]
     if compared:
-        files["png"] = folder / "quality.png"
+        files["png"] = pictures[PICTURE] = folder / "quality.png"
         plot_quality(compared, _title(results), files["png"])
-        pictures["KL by method, with its 95% interval, and against time, with the Pareto front"] = files[
-            "png"
-        ]
     files["html"].write_text(report_page(results, pictures), encoding="utf-8")
     write_json(files["json"], results)
     return results | {"files": {kind: str(path) for kind, path in files.items()}}
 
 
-def _title(results: dict[str, Any]) -> str:
+def _title(results: Row) -> str:
     where = results["environment"]
     packed = "" if where["kv_codec"] == "raw" else f", {where['kv_codec']} KV"
     device = where["gpu"] or where["cpu"]
     return f"{where['model']}, {where['dtype']}{packed} on {device}, {results['settings']['questions']} questions"
+
+
+def report_page(results: Row, pictures: Mapping[str, Path]) -> str:
+    """report.html: all that was measured, in one file that loads nothing.
+
+    results: as in quality.json; pictures: PNGs by what they are called on the page.
+    """
+    from jinja2 import Environment
+
+    rows, what, where = results["rows"], results["settings"], results["environment"]
+    tables = quality_tables(rows, results["comparisons"], results["tasks"])
+    if results["matrix"]:
+        tables.append(matrix_table(results["matrix"]))
+    page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(
+        title=f"{where['model']}: fused against full prefill",
+        setting=_setting(where, what),
+        warnings=warnings(rows, what),
+        pictures={
+            label: base64.b64encode(path.read_bytes()).decode("ascii") for label, path in pictures.items()
+        },
+        tables=tables,
+    )
+
+
+def _setting(where: Row, what: Row) -> str:
+    device = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
+    return (
+        f"{what['data']}, {what['questions']} questions, answers of up to {what['max_new_tokens']} tokens, seed "
+        f"{what['seed']}; {where['dtype']} on {device}, KV stored {where['kv_codec']}. Times to first token are "
+        "medians; intervals are 95%, bootstrapped over prompts, in pairs where two methods are compared."
+    )
+
+
+def warnings(rows: Sequence[Row], what: Row) -> list[str]:
+    """What a reader of the numbers must know."""
+    said = []
+    if what["questions"] < FEWEST_PROMPTS:
+        said.append(f"{what['questions']} prompts settle nothing; measure {FEWEST_PROMPTS} or more.")
+    if what["skipped"]:
+        named = "; ".join(each["reason"] for each in what["skipped"][:5])
+        more = f" and {len(what['skipped']) - 5} more" if len(what["skipped"]) > 5 else ""
+        said.append(f"{len(what['skipped'])} records were left out: {named}{more}.")
+    for row in rows:
+        spent, name = row["recomputed_fraction"] or 0, row["method"]
+        if row["ratio"] is not None and spent > row["ratio"] + 0.01:
+            said.append(f"{name} at {row['ratio']:.1%} spent {spent:.1%}: more than it was given.")
+        if row["unscored"]:
+            said.append(f"{name}: {row['unscored'] / row['calls']:.1%} of its answers came without a score.")
+    return said

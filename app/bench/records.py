@@ -10,12 +10,15 @@ import dataclasses
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import replace_durably
 
+Row = dict[str, Any]
 Key = tuple[str, str, float | None]
 
 
@@ -85,20 +88,12 @@ class Journal:
 def _read(path: Path) -> dict[Key, Record]:
     """The records by key: the first of a key wins; lines that a kill cut off are left out."""
     records: dict[Key, Record] = {}
-    if not path.exists():
-        return records
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        record = _parse(line)
-        if record is not None:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError, TypeError):
+            record = Record(**json.loads(line))
             records.setdefault(record.key, record)
     return records
-
-
-def _parse(line: str) -> Record | None:
-    try:
-        return Record(**json.loads(line))
-    except (json.JSONDecodeError, TypeError):
-        return None
 
 
 def run_digest(settings: dict[str, Any], code: tuple[Path, ...]) -> str:
@@ -125,9 +120,4 @@ def make_folder(folder: Path) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON; whoever reads it meanwhile sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_durably(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -1,12 +1,18 @@
 """Where a bench's questions come from: a file, the user's own documents, or the samples."""
 
+import random
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.bench.data import Loaded, choose, load, without_repeats
+from ragblend.app import samples
+from ragblend.app.bench.data import Loaded, Question, choose, load, without_repeats
+from ragblend.app.cli_common import option
 from ragblend.kvstore.errors import UsageError
 
 ALL_DOCUMENTS = "all"
+PASSAGE_WORDS = 220  # of the samples
+PASSAGES = 6
 
 
 @dataclass(frozen=True)
@@ -16,14 +22,20 @@ class Source:
     home, collection: where the documents of `--docs` were ingested; docs: a folder or file of them, or `all`.
     """
 
-    data: Path | None = None
-    docs: str | None = None
+    data: Path | None = option(
+        None, "A JSON list of {ctxs: [{title, text}], question, answers}; the samples if absent."
+    )
+    docs: str | None = option(
+        None, "Questions from ingested documents: those under this folder or file, or `all`."
+    )
+    collection: str | None = option(None, "Of --docs; as in the settings if absent.")
+    limit: int | None = option(None, "How many questions; all if absent.")
+    seed: int | None = option(None, "Shuffle the questions with it; the intervals are drawn from it.", min=0)
+    passages: int | None = option(None, "The first so many of each question; all if absent.")
+    skip: bool = option(
+        False, "Leave out what cannot be measured (no question, over the window), and say what.", "--skip"
+    )
     home: Path | None = None
-    collection: str = "default"
-    limit: int | None = None
-    seed: int | None = None
-    passages: int | None = None
-    skip: bool = False
 
     @property
     def name(self) -> str:
@@ -56,8 +68,6 @@ def _found(source: Source) -> Loaded:
 
         documents = ingested(source)
         return Loaded(make_questions(documents, source.limit, source.passages, source.seed or 0))
-    from ragblend.app.bench.samples_data import sample_questions
-
     return Loaded(sample_questions())
 
 
@@ -65,20 +75,17 @@ def ingested(source: Source) -> list[list[str]]:
     """The passages of the ingested documents that `docs` names, in order. Raises UsageError if there are none."""
     from ragblend.app.home import Home
     from ragblend.app.library import Library
+    from ragblend.app.settings import Settings
 
     assert source.docs is not None
     path = Home.resolve(source.home).library
     below = None if source.docs == ALL_DOCUMENTS else Path(source.docs).expanduser().absolute()
     found: list[list[str]] = []
     if path.exists():
-        library = Library.open(path)
-        try:
-            for document in library.documents(source.collection):
-                if below is None or Path(document.path).is_relative_to(below):
+        with closing(Library.open(path)) as library:
+            for document in library.documents(source.collection or Settings.collection):
+                if document.passages and (below is None or Path(document.path).is_relative_to(below)):
                     found.append([passage.text for passage in library.passages_of(document.id)])
-        finally:
-            library.close()
-    found = [texts for texts in found if texts]
     if not found:
         where = f"in the collection {source.collection!r}" if below is None else f"under {below}"
         raise UsageError(
@@ -86,3 +93,52 @@ def ingested(source: Source) -> list[list[str]]:
             f"there is, `--docs {ALL_DOCUMENTS}` takes every document)"
         )
     return found
+
+
+def sample_source() -> str:
+    """The words of all sample documents, one after another."""
+    return "\n\n".join(text for _, text in _documents())
+
+
+def sample_questions() -> list[Question]:
+    """Every sample question with `PASSAGES` passages, those that hold its answers among them, mixed."""
+    passages = [(title, text) for title, whole in _documents() for text in _passages(whole)]
+    asked = enumerate(samples.questions())
+    return [_question(number, question, passages) for number, question in asked]
+
+
+def _question(number: int, question: samples.Question, passages: list[tuple[str, str]]) -> Question:
+    mixed = list(passages)
+    random.Random(question.question).shuffle(mixed)
+    # Those of the right documents that hold an answer first, then the rest of these documents, then all
+    # others.
+    mixed.sort(key=lambda passage: _distance(question, passage))
+    chosen = mixed[:PASSAGES]
+    random.Random(question.question).shuffle(chosen)
+    texts = tuple(f"{title}\n{text.strip()}" for title, text in chosen)
+    place = f"the samples, question {number}"
+    return Question(number, question.question, texts, tuple(question.answers), where=place)
+
+
+def _distance(question: samples.Question, passage: tuple[str, str]) -> int:
+    title, text = passage
+    if title not in question.documents:
+        return 2
+    return 0 if any(answer.lower() in text.lower() for answer in question.answers) else 1
+
+
+def _documents() -> list[tuple[str, str]]:
+    from ragblend.app.readers import read_document
+
+    paths: list[Path] = sorted(samples.documents_folder().iterdir())
+    return [(path.name, "\n\n".join(part.text for part in read_document(path))) for path in paths]
+
+
+def _passages(text: str) -> list[str]:
+    """Whole paragraphs, packed until a passage has `PASSAGE_WORDS` words."""
+    packed: list[list[str]] = [[]]
+    for paragraph in text.split("\n\n"):
+        packed[-1].append(paragraph)
+        if sum(len(each.split()) for each in packed[-1]) >= PASSAGE_WORDS:
+            packed.append([])
+    return ["\n\n".join(paragraphs) for paragraphs in packed if paragraphs]

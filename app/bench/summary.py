@@ -1,19 +1,17 @@
-"""From records to the rows, and to the paired comparisons between methods, that the bench reports."""
+"""From records to the rows, and to the paired comparisons between methods, that the bench reports.
 
-from collections.abc import Sequence
+Intervals are percentile bootstrap ones over prompts, seeded, so that the same records give the same interval. Every
+method is measured on the same prompts, so differences and ratios are resampled in pairs: a hard prompt is hard for
+both, and its difficulty cancels out.
+"""
+
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.intervals import (
-    Interval,
-    difference_interval,
-    mean_interval,
-    ratio_interval,
-    recovery_interval,
-)
 from ragblend.app.bench.metrics import recovery
-from ragblend.app.bench.records import Key, Record
+from ragblend.app.bench.records import Key, Record, Row
 from ragblend.app.bench.variants import Variant
 
 # What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any
@@ -28,7 +26,9 @@ TASK_COLUMNS = (
 )  # fmt: skip
 # Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
 SAME_COST = 0.01
-Row = dict[str, Any]
+RESAMPLES = 5000
+LEVEL = 0.95
+Interval = tuple[float, float]
 Table = dict[Variant, list[Record]]
 
 
@@ -194,3 +194,43 @@ def _column(name: str, records: list[Record]) -> list[float] | None:
     """None if it is None in one of the records: a mean over the others would be of other questions."""
     values = [getattr(record, name) for record in records]
     return None if None in values else [float(value) for value in values]
+
+
+def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
+    """The 95% interval of the mean; None for fewer than two values, of which nothing can be said."""
+    return _interval([values], lambda mean: mean, seed)
+
+
+def difference_interval(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Interval | None:
+    """The 95% interval of mean(values) - mean(others); both in the same order of prompts."""
+    return _interval([values, others], lambda mean, other: mean - other, seed)
+
+
+def ratio_interval(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Interval | None:
+    """The 95% interval of mean(values) / mean(others), in pairs; None if an `others` is not above 0."""
+    if min(others, default=0.0) <= 0:
+        return None
+    return _interval([values, others], lambda mean, other: mean / other, seed)
+
+
+def recovery_interval(kl: Sequence[float], kl_reuse: Sequence[float], seed: int = 0) -> Interval | None:
+    """The 95% interval of 1 - mean(kl)/mean(kl_reuse); None if reuse does not diverge on every prompt."""
+    ends = ratio_interval(kl, kl_reuse, seed)
+    return None if ends is None else (1 - ends[1], 1 - ends[0])
+
+
+def _interval(columns: Sequence[Sequence[float]], of_means: Callable[..., Any], seed: int) -> Interval | None:
+    from scipy.stats import bootstrap
+
+    if len(columns[0]) < 2:
+        return None
+    found = bootstrap(
+        columns,
+        lambda *drawn, axis: of_means(*(column.mean(axis=axis) for column in drawn)),
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        paired=len(columns) > 1,
+        rng=seed,
+    ).confidence_interval
+    return float(found.low), float(found.high)

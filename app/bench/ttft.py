@@ -7,19 +7,27 @@ shared among them; the medians and the ratios against full prefill come from the
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, product
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.data import load
 from ragblend.app.bench.memory import peak_bytes
-from ragblend.app.bench.prefilling import stored, timed_prefill
+from ragblend.app.bench.plots import plot_ttft
+from ragblend.app.bench.prefilling import check_extra, environment, model_digest, stored, timed_prefill
 from ragblend.app.bench.quality import INSTRUCTION, Progress
-from ragblend.app.bench.texts import cut_texts
-from ragblend.app.bench.variants import Variant
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.app.bench.records import Row, make_folder, write_json
+from ragblend.app.bench.sources import sample_source
+from ragblend.app.bench.variants import Variant, parse_choices, parse_counts, parse_variants
+from ragblend.app.cli_progress import progress_bar
+from ragblend.app.timeline import SUFFIXES, write_timeline
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
+    from ragblend.app.bench.cli import TtftRequest
     from ragblend.engine.config import Report, Timings
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
@@ -27,7 +35,8 @@ if TYPE_CHECKING:
     from ragblend.kvstore.keys import ChunkKey
 
 QUESTION = "Which of the passages above says the most about people, and what does it say?"
-Row = dict[str, Any]
+CACHES = ("warm", "cold", "memory")
+MEMORY_BYTES = 1 << 34
 Retrieve = Callable[[str, int], object]
 Rounds = list[tuple[float, "Report"]]  # milliseconds to the first token, and the report, a round
 
@@ -62,6 +71,67 @@ class Encoded:
     raw_kv_bytes: int
     blob_bytes: int
     fused_kv_bytes: int
+
+
+def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
+    """Measure and write `ttft.json`, `ttft.png` and a timeline a row; the results, and `files` by kind."""
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+
+    check_extra()
+    plan = Plan(
+        variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
+        chunks=parse_counts(request.chunks, "--chunks"),
+        tokens=parse_counts(request.tokens, "--tokens"),
+        caches=parse_choices(request.caches, "--caches", CACHES),
+        repeats=request.repeats,
+    )
+    if request.data is None:
+        source = sample_source()
+    else:
+        questions = load(request.data, skip=True).questions
+        source = "\n\n".join(passage for question in questions for passage in question.passages)
+    folder = make_folder(request.output)
+    memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
+    engine = Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes)
+    # The child has to open what this process opened: the home and the device that were found, not asked for.
+    found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
+    child = engine_arguments | found if request.memory else None
+    model_digest(engine)  # raises now, and not after the first encode, for a model that cannot be fused
+    with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
+        rows = run(engine, source, plan, retrieve, child, progress, partial(_write_timelines, folder))
+    where = environment(engine)
+    title = f"Time to the first token: {where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}"
+    results = {"rows": rows, "environment": where}
+    write_json(folder / "ttft.json", results)
+    plot_ttft(rows, title, folder / "ttft.png")
+    return results | {"files": {kind: str(folder / f"ttft.{kind}") for kind in ("json", "png")}}
+
+
+@contextmanager
+def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
+    """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
+    from ragblend.app.retrieval import nearest
+    from ragblend.app.workspace import Workspace
+
+    with Workspace.open(home) as workspace:
+        if not (
+            workspace.home.library.exists()
+            and workspace.library.count_passages(workspace.settings.collection)
+        ):
+            yield None
+            return
+        workspace.embedder.load()
+        yield partial(nearest, workspace)
+
+
+def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
+    """A row's trace as a picture and for a trace viewer, under a name that tells the row."""
+    share = "" if row["ratio"] is None else f"-{100 * row['ratio']:g}"
+    case = f"{row['method']}{share}-{row['chunks']}x{row['tokens']}-{row['cache']}"
+    title = f"{case}: first token after {row['ttft_ms']:.0f} ms (median of {row['repeats']})"
+    for suffix in SUFFIXES:
+        write_timeline(trace, title, folder / f"timeline-{case}{suffix}")
 
 
 def run(
@@ -240,3 +310,38 @@ def busy_ms(events: Iterable["TraceEvent"]) -> float:
         total += max(0.0, event.stop_ms - max(event.start_ms, reached))
         reached = max(reached, event.stop_ms)
     return total
+
+
+def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[str]:
+    """`chunks` different texts of real words that the model's tokenizer makes exactly `tokens` tokens of.
+
+    Random ids would attend like no real text. Goes through the words of `source` in order, and round again from another
+    word where they end. Raises UsageError if the words do not give such texts.
+    """
+    words = source.split()
+    texts: dict[str, None] = {}  # ordered, without repeats: two equal chunks would share one stored KV
+    start = 0
+    for _ in range(50 * chunks):
+        if len(texts) == chunks or not words:
+            break
+        text = _cut(engine, words, start, tokens)
+        if text is not None:
+            texts[text] = None
+        start = (start + (len(text.split()) if text else 1)) % len(words)
+    if len(texts) < chunks:
+        raise UsageError(
+            f"no {chunks} different texts of {tokens} tokens can be cut from {len(words)} words; pass --data"
+        )
+    return list(texts)
+
+
+def _cut(engine: "Engine", words: Sequence[str], start: int, tokens: int) -> str | None:
+    """The text from word `start` on, or None if no cut of it gives exactly `tokens` tokens."""
+    # One word is at least one token, so `tokens` words are enough, and they may go round the end of the
+    # source.
+    text = " ".join(words[(start + place) % len(words)] for place in range(tokens))
+    ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    # A cut may fall inside a character or a merge; a text that does not come back the same is tried
+    # elsewhere.
+    cut = engine.tokenizer.decode(ids[:tokens])
+    return cut if engine.count_tokens(cut) == tokens else None

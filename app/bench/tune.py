@@ -11,14 +11,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import quality
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.intervals import difference_interval
-from ragblend.app.bench.records import Journal, run_digest
-from ragblend.app.bench.summary import SAME_COST, comparison_matrix, summarise, verdict
+from ragblend.app.bench.records import Journal, Row
+from ragblend.app.bench.summary import SAME_COST, comparison_matrix, difference_interval, summarise, verdict
 from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import UsageError
 
@@ -31,7 +29,6 @@ ANSWER_TOKENS = 16
 NEAR = 1.1  # times the lowest divergence: as good, if it costs less
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 CONTROLS = ("random",)  # those of a fixed ratio are left out anyway
-Row = dict[str, Any]
 Clock = Callable[[], float]
 
 
@@ -233,15 +230,6 @@ def _compared(pair: Row) -> tuple[bool, str]:
     if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= NEAR:
         return True, f"as good, and cheaper: {said}"
     return False, f"not shown to be better than what stands: {said}; more minutes may tell"
-
-
-def tune_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str) -> Journal:
-    """Where the measurements are kept, by all that they depend on."""
-    from ragblend.app.bench.quality_report import measured_code, measured_settings
-
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    digest = run_digest(measured_settings(engine, ANSWER_TOKENS, kv_codec), measured_code())
-    return Journal(folder / f"quality-{digest}.jsonl", fresh)
 
 
 def _too_few(asked: int, seconds: float) -> str:

@@ -43,7 +43,7 @@ def assert_consistent(workspace):
     assert not any(
         workspace.library.stale(document.id) for document in workspace.library.documents("default")
     )
-    assert workspace.library.damage() == []
+    assert workspace.library.damage == ""
 
 
 def test_everything_comes_in(workspace, documents):

@@ -43,7 +43,7 @@ def test_round_trip(library, tmp_path):
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
         assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
-        assert again.damage() == []
+        assert again.damage == ""
     finally:
         again.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragblend.app import ocr
+from ragblend.app import readers
 from ragblend.app.ingest import ingest
 from ragblend.app.library import Library
 
@@ -64,7 +64,7 @@ def test_only_what_is_shown_is_read(library):
 
 
 def test_failures_have_reasons_and_scans_are_named(workspace, documents, make, monkeypatch):
-    monkeypatch.setattr(ocr, "is_installed", lambda: False)
+    monkeypatch.setattr(readers, "can_recognise", lambda: False)
     make["pdf"](documents / "scan.pdf", ["", ""])
     (documents / "bad.pdf").write_bytes(b"%PDF-1.4 no")
     ingest(workspace, [documents])

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from ragblend.app import model_download
-from ragblend.app.model_download import ModelDownload
+from ragblend.app import models
+from ragblend.app.models import ModelDownload
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 
 
 def download_that(monkeypatch, act):
-    monkeypatch.setattr(model_download, "download", act)
+    monkeypatch.setattr(models, "download", act)
     return ModelDownload("anna/model")
 
 

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragblend.app import guards, ocr, readers
+from ragblend.app import guards, readers
 from ragblend.app.readers import clean, parse, read_document
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -155,7 +155,7 @@ def test_what_is_no_document_of_its_kind(tmp_path, error, name, content, words):
 
 
 def test_scanned_pdf_names_text_recognition(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(ocr, "is_installed", lambda: False)
+    monkeypatch.setattr(readers, "can_recognise", lambda: False)
     fails_with(
         EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "scanned", "ragblend[ocr]", "ocrmypdf"
     )

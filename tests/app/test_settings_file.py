@@ -2,8 +2,7 @@
 
 import pytest
 
-from ragblend.app.settings import Settings
-from ragblend.app.settings_file import save_settings, with_changes
+from ragblend.app.settings import Settings, save_settings, with_changes
 from ragblend.kvstore.errors import SettingsError
 
 

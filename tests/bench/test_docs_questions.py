@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.app.bench.docs_questions import ASKED, BLANK, make_questions
-from ragblend.app.bench.samples_data import PASSAGE_WORDS, _documents, _passages
-from ragblend.app.bench.sources import Source, ingested, read
+from ragblend.app.bench.sources import PASSAGE_WORDS, Source, _documents, _passages, ingested, read
 from ragblend.kvstore.errors import UsageError
 
 

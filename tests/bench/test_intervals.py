@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ragblend.app.bench.intervals import (
+from ragblend.app.bench.summary import (
     difference_interval,
     mean_interval,
     ratio_interval,

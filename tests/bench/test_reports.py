@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.environment import cpu_name
 from ragblend.app.bench.plots import pareto, plot_quality, plot_ttft
+from ragblend.app.bench.prefilling import cpu_name
+from ragblend.app.bench.quality_report import report_page
 from ragblend.app.bench.records import Record, make_folder, write_json
-from ragblend.app.bench.report import report_page
-from ragblend.app.bench.samples_data import PASSAGES, sample_questions, sample_source
+from ragblend.app.bench.sources import PASSAGES, sample_questions, sample_source
 from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
 from ragblend.app.bench.table import print_tables, quality_tables, ttft_tables
 from ragblend.app.bench.variants import Variant

@@ -6,8 +6,7 @@ import pytest
 
 from ragblend.app.bench import ttft
 from ragblend.app.bench.memory import peak_bytes
-from ragblend.app.bench.texts import cut_texts
-from ragblend.app.bench.ttft import Plan
+from ragblend.app.bench.ttft import Plan, cut_texts
 from ragblend.app.bench.variants import Variant
 from ragblend.engine.config import Timings
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError

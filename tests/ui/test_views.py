@@ -10,8 +10,7 @@ from ragblend.app.comparing import Compared, Comparison, Side
 from ragblend.app.encoding import KvProgress
 from ragblend.app.hood import HoodSegment, Run
 from ragblend.app.library import DocumentPage
-from ragblend.app.reencoding import cost_of
-from ragblend.app.settings import Settings
+from ragblend.app.settings import Settings, cost_of
 from ragblend.app.store_view import Sample, StoreHistory
 from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.engine.trace import TraceEvent

@@ -17,8 +17,8 @@ from ragblend.app.jobs import Added
 from ragblend.app.library import DocumentPage
 from ragblend.app.models import GIGABYTE, Machine, offers
 from ragblend.app.pdf_pages import Box, PageImage
-from ragblend.app.reencoding import Cost
 from ragblend.app.removal import Removed
+from ragblend.app.settings import Cost
 from ragblend.app.store_view import Sample
 from ragblend.app.upkeep import Finding, Repaired
 from ragblend.app.watching import Watched
