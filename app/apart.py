@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
+
 from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
 MIB = 1024**2
@@ -29,9 +31,7 @@ SILENT_S = 300.0  # how long a call may go without a page that is done
 BEAT_S = 0.2  # how often the caller is asked whether it wants to leave
 IDLE_S = 60.0
 LEFT, FULL = 75, 76  # exit codes: nobody asked any more; out of memory
-KEPT_BYTES = (
-    768 * MIB
-)  # a process that has grown over this is not used again; text recognition alone takes 500 MiB
+KEPT_BYTES = 768 * MIB  # one that has grown over this is not used again; text recognition alone takes 500 MiB
 OnPage = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -71,24 +71,16 @@ class _Process:
         self._connection, theirs = Pipe()
         self._has_served = False
         with theirs:
+            code = f"from ragblend.app.apart import serve; serve({theirs.fileno()})"
             self._process = subprocess.Popen(
                 # -P: the folder that the user is in is no place to import from
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    f"from ragblend.app.apart import serve; serve({theirs.fileno()})",
-                ],
+                [sys.executable, "-P", "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
     def reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
         """(result,), or the DocumentError that it ended in; None where a new process should be asked:
@@ -110,7 +102,7 @@ class _Process:
     def _awaited(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
         _, path, _, memory_bytes = request
         page, heard = (0, 0), time.monotonic()
-        limit = _status_bytes("VmRSS", self._process.pid) + memory_bytes
+        limit = _resident_bytes(self._process.pid) + memory_bytes
         while True:
             if self._connection.poll(BEAT_S):
                 page, reply = self._connection.recv()
@@ -119,7 +111,7 @@ class _Process:
                 heard = time.monotonic()
             elif time.monotonic() - heard > silent_s:
                 raise _silent(path, page, silent_s)
-            if _status_bytes("VmRSS", self._process.pid) > limit:
+            if _resident_bytes(self._process.pid) > limit:
                 raise _too_much_memory(path, memory_bytes)
             on_page(*page)
 
@@ -139,12 +131,7 @@ _idle_lock = threading.Lock()
 
 def _borrow() -> _Process:
     with _idle_lock:
-        while _idle:
-            process = _idle.pop()
-            if process.is_alive:
-                return process
-            process.end()
-    return _Process()
+        return _idle.pop() if _idle else _Process()
 
 
 def _give_back(process: _Process) -> None:
@@ -201,7 +188,7 @@ def serve(descriptor: int) -> None:
     connection, requests = Connection(descriptor), queue.Queue[Any]()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     try:
-        while _status_bytes("VmRSS") < KEPT_BYTES:
+        while _resident_bytes() < KEPT_BYTES:
             connection.send(_answer(connection, *requests.get(timeout=IDLE_S)))
     except (queue.Empty, OSError):
         pass
@@ -245,15 +232,14 @@ def _limit_memory(more_bytes: int) -> None:
     """What is allocated faster than the caller looks. Twice as much, for Python that meets this limit in small steps
     may lose its own errors and hang.
     """
-    if used := _status_bytes("VmData"):
+    if used := getattr(psutil.Process().memory_info(), "data", 0):  # on Linux alone
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (used + 2 * more_bytes, hard))
 
 
-def _status_bytes(name: str, process_id: int | str = "self") -> int:
-    """A figure of a process as Linux has it; 0 elsewhere, and for one that has ended."""
+def _resident_bytes(process_id: int | None = None) -> int:
+    """What a process holds; 0 for one that has ended."""
     try:
-        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-    except OSError:
+        return int(psutil.Process(process_id).memory_info().rss)
+    except psutil.Error:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -3,13 +3,14 @@
 It is made when the answer is there, and kept with it as JSON. Pure, but for `memory_bytes`.
 """
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil  # type: ignore[import-untyped]
 
 from ragblend.engine.trace import TraceEvent
 
@@ -181,7 +182,7 @@ def segments_of(
 
 def memory_bytes(device: str) -> dict[str, int]:
     """What this process holds, and on an accelerator what torch has given out."""
-    found = {"process": _resident_bytes()}
+    found = {"process": int(psutil.Process().memory_info().rss)}
     torch = sys.modules.get("torch")
     if torch is not None and device.startswith("cuda"):
         found["device"] = int(torch.cuda.memory_allocated())
@@ -201,14 +202,3 @@ def _runs(letters: str) -> tuple[Run, ...]:
 def _beginning(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= TEXT_CHARACTERS else line[: TEXT_CHARACTERS - 1] + "…"
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):  # not Linux: the largest that it ever was
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

@@ -158,10 +158,12 @@ class _Run:
     def _cut_and_embed(self, path: Path, document: str, facts: FileFacts, known: Document | None) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
         cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
-        count = engine.count_tokens
-        passages = self._meter.leavable(
-            lambda: cut_document(document, readers.read_document(path, self._show_pages), count, cut)
-        )
+
+        def count(piece: str) -> int:
+            self._meter.check()
+            return engine.count_tokens(piece)
+
+        passages = cut_document(document, readers.read_document(path, self._show_pages), count, cut)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         embeddings = self._embed(passages, known)

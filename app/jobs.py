@@ -315,12 +315,11 @@ class JobQueue:
             return self._gone(job), ""
 
         def show(stage: Stage, done: int, total: int, name: str = "") -> None:
-            current, state = self._current, STATES_OF[stage]
-            if current is None or current.id != job.id:  # a parser that was left, and does not know it yet
-                return
-            if current.state != state and not self.store.start(job.id, state):
+            assert self._current is not None
+            state = STATES_OF[stage]
+            if self._current.state != state and not self.store.start(job.id, state):
                 self._left = job.id
-            self._current = replace(current, state=state, done=done, total=total)
+            self._current = replace(self._current, state=state, done=done, total=total)
 
         def leave() -> bool:
             return self._disturbed or self._left == job.id

@@ -1,16 +1,13 @@
 """How far work is and how fast it goes, for whoever shows it; and leaving it early."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from ragblend.kvstore.errors import Cancelled
 
 Stage = Literal["parse", "recognise", "embed", "encode", "measure"]
-POLL_S = 0.05
-T = TypeVar("T")
 REMEMBERED = 40
 SECONDS_A_MINUTE = 60.0
 
@@ -28,8 +25,8 @@ def silent(stage: Stage, done: int, total: int, name: str = "") -> None:
 class Meter:
     """Adds the progress of single documents up to that of the run, and leaves the work where it may be left.
 
-    name: the file in hand; leave() says whether to leave it: asked between two passages or pages, and while a parser
-    works. Cancelled is raised then.
+    name: the file in hand; leave() says whether to leave it: asked between two passages or pages, and some times a
+    second while a parser works. Cancelled is raised then.
     """
 
     def __init__(self, show: OnProgress = silent, leave: Callable[[], bool] | None = None) -> None:
@@ -69,29 +66,6 @@ class Meter:
 
         yield progress
         self.add(stage, count)
-
-    def leavable(self, work: Callable[[], T]) -> T:
-        """What `work` gives or raises. Parsers cannot be asked to stop: one that is left ends by itself, unheard."""
-        if self._leave is None:
-            return work()
-        outcome: list[tuple[T | None, BaseException | None]] = []
-
-        def run() -> None:
-            try:
-                outcome.append((work(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="ragblend-parse", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            if thread.is_alive():
-                self.check()
-        value, error = outcome[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
 
 
 class Pace:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ragblend.app.documents import State
-from ragblend.app.ingest import ingest
+from ragblend.app.ingest import ingest, ingest_file
 from ragblend.app.job_store import STATES, JobStore
 from ragblend.app.jobs import JobQueue
-from ragblend.app.progress import Meter, Pace
+from ragblend.app.progress import Pace
 from ragblend.app.uploads import safe_name
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
@@ -417,22 +417,13 @@ def test_pages_are_searched_and_ordered(tmp_path):
     store.close()
 
 
-def test_a_parser_that_never_ends_is_left():
-    stopped, begun, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def parse():
-        begun.set()
-        ended.wait(SOON_S)
-
-    watch = Meter(leave=stopped.is_set)
-    threading.Thread(target=lambda: begun.wait(SOON_S) and stopped.set()).start()
-    with pytest.raises(Cancelled):
-        watch.leavable(parse)
-    assert not ended.is_set()
-    ended.set()
-    assert Meter(leave=lambda: False).leavable(lambda: 7) == 7
-    with pytest.raises(ValueError, match="from inside"):
-        Meter(leave=lambda: False).leavable(lambda: int("from inside"))
+def test_a_file_is_left_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("A word. " * 500)
+    counted, count = [], engine.count_tokens
+    monkeypatch.setattr(engine, "count_tokens", lambda piece: counted.append(piece) or count(piece))
+    with workspaces.writing(), pytest.raises(Cancelled):
+        ingest_file(workspaces.of("default"), tmp_path / "a.txt", leave=lambda: bool(counted))
+    assert len(counted) == 1 and workspaces.library.counts_by_state("default")["pending"] == 1
 
 
 def test_pace():
