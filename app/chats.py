@@ -11,7 +11,6 @@ from ragblend.app.answer import Source
 from ragblend.app.citations import with_marks
 from ragblend.app.database import Database, Layout, is_sound, now, sealing
 from ragblend.kvstore.errors import LibraryError, UsageError
-from ragblend.kvstore.files import Closing
 
 TITLE_CHARACTERS = 60
 SNIPPET_CHARACTERS = 120
@@ -99,19 +98,17 @@ class FoundChat:
     snippet: str
 
 
-class Chats(Closing):
-    """All conversations of one home. Safe for threads, and for several programs at once."""
+class Chats(Database):
+    """All conversations of one home. Safe for threads, and for several programs at once.
 
-    def __init__(self, database: Database, known: Known | None = None) -> None:
-        self._database, self._known = database, known
+    What `known` says is gone is not kept with an answer.
+    """
 
-    @classmethod
-    def open(cls, path: Path, known: Known | None = None) -> "Chats":
-        """Open or make the file; what `known` says is gone is not kept with an answer. Raises LibraryError."""
-        return cls(Database(path, LAYOUT), known)
+    layout = LAYOUT
 
-    def close(self) -> None:
-        self._database.close()
+    def __init__(self, path: Path, known: Known | None = None) -> None:
+        super().__init__(path)
+        self._known = known
 
     # --- conversations
 
@@ -121,13 +118,13 @@ class Chats(Closing):
             "INSERT INTO chats (title, created_at, updated_at, used) "
             "VALUES (?1, ?2, ?2, (SELECT coalesce(max(used), 0) + 1 FROM chats))"
         )
-        key = self._database.execute(query, _shortened(title), now()).lastrowid
+        key = self.execute(query, _shortened(title), now()).lastrowid
         assert key is not None
         return self.get(key)
 
     def get(self, chat_id: int) -> Chat:
         """Raises LibraryError if it is gone."""
-        rows = self._database.rows(f"{CHATS} WHERE id = ?", chat_id)
+        rows = self.rows(f"{CHATS} WHERE id = ?", chat_id)
         if not rows:
             raise LibraryError(
                 f"Opening the conversation {chat_id}: it is not there any more. Start a new one."
@@ -136,8 +133,8 @@ class Chats(Closing):
 
     def page(self, offset: int = 0, limit: int = 50) -> ChatPage:
         """The conversations by their last message, newest first."""
-        rows = self._database.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
-        (total,) = self._database.column("SELECT count(*) FROM chats")
+        rows = self.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
+        (total,) = self.column("SELECT count(*) FROM chats")
         return ChatPage(tuple(map(_chat, rows)), total)
 
     def search(self, text: str, limit: int = 50) -> list[FoundChat]:
@@ -148,7 +145,7 @@ class Chats(Closing):
         title, message = (
             " AND ".join(f"instr(folded({name}), ?)" for _ in words) for name in ("title", "text")
         )
-        rows = self._database.rows(
+        rows = self.rows(
             f"{CHATS} WHERE ({title}) OR id IN (SELECT chat_id FROM messages WHERE {message}) "
             "ORDER BY used DESC LIMIT ?",
             *words,
@@ -156,7 +153,7 @@ class Chats(Closing):
             limit,
         )
         query = f"SELECT text FROM messages WHERE chat_id = ? AND {message} ORDER BY id LIMIT 1"
-        texts = {row["id"]: self._database.column(query, row["id"], *words) for row in rows}
+        texts = {row["id"]: self.column(query, row["id"], *words) for row in rows}
         return [FoundChat(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
 
     def rename(self, chat_id: int, title: str) -> Chat:
@@ -164,30 +161,30 @@ class Chats(Closing):
         if not title.strip():
             raise UsageError("Renaming a conversation: the title is empty. Write a name.")
         self.get(chat_id)
-        self._database.execute("UPDATE chats SET title = ? WHERE id = ?", _shortened(title), chat_id)
+        self.execute("UPDATE chats SET title = ? WHERE id = ?", _shortened(title), chat_id)
         return self.get(chat_id)
 
     def delete(self, chat_id: int) -> int:
         """Remove a conversation and its bytes in the file. Returns how many bytes of text went."""
         size = "length(CAST(text AS BLOB)) + length(CAST(sources AS BLOB)) + length(CAST(report AS BLOB))"
         query = f"SELECT coalesce(sum({size}), 0) FROM messages WHERE chat_id = ?"
-        (freed,) = self._database.column(query, chat_id)
-        self._database.execute("DELETE FROM chats WHERE id = ?", chat_id)
-        self._database.erase()
+        (freed,) = self.column(query, chat_id)
+        self.execute("DELETE FROM chats WHERE id = ?", chat_id)
+        self.erase()
         return int(freed)
 
     # --- messages
 
     def messages(self, chat_id: int) -> list[Message]:
         """All messages, but for an answer being written, in order. Raises LibraryError if the conversation is gone."""
-        rows = self._database.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
+        rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
         return [message for message in map(_message, rows) if UNFINISHED not in message.report]
 
     def message(self, message_id: int) -> Message:
         """Raises LibraryError if it is gone."""
-        rows = self._database.rows("SELECT * FROM messages WHERE id = ?", message_id)
+        rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
         if not rows:
             raise LibraryError(
                 f"Opening the message {message_id}: it is not there any more. Reload the conversation."
@@ -204,7 +201,7 @@ class Chats(Closing):
     ) -> Message:
         """Append a message; on disk when this returns. Raises LibraryError if the conversation is gone."""
         chat, moment = self.get(chat_id), now()
-        with self._database.transaction() as sql:
+        with self.transaction() as sql:
             key = sql.execute(
                 "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
                 (chat_id, role, _storable(text), _sources_json(sources), _json(report or {}), moment),
@@ -217,12 +214,12 @@ class Chats(Closing):
         assert key is not None
         if sources and self._known is not None:  # after it is stored: whoever removes now sees it, or is seen
             self._forget_removed_in(chat_id, self._known)
-            self._database.erase_log()
+            self.erase_log()
         return self.message(key)
 
     def set_report(self, message_id: int, report: dict[str, Any]) -> Message:
         """Put another report in the place of a message's."""
-        self._database.execute("UPDATE messages SET report = ? WHERE id = ?", _json(report), message_id)
+        self.execute("UPDATE messages SET report = ? WHERE id = ?", _json(report), message_id)
         return self.message(message_id)
 
     def rewrite(self, message: Message) -> Message:
@@ -230,7 +227,7 @@ class Chats(Closing):
 
         A passage that was deleted since it was written stays deleted.
         """
-        with self._database.transaction() as sql:
+        with self.transaction() as sql:
             gone = {s.number for s in self.message(message.id).sources if s.text == DELETED_TEXT}
             rows = [_removed(source) if source.number in gone else source for source in message.sources]
             report = _without_texts(message.report, gone)
@@ -250,14 +247,14 @@ class Chats(Closing):
             "WHERE instr(report, '\"unfinished\"') AND json_extract(report, '$.unfinished') "
             "AND chat_id = coalesce(?, chat_id)"
         )
-        return self._database.execute(query, chat_id).rowcount
+        return self.execute(query, chat_id).rowcount
 
     def replace_from(self, message_id: int) -> None:
         """Remove that message and all after it in its conversation, and their bytes."""
         message = self.message(message_id)
         query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
-        self._database.execute(query, message.chat_id, message_id)
-        self._database.erase()
+        self.execute(query, message.chat_id, message_id)
+        self.erase()
 
     # --- documents that went
 
@@ -266,12 +263,12 @@ class Chats(Closing):
 
         Their number, name and place stay, and the answers. False if the bytes stay while others use the file for long.
         """
-        for chat_id in self._database.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
+        for chat_id in self.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
             self._forget_removed_in(chat_id, known)
-        return self._database.erase()
+        return self.erase()
 
     def _forget_removed_in(self, chat_id: int, known: Known) -> None:
-        with self._database.transaction() as sql:
+        with self.transaction() as sql:
             rows = sql.execute("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)).fetchall()
             messages = [_message(row) for row in rows]
             sources = [source for message in messages for source in message.sources]

@@ -59,11 +59,10 @@ def cut_document(document: str, parts: Sequence[Part], count_tokens: CountTokens
                 f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
                 f"{cut.chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
             )
+    named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
     return [
-        Passage(
-            node_id(document, index, piece), document, index, piece, place or _part_of(index, len(pieces))
-        )
-        for index, (piece, place) in enumerate(zip(pieces, places, strict=True))
+        Passage(node_id(document, index, piece), document, index, piece, place)
+        for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
     ]
 
 
@@ -112,16 +111,11 @@ def _no_deadline() -> Iterator[None]:
 
 def _count(piece: str, count_tokens: CountTokens, cut: Cut) -> int:
     """More than fit for what is too long whatever it says: tokenizing megabytes takes a hundred times their memory."""
-    return (
-        cut.chunk_tokens + 1 if len(piece) > MAX_TOKEN_CHARACTERS * cut.chunk_tokens else count_tokens(piece)
-    )
+    is_long = len(piece) > MAX_TOKEN_CHARACTERS * cut.chunk_tokens
+    return cut.chunk_tokens + 1 if is_long else count_tokens(piece)
 
 
 def _span(first: str, last: str) -> str:
     if first == last or not last:
         return first
     return f"{first} – {last}" if first else last
-
-
-def _part_of(index: int, count: int) -> str:
-    return f"part {index + 1} of {count}"

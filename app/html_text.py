@@ -73,9 +73,8 @@ def _walk(root: Tag, sections: list[Section]) -> None:
         node = stack.pop()
         if isinstance(node, Tag):
             _open(node, sections, stack)
-        elif isinstance(node, CData) or not isinstance(
-            node, PreformattedString
-        ):  # comments, doctypes, instructions
+        # A PreformattedString is a comment, a doctype or an instruction.
+        elif isinstance(node, CData) or not isinstance(node, PreformattedString):
             sections[-1].pieces.append(_inline(node))
 
 

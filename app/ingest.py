@@ -13,7 +13,7 @@ from typing import Any
 
 from ragblend.app import readers
 from ragblend.app.chunking import Cut, cut_document
-from ragblend.app.discovery import Discovery, discover
+from ragblend.app.discovery import Discovery, discover, shown
 from ragblend.app.documents import Document, FileFacts, Passage, State, content_digest
 from ragblend.app.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.guards import check_file
@@ -127,7 +127,7 @@ class _Run:
                 remove_document(self._workspace, document)
 
     def one(self, path: Path) -> None:
-        name = _storable(path)
+        name = str(path)
         known = self._library.document(self._collection, name)
         current = known is not None and known.state is State.DONE and known.recipe == self._recipe
         if known and current and _same_stat(known.facts, path):
@@ -222,8 +222,7 @@ class _Run:
         return [document for document in inside if not Path(document.path).exists()]
 
     def _note_failure(self, path: Path, error: DocumentError) -> None:
-        name = str(path).encode("utf-8", "replace").decode("utf-8")
-        self.report.failed[name] = (type(error).__name__, str(error))
+        self.report.failed[shown(path)] = (type(error).__name__, str(error))
 
     @property
     def _recipe(self) -> str:
@@ -231,15 +230,6 @@ class _Run:
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
-
-
-def _storable(path: Path) -> str:
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError as error:
-        shown = str(path).encode("utf-8", "replace").decode("utf-8")
-        raise UnreadableDocumentError(f"Reading {shown}: its name is not UTF-8. Rename the file.") from error
-    return str(path)
 
 
 def _same_stat(facts: FileFacts, path: Path) -> bool:

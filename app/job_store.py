@@ -73,31 +73,20 @@ class JobPage:
     total: int
 
 
-class JobStore:
+class JobStore(Database):
     """All reads and writes of the queue; every change is one transaction. Safe for threads."""
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
-
-    @classmethod
-    def open(cls, path: Path) -> "JobStore":
-        """Open or make the file; what a killed process was working on is queued again. Raises LibraryError."""
-        store = cls(Database(path, QUEUE))
-        store.requeue_running()
-        return store
-
-    def close(self) -> None:
-        self.database.close()
+    layout = QUEUE
 
     def requeue_running(self) -> None:
         """What nobody works on any more waits for its turn again, before the others."""
         left = _listed((*RUNNING, "encoding"))  # a state of earlier versions
-        self.database.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
+        self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
 
     def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
         """Queue files, (path, size) each; one that is queued already keeps its place. Returns how many."""
         moment, count = now(), 0
-        with self.database.transaction() as sql:
+        with self.transaction() as sql:
             (turn,) = sql.execute("SELECT coalesce(max(turn), 0) FROM jobs").fetchone()
             for count, (path, size) in enumerate(files, start=1):
                 sql.execute(ADD, (kind, collection, path, size, turn + count, moment))
@@ -105,18 +94,18 @@ class JobStore:
 
     def next(self) -> FileJob | None:
         """Whose turn it is."""
-        rows = self.database.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
+        rows = self.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
         return _job(rows[0]) if rows else None
 
     def has_other(self, job: FileJob) -> bool:
         """Whether more of that kind waits."""
         query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
-        return bool(self.database.rows(query, job.kind, job.id))
+        return bool(self.rows(query, job.kind, job.id))
 
     def start(self, job_id: int, state: State) -> bool:
         """It is in that phase now; False if it was cancelled or removed meanwhile."""
         query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
-        return bool(self.database.execute(query, state, job_id).rowcount)
+        return bool(self.execute(query, state, job_id).rowcount)
 
     def finish(self, job_id: int, state: State, reason: str = "") -> None:
         """It is over, unless it was cancelled meanwhile, or asked for again: then it is queued."""
@@ -124,18 +113,18 @@ class JobStore:
             "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
             f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}"
         )
-        self.database.execute(query, state, reason, now(), job_id)
+        self.execute(query, state, reason, now(), job_id)
 
     def put_back(self, job_id: int) -> None:
         """It was left half way: its turn comes again, unless it was cancelled."""
         query = f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
-        self.database.execute(query, job_id)
+        self.execute(query, job_id)
 
     def cancel(self, job_ids: Sequence[int] | None) -> int:
         """These, or all that are not over. Returns how many."""
         where, values = _these(job_ids)
         query = f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
-        return self.database.execute(query, now(), *values).rowcount
+        return self.execute(query, now(), *values).rowcount
 
     def retry(self, job_ids: Sequence[int] | None) -> int:
         """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
@@ -144,27 +133,27 @@ class JobStore:
             "UPDATE jobs SET state = 'queued', reason = '', finished_at = NULL, "
             f"turn = turn + (SELECT max(turn) FROM jobs) WHERE state IN ('failed', 'cancelled'){where}"
         )
-        return self.database.execute(query, *values).rowcount
+        return self.execute(query, *values).rowcount
 
     def clear_finished(self) -> int:
         """Forget what went well or was cancelled; what failed stays. Returns how many."""
         query = "DELETE FROM jobs WHERE state IN ('done', 'unchanged', 'cancelled')"
-        count = self.database.execute(query).rowcount
-        self.database.erase_log()
+        count = self.execute(query).rowcount
+        self.erase_log()
         return count
 
     def forget(self, collection: str, paths: Iterable[str]) -> None:
         """No trace of these files, whatever their state; of a removal it is kept that it was done."""
-        with self.database.transaction() as sql:
+        with self.transaction() as sql:
             values = ((collection, path) for path in paths)
             query = "DELETE FROM jobs WHERE collection = ? AND path = ? AND kind != 'remove'"
             sql.executemany(query, values)
-        self.database.erase_log()
+        self.erase_log()
 
     def forget_collection(self, collection: str) -> None:
         for table in ("jobs", "watched"):
-            self.database.execute(f"DELETE FROM {table} WHERE collection = ?", collection)
-        self.database.erase_log()
+            self.execute(f"DELETE FROM {table} WHERE collection = ?", collection)
+        self.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
         """Those of these files (no more than a page shows) that are worked on or wait for their turn."""
@@ -172,11 +161,11 @@ class JobStore:
         query = (
             f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN ({marks})"
         )
-        return set(self.database.column(query, collection, *paths))
+        return set(self.column(query, collection, *paths))
 
     def counts(self) -> dict[State, int]:
         """How many are in each state."""
-        found = dict(map(tuple, self.database.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
+        found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 
     def page(self, state: str | None, search: str, offset: int, limit: int) -> JobPage:
@@ -189,18 +178,18 @@ class JobStore:
             f"CASE WHEN state IN {_listed(RUNNING)} THEN 0 WHEN state = 'queued' THEN 1 ELSE 2 END, "
             "CASE WHEN state = 'queued' THEN turn ELSE 0 END, finished_at DESC, id DESC"
         )
-        (total,) = self.database.column(f"SELECT count(*) FROM jobs {where}", *values)
+        (total,) = self.column(f"SELECT count(*) FROM jobs {where}", *values)
         query = f"SELECT * FROM jobs {where} ORDER BY {order} LIMIT ? OFFSET ?"
-        rows = self.database.rows(query, *values, limit, offset)
+        rows = self.rows(query, *values, limit, offset)
         return JobPage(tuple(_job(row) for row in rows), total)
 
     # --- facts that outlive a process, by name
 
     def fact(self, name: str) -> str | None:
-        return next(iter(self.database.column("SELECT value FROM facts WHERE name = ?", name)), None)
+        return next(iter(self.column("SELECT value FROM facts WHERE name = ?", name)), None)
 
     def set_fact(self, name: str, value: str) -> None:
-        self.database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
+        self.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
 
 
 def _job(row: sqlite3.Row) -> FileJob:

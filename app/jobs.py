@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ragblend.app.discovery import discover
+from ragblend.app.discovery import discover, shown
 from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.guards import check_file
 from ragblend.app.ingest import ingest_file
@@ -69,7 +69,8 @@ class JobQueue:
 
     def __init__(self, workspaces: Workspaces) -> None:
         """The home's queue. Raises LibraryError."""
-        self.workspaces, self.store = workspaces, JobStore.open(workspaces.home.jobs)
+        self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
+        self.store.requeue_running()  # what a killed process was working on
         self._wakened, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._left: int | None = None  # the job that was cancelled under our hands
@@ -107,20 +108,12 @@ class JobQueue:
         """Queue files and folders. Raises SettingsError for what cannot be a collection."""
         self.workspaces.of(collection)
         found = discover(list(paths))
-        failed = [(_shown(path), str(error)) for path, error in found.failed]
-        files: list[tuple[str, int]] = []
-        for path in found.files:
-            if self._is_ours(path):
-                continue  # a folder that has the home in it
-            try:
-                files.append((str(path).encode("utf-8").decode("utf-8"), _size(path)))
-            except UnicodeEncodeError:
-                failed.append(
-                    (_shown(path), f"Reading {_shown(path)}: its name is not UTF-8. Rename the file.")
-                )
+        failed = tuple((shown(path), str(error)) for path, error in found.failed)
+        # A folder may have the home in it.
+        files = [(str(path), _size(path)) for path in found.files if not self._is_ours(path)]
         count = self.store.add("ingest", collection, files)
         self._wake()
-        return Added(count, tuple(_shown(path) for path in found.skipped), tuple(failed))
+        return Added(count, tuple(map(shown, found.skipped)), failed)
 
     def upload(self, paths: Sequence[Path], collection: str) -> Added:
         """Copy files into the home and queue the copies. Raises StoreFullError."""
@@ -173,7 +166,7 @@ class JobQueue:
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
         waiting = self._waiting if left or self._kv else None
         running = self._is_alive and left > 0 and not self._paused
-        pace, changes = self._pace, self.store.database.changes
+        pace, changes = self._pace, self.store.changes
         return Overview(
             counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
             self._current, running, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
@@ -357,7 +350,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _shown(path: Path) -> str:
-    return str(path).encode("utf-8", "replace").decode("utf-8")

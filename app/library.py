@@ -67,38 +67,33 @@ class DocumentPage:
     counts: dict[str, int]
 
 
-class Library:
-    """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
+class Library(Database):
+    """All reads and writes of the registry; every change is one transaction. Safe to share between threads.
 
-    def __init__(self, database: Database) -> None:
-        self.path = database.path
-        self._database = database
+    damage: what is wrong with the file as a whole: nothing of it can be believed.
+    """
 
-    @classmethod
-    def open(cls, path: Path) -> "Library":
-        """Open or make the registry at `path`. Raises LibraryError."""
-        library = cls(Database(path, REGISTRY))
-        if not library.damage:
-            library._mark_damaged(library._bereft())
-        return library
+    layout = REGISTRY
 
-    def close(self) -> None:
-        self._database.close()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not self.damage:
+            self._mark_damaged(self._bereft())
 
     # --- documents -------------------------------------------------------------------------------
 
     def documents(self, collection: str) -> list[Document]:
-        rows = self._database.rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
+        rows = self.rows(f"SELECT {COLUMNS} WHERE collection = ? ORDER BY path", collection)
         return [_document(row) for row in rows]
 
     def document(self, collection: str, path: str) -> Document | None:
-        rows = self._database.rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
+        rows = self.rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
         return _document(rows[0]) if rows else None
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
         """How many documents are in each state."""
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
-        found = dict(map(tuple, self._database.rows(query, collection)))
+        found = dict(map(tuple, self.rows(query, collection)))
         return {state.value: found.get(state.value, 0) for state in State}
 
     def page(
@@ -122,10 +117,10 @@ class Library:
         total = sum(counts.values()) if state is None else counts.get(state, 0)
         query = f"SELECT id FROM documents WHERE {where} ORDER BY {ORDERS[order]}"
         if search.strip():  # looked through once, for the rows and for how many there are
-            ids = self._database.column(query, *values)
+            ids = self.column(query, *values)
             shown, total = ids[offset : offset + limit], len(ids)
         else:
-            shown = self._database.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
+            shown = self.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
         found = self.documents_with(shown)  # only what is shown has its row read, and its passages counted
         originals = f"{self.path.parent / 'originals'}/"  # of them the home has the file
         listed = (found[key] for key in shown if key in found)
@@ -134,15 +129,13 @@ class Library:
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
         """The documents with these ids; ids that nobody knows are left out."""
-        return {
-            row["id"]: _document(row) for row in self._database.among(f"SELECT {COLUMNS} WHERE id IN", ids)
-        }
+        return {row["id"]: _document(row) for row in self.among(f"SELECT {COLUMNS} WHERE id IN", ids)}
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
         """The paths of all documents in a folder, however deep."""
         query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
         start = folder.rstrip("/")
-        return self._database.column(query, collection, f"{start}/", f"{start}0")  # "0" follows "/"
+        return self.column(query, collection, f"{start}/", f"{start}0")  # "0" follows "/"
 
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
@@ -170,12 +163,12 @@ class Library:
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
             "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at"
         )
-        self._database.execute(query, key, path, collection, now())
+        self.execute(query, key, path, collection, now())
         return key
 
     def finish(self, document: str) -> None:
         """All of a document is in place: nothing is stale and nothing is left to do."""
-        with self._database.transaction() as connection:
+        with self.transaction() as connection:
             connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
             query = "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?"
             connection.execute(query, (now(), document))
@@ -183,34 +176,34 @@ class Library:
     def fail(self, document: str, reason: str) -> None:
         """Keep why a document could not be ingested. What an earlier version of it left here stays."""
         query = "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?"
-        self._database.execute(query, reason, now(), document)
+        self.execute(query, reason, now(), document)
 
     def set_facts(self, document: str, facts: FileFacts) -> None:
         """The file was touched but not changed: remember its new time."""
-        with self._database.transaction() as connection:
+        with self.transaction() as connection:
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
         """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`."""
-        with self._database.transaction() as connection:
+        with self.transaction() as connection:
             _note_unerased(connection, document)
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
-        self._database.erase_log()
+        self.erase_log()
 
     # --- collections -----------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
         """All that hold documents or were made to hold some, by name."""
         query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
-        return self._database.column(query)
+        return self.column(query)
 
     def keep_collection(self, name: str) -> None:
         """Remember a collection although nothing is in it."""
-        self._database.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
+        self.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
 
     def forget_collection(self, name: str) -> None:
         """Not to be remembered when nothing is in it."""
-        self._database.execute("DELETE FROM collections WHERE name = ?", name)
+        self.execute("DELETE FROM collections WHERE name = ?", name)
 
     # --- passages --------------------------------------------------------------------------------
 
@@ -226,17 +219,16 @@ class Library:
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
         earlier = set(self.node_ids(document))
-        with self._database.transaction() as connection:
+        with self.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
             for p, rows in zip(passages, embeddings, strict=True):
                 blob = np.ascontiguousarray(rows, dtype="<f4").tobytes()
                 values = (p.node_id, document, p.index, p.text, p.location, len(rows), blob)
                 connection.execute(INSERT_PASSAGE, values)
-            connection.executemany(
-                "INSERT OR IGNORE INTO stale VALUES (?, ?)", ((node, document) for node in earlier - kept)
-            )
+            gone = [(node, document) for node in earlier - kept]
+            connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
-            if earlier - kept:
+            if gone:
                 _note_unerased(connection, document)
             _update_facts(connection, document, facts)
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
@@ -247,25 +239,23 @@ class Library:
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
         """The passages that are known of these; ids that nobody knows, and what is damaged, are left out."""
-        rows = self._database.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
+        rows = self.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
         found = {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
         self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
         return found
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""
-        return {
-            row[0] for row in self._database.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)
-        }
+        return {row[0] for row in self.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
 
     def node_ids(self, document: str) -> list[str]:
         """Of a document's passages, whether they are sound or not."""
         query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
-        return self._database.column(query, document)
+        return self.column(query, document)
 
     def stale(self, document: str) -> list[str]:
         """Node ids of earlier versions, whose vectors and KV are still to be removed."""
-        return self._database.column("SELECT node_id FROM stale WHERE document_id = ?", document)
+        return self.column("SELECT node_id FROM stale WHERE document_id = ?", document)
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
         """A document's node ids and embeddings, (W, E) each, in reading order. Raises DamagedDocumentError."""
@@ -282,7 +272,7 @@ class Library:
     def has_passages(self, collection: str) -> bool:
         """Whether there is anything to search."""
         query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
-        return bool(self._database.rows(query, collection))
+        return bool(self.rows(query, collection))
 
     def nodes(self, collection: str) -> dict[str, str]:
         """Every node id of a collection with its document's path, in the order of ingest."""
@@ -290,44 +280,35 @@ class Library:
             "SELECT node_id, path FROM documents JOIN chunks ON document_id = id WHERE collection = ? "
             "ORDER BY documents.rowid, position"
         )
-        return dict(map(tuple, self._database.rows(query, collection)))
+        return dict(map(tuple, self.rows(query, collection)))
 
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
-        return int(self._database.column(query, collection)[0])
+        return int(self.column(query, collection)[0])
 
     # --- damage and erasing ----------------------------------------------------------------------
 
-    @property
-    def damage(self) -> str:
-        """What is wrong with the file as a whole: nothing of it can be believed; empty when it is sound."""
-        return self._database.damage
-
     def damaged_documents(self) -> list[Document]:
         """Those whose row or passages are not what was written, from reading everything."""
-        documents = [_document(row) for row in self._database.rows(f"SELECT {COLUMNS} ORDER BY path")]
+        documents = [_document(row) for row in self.rows(f"SELECT {COLUMNS} ORDER BY path")]
         return [each for each in documents if each.reason == DAMAGED or not self._is_whole(each)]
 
     def is_sealed(self, document: str) -> bool:
         """Whether the document's own row is what was written."""
-        rows = self._database.rows("SELECT * FROM documents WHERE id = ?", document)
+        rows = self.rows("SELECT * FROM documents WHERE id = ?", document)
         return all(is_sound(row, DOCUMENT) for row in rows)
 
     def unerased(self) -> dict[str, bool]:
         """Collections from which something was taken that may still stand in other files; True: anything may."""
-        rows = self._database.rows("SELECT collection, whole FROM unerased")
+        rows = self.rows("SELECT collection, whole FROM unerased")
         return {row["collection"]: bool(row["whole"]) for row in rows}
 
     def erased(self, collection: str) -> None:
         """Nothing that was taken from it stands anywhere else."""
-        self._database.execute("DELETE FROM unerased WHERE collection = ?", collection)
-
-    def erase(self) -> bool:
-        """Leave no byte of what was removed in the file; False while others use it for long, or on a full disk."""
-        return self._database.erase()
+        self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
     def _passage_rows(self, document: str) -> list[sqlite3.Row]:
-        rows = self._database.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
+        rows = self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
         if not all(is_sound(row, PASSAGE) for row in rows):
             self._mark_damaged([document])
             raise DamagedDocumentError(f"Reading the passages of the document {document}: {DAMAGED}")
@@ -339,13 +320,13 @@ class Library:
             log.warning("the passages of the document %s: %s", document, DAMAGED)
             with suppress(LibraryError):
                 query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
-                self._database.execute(query, DAMAGED, document)
+                self.execute(query, DAMAGED, document)
 
     def _bereft(self) -> set[str]:
         """Documents that a passage was taken from by a flipped bit in its `document_id`: with theirs it is sound."""
         query = "SELECT * FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)"
-        strays = [dict(row) for row in self._database.rows(query)]
-        ids = self._database.column("SELECT id FROM documents") if strays else []
+        strays = [dict(row) for row in self.rows(query)]
+        ids = self.column("SELECT id FROM documents") if strays else []
         return {id for row in strays for id in ids if is_sound({**row, "document_id": id}, PASSAGE)}
 
     def _is_whole(self, document: Document) -> bool:

@@ -47,9 +47,7 @@ def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[t
         return None
     start = page.letters.find(wanted.letters)
     found = [(start, 0, len(wanted.letters))] if start >= 0 else _by_lines(text, page)
-    first, last = (
-        (0, len(wanted.letters)) if part is None else (bisect_left(wanted.places, at) for at in part)
-    )
+    first, last = (bisect_left(wanted.places, at) for at in part or (0, len(text)))
     cut = [(at, max(first, begin), min(last, end), begin) for at, begin, end in found or ()]
     return [_span(page, at + a - begin, b - a) for at, a, b, begin in cut if a < b] or None
 

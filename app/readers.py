@@ -20,12 +20,10 @@ from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
 MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 tokens
 MAX_PARTS = 300_000  # pages, sections, rows
-INVISIBLE = dict.fromkeys(
-    map(ord, "\u00ad\u200b\ufeff")
-)  # soft hyphen, zero-width space, stray byte order mark
-NOT_TEXT = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
-)  # control characters, and those that mean something in one font only
+# Soft hyphen, zero-width space, stray byte order mark.
+INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
+# Control characters, and those that mean something in one font only.
+NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 SNIFF_CHARACTERS = 16_384
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 BREAKS = {f"{WORD}tab": "\t", f"{WORD}br": "\n", f"{WORD}cr": "\n", f"{WORD}p": "\n\n"}
@@ -86,9 +84,8 @@ def clean(text: str) -> str:
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
     text = NOT_TEXT.sub("", text)
-    text = re.sub(
-        r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE
-    )  # linear, however long a run of spaces is
+    # Linear, however long a run of spaces is.
+    text = re.sub(r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 

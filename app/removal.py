@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.app.chats import Chats
-from ragblend.app.database import Database
 from ragblend.app.documents import Document
-from ragblend.app.job_store import QUEUE, JobStore
+from ragblend.app.job_store import JobStore
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.nodes import NodeIndex
@@ -40,7 +39,7 @@ def remove_document(workspace: Workspace, document: Document) -> Removed:
         workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
     if home.jobs.exists():
-        with closing(JobStore(Database(home.jobs, QUEUE))) as jobs:
+        with JobStore(home.jobs) as jobs:
             jobs.forget(document.collection, [document.path])
     freed += _remove_original(workspace, document)
     library.remove(document.id)
@@ -61,7 +60,7 @@ def erase_removed(workspaces: Workspaces) -> None:
     with NodeIndex.open(home.nodes) as nodes:
         erased = nodes.erase()
     if home.chats.exists():
-        with Chats.open(home.chats) as chats:
+        with Chats(home.chats) as chats:
             erased = chats.forget_removed(library.known) and erased
     erased = library.erase() and erased
     for collection, whole in unerased.items():

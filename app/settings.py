@@ -100,9 +100,8 @@ class Settings:
     def answering(self) -> dict[str, Any]:
         """What the engine is told of how to read a prompt and to answer it, whoever asks."""
         names = ("method", "ratio", "temperature", "repetition_penalty")
-        told: dict[str, Any] = {name: getattr(self, name) for name in names} | {
-            "max_new_tokens": self.answer_tokens
-        }
+        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        told["max_new_tokens"] = self.answer_tokens
         if self.keep_tokens is not None:
             told["keep_tokens"] = self.keep_tokens
         short = self.manner.one_sentence and self.answer_tokens <= self.manner.longest
@@ -310,16 +309,13 @@ def cost_of(
     before: Settings, after: Settings, documents: int, passages: int, profile: PrefillProfile | None
 ) -> Cost:
     """What it would take to bring a library of that size from one to the other."""
-    changed = tuple(
-        name for name in Settings.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
-    )
+    changed = tuple(name for name in TYPES if getattr(before, name) != getattr(after, name))
     cuts = any(name in CUTS_AGAIN for name in changed)
     encodes = cuts or any(name in ENCODES_AGAIN for name in changed)
     # A profile is one model's on one device: it says nothing about another one.
     same_machine = not {"model", "device", "dtype"} & set(changed)
     seconds = None
     if encodes and profile is not None and same_machine:
-        seconds = (
-            passages * before.chunk_tokens / after.chunk_tokens * profile.ms(0, after.chunk_tokens) / 1e3
-        )
+        cut_again = passages * before.chunk_tokens / after.chunk_tokens
+        seconds = cut_again * profile.ms(0, after.chunk_tokens) / 1e3
     return Cost(changed, cuts, encodes, documents if encodes else 0, passages if encodes else 0, seconds)

@@ -17,9 +17,7 @@ from ragblend.engine.text import SENTENCE_END
 
 LEAST_SHARE = 0.7  # of a sentence's words that must stand in the passage's
 LEAST_WORDS, MOST_WORDS = 3, 100  # fewer say nothing about where they are from; more are no sentence
-SHORT_LINE = (
-    0.5  # of the longest line: where a shorter one ends, so does its sentence (headings, cells of tables)
-)
+SHORT_LINE = 0.5  # of the longest line: where a shorter one ends, so does its sentence (headings, cells)
 TOKEN = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(

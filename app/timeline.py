@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.plots import figure_of
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import RagBlendError, UsageError
 
@@ -82,12 +83,8 @@ def _chrome_event(event: "TraceEvent", numbers: dict[str, int]) -> dict[str, Any
 
 def draw_timeline(trace: "Trace", title: str, path: Path) -> None:
     """A bar a thread or stream, a block an event; layers are numbered where there is room."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     tracks = trace.tracks
-    figure = Figure(figsize=(12.0, 1.6 + 0.55 * len(tracks)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_of(12.0, 1.6 + 0.55 * len(tracks))
     axes = figure.subplots()
     for number, track in enumerate(tracks):
         _draw_track(axes, trace, track, number)
@@ -97,14 +94,8 @@ def draw_timeline(trace: "Trace", title: str, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.01)
     handles = [axes.barh([0], [0], color=colour) for colour in PART_COLOURS.values()]
-    axes.legend(
-        handles,
-        PART_COLOURS,
-        fontsize=8,
-        ncols=len(PART_COLOURS),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.28),
-    )
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.28)}
+    axes.legend(handles, PART_COLOURS, fontsize=8, ncols=len(PART_COLOURS), **below)
     figure.savefig(path, dpi=120)
 
 
@@ -112,18 +103,12 @@ def _draw_track(axes: "Axes", trace: "Trace", track: str, number: int) -> None:
     for part, colour in PART_COLOURS.items():  # the nested ones last, over the others
         events = [event for event in trace.events if event.track == track and event.part == part]
         height = 0.35 if part in NESTED else 0.8
-        axes.broken_barh(
-            [(event.start_ms, event.duration_ms) for event in events],
-            (number - height / 2, height),
-            color=colour,
-            edgecolor="white",
-            linewidth=0.3,
-        )
+        spans = [(event.start_ms, event.duration_ms) for event in events]
+        where = (number - height / 2, height)
+        axes.broken_barh(spans, where, color=colour, edgecolor="white", linewidth=0.3)
     last = max((event.stop_ms for event in trace.events), default=0.0)
     for event in trace.events:
         roomy = event.track == track and event.part == "compute" and event.duration_ms > last / 60
         if roomy and event.layer is not None:
-            middle = event.start_ms + event.duration_ms / 2
-            axes.text(
-                middle, number - 0.28, str(event.layer), fontsize=6, color="white", ha="center", va="center"
-            )
+            looks: dict[str, Any] = {"fontsize": 6, "color": "white", "ha": "center", "va": "center"}
+            axes.text(event.start_ms + event.duration_ms / 2, number - 0.28, str(event.layer), **looks)

@@ -35,7 +35,7 @@ class Watcher:
     """The watched folders of one home; the list is kept with the queue. Safe for threads."""
 
     def __init__(self, jobs: JobQueue, quiet_ms: int = QUIET_MS) -> None:
-        self._jobs, self._database, self._quiet_ms = jobs, jobs.store.database, quiet_ms
+        self._jobs, self._store, self._quiet_ms = jobs, jobs.store, quiet_ms
         self._lock = threading.Lock()
         self._running: dict[int, _Folder] = {}
         self._started = False
@@ -49,16 +49,14 @@ class Watcher:
         clash = [w for w in self.folders() if w.collection == collection and _nested(Path(w.path), folder)]
         if clash:
             raise UsageError(f"Watching {folder}: {clash[0].path} is watched for {collection!r} already.")
-        self._database.execute(
-            "INSERT INTO watched (path, collection) VALUES (?, ?)", str(folder), collection
-        )
+        self._store.execute("INSERT INTO watched (path, collection) VALUES (?, ?)", str(folder), collection)
         if self._started:
             self._begin()
         return next(w for w in self.folders() if w.path == str(folder) and w.collection == collection)
 
     def remove(self, watched_id: int) -> None:
         """Watch that folder no more; what came from it stays."""
-        self._database.execute("DELETE FROM watched WHERE id = ?", watched_id)
+        self._store.execute("DELETE FROM watched WHERE id = ?", watched_id)
         with self._lock:
             folder = self._running.pop(watched_id, None)
         if folder is not None:
@@ -66,7 +64,7 @@ class Watcher:
 
     def folders(self) -> list[Watched]:
         """All watched folders, in the order of their coming."""
-        rows = self._database.rows("SELECT id, path, collection FROM watched ORDER BY id")
+        rows = self._store.rows("SELECT id, path, collection FROM watched ORDER BY id")
         found = []
         for row in rows:
             folder = self._running.get(row["id"])
@@ -90,7 +88,7 @@ class Watcher:
 
     def _begin(self) -> None:
         with self._lock:
-            for row in self._database.rows("SELECT id, path, collection FROM watched"):
+            for row in self._store.rows("SELECT id, path, collection FROM watched"):
                 if row["id"] not in self._running:
                     folder = _Folder(self._jobs, Path(row["path"]), row["collection"], self._quiet_ms)
                     self._running[row["id"]] = folder
@@ -114,9 +112,7 @@ class _Folder:
         while not self._ending.is_set():
             try:
                 self._watch()
-            except (
-                Exception
-            ) as error:  # too many watches, a folder that vanished: say so, and look again later
+            except Exception as error:  # too many watches, a folder that vanished: look again later
                 self.reason = f"Watching {self._path}: {error or type(error).__name__}. It is tried again."
                 log.warning("%s", self.reason)
             self._ending.wait(LOOK_AGAIN_S)
@@ -140,15 +136,11 @@ class _Folder:
         )
         first = True
         for changes in events:
-            if (
-                first
-            ):  # only now the system tells of changes: what came before is looked for, what comes now is told
+            if first:  # only now the system tells of changes: what came before is looked for
                 self._look_through()
                 first = False
             if not self._path.is_dir():
-                self.reason = (
-                    f"{self._path} is not there any more. Its documents stay; it is looked for again."
-                )
+                self.reason = f"{self._path} is no longer there. Its documents stay; it is looked for again."
                 return
             self._took(Path(path) for _, path in changes)
 

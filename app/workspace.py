@@ -55,14 +55,12 @@ class Workspaces(Closing):
     @property
     def library(self) -> Library:
         """The registry, which all collections share."""
-        return self.file("library", lambda: Library.open(self.home.library))
+        return self.file("library", lambda: Library(self.home.library))
 
     @property
     def chats(self) -> Chats:
         """All conversations; what is in the registry no more is not kept with an answer."""
-        return self.file(
-            "chats", lambda: Chats.open(self.home.chats, lambda nodes: self.library.known(nodes))
-        )
+        return self.file("chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes)))
 
     @cached_property
     def embedder(self) -> "Embedder":
@@ -136,9 +134,7 @@ class Workspaces(Closing):
             self._waiting += 1
         try:
             with self._writers.turn(), writer_lock(self.home.lock) as hold:
-                if (
-                    hold.before != self._mark
-                ):  # another process wrote: what Chroma has in memory may be out of date
+                if hold.before != self._mark:  # another process wrote: what Chroma has in memory may be old
                     self._refresh_indexes()
                 self._mark = hold.mark
                 try:

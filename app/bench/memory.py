@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import RagBlendError
@@ -36,15 +36,14 @@ def peak_bytes(
     job = json.dumps({"engine": engine, "segments": segments, "arguments": variant.arguments})
     command = [sys.executable, "-m", "ragblend.app.bench.memory"]
     done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=timeout_s)
-    answer = {
-        "error": f"the child process failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-    }
-    if done.returncode == 0:
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        answer: dict[str, Any] = {"error": f"the child process failed: {said}"}
+    else:
         answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise RagBlendError(f"Measuring the peak memory of {variant.method}: {answer['error']}")
-    found: int | None = answer["peak_bytes"]  # type: ignore[assignment]
-    return found
+    return cast("int | None", answer["peak_bytes"])
 
 
 def main() -> None:
@@ -80,9 +79,7 @@ class HostMeter:
 
     def __init__(self) -> None:
         try:
-            _CLEAR.write_text(
-                "5"
-            )  # "reset the peak resident set size to the current value" (proc_pid_clear_refs(5))
+            _CLEAR.write_text("5")  # "reset the peak resident set size" (proc_pid_clear_refs(5))
             self._baseline: int | None = _status_bytes("VmRSS")
         except OSError:
             self._baseline = None

@@ -56,9 +56,8 @@ def _f1(answer: list[str], gold: list[str]) -> float:
     if not answer or not gold:
         return float(answer == gold)
     common = sum((Counter(answer) & Counter(gold)).values())
-    return (
-        2 * common / (len(answer) + len(gold))
-    )  # 2PR/(P+R) with P = common/len(answer), R = common/len(gold)
+    # 2PR/(P+R) with P = common/len(answer), R = common/len(gold)
+    return 2 * common / (len(answer) + len(gold))
 
 
 def rouge_l(answer: str, gold: Sequence[str]) -> float:

@@ -1,7 +1,6 @@
 """Where a bench's questions come from: a file, the user's own documents, or the samples."""
 
 import random
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def ingested(source: Source) -> list[list[str]]:
     below = None if source.docs == ALL_DOCUMENTS else Path(source.docs).expanduser().absolute()
     found: list[list[str]] = []
     if path.exists():
-        with closing(Library.open(path)) as library:
+        with Library(path) as library:
             for document in library.documents(source.collection or Settings.collection):
                 if document.passages and (below is None or Path(document.path).is_relative_to(below)):
                     found.append([passage.text for passage in library.passages_of(document.id)])

@@ -71,9 +71,7 @@ def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> t
     """Every policy but the controls at up to three ratios that may be spent, reuse, and what stands in the settings."""
     if not 0 <= most_ratio <= 1:
         raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
-    ratios = sorted(
-        {ratio for ratio in RATIOS if ratio < most_ratio} | ({most_ratio} if most_ratio else set())
-    )[-3:]
+    ratios = [*(ratio for ratio in RATIOS if ratio < most_ratio), *([most_ratio] if most_ratio else [])][-3:]
     found = [Variant("reuse")]
     for name, policy in methods.items():
         if policy.fixed_ratio is None and name not in CONTROLS:

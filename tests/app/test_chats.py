@@ -17,7 +17,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def chats(path):
-    with Chats.open(path) as opened:
+    with Chats(path) as opened:
         yield opened
 
 
@@ -32,9 +32,9 @@ def talk(chats, question="What colour has the sky?", answer="Blue [1]."):
 
 
 def test_all_of_a_message_comes_back_after_a_restart(path):
-    with Chats.open(path) as chats:
+    with Chats(path) as chats:
         chat_id, asked, answered = talk(chats)
-    with Chats.open(path) as chats:
+    with Chats(path) as chats:
         assert chats.messages(chat_id) == [asked, answered]
         assert answered.sources == (source(),) and answered.report == {"ttft_ms": 12.5}
         assert (asked.role, asked.report, asked.sources) == ("user", {}, ())
@@ -168,7 +168,7 @@ def test_the_file_is_private(path, chats):
 
 
 def _write(path, count):
-    with Chats.open(path) as chats:
+    with Chats(path) as chats:
         chat = chats.create("other process")
         for number in range(count):
             chats.add(chat.id, "user", f"message {number}")
@@ -188,15 +188,15 @@ def test_several_processes_and_threads_write_and_read(path, chats):
 
 
 def test_another_versions_file_is_refused_untouched(path):
-    with Chats.open(path) as chats:
-        chats._database._sql.execute("PRAGMA user_version=9")
+    with Chats(path) as chats:
+        chats._sql.execute("PRAGMA user_version=9")
     with pytest.raises(LibraryError, match="format 9"):
-        Chats.open(path)
+        Chats(path)
 
 
 def test_damage_and_missing_rights_are_named(tmp_path):
     (tmp_path / "bad.sqlite").write_bytes(b"no database at all" * 99)
     with pytest.raises(LibraryError, match=r"bad\.sqlite"):
-        Chats.open(tmp_path / "bad.sqlite")
+        Chats(tmp_path / "bad.sqlite")
     with pytest.raises(LibraryError, match="No such file"):
-        Chats.open(tmp_path / "nowhere" / "chats.sqlite")
+        Chats(tmp_path / "nowhere" / "chats.sqlite")

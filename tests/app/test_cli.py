@@ -319,7 +319,7 @@ def test_chats_have_names_and_are_deleted(filled, say, read, capfd):
 
 def test_an_answer_that_a_kill_cut_off_is_shown_as_far_as_it_came(filled, say, home, capfd):
     assert say(HARBOUR) == 0
-    with Chats.open(home / "chats.sqlite") as chats:
+    with Chats(home / "chats.sqlite") as chats:
         chats.add(1, "user", RED)
         chats.add(1, "assistant", "It is o", report={"unfinished": True})
     capfd.readouterr()

@@ -194,7 +194,7 @@ def cut_off(talks, home, chat, question):
     """What a kill leaves of an answer after its first piece; gives what was shown of it."""
     pieces = iter(talks.ask(chat, question, AskOptions(top_k=2)))
     shown = next(pieces)
-    with Chats.open(home / "chats.sqlite") as other:  # another connection sees what is on the disk
+    with Chats(home / "chats.sqlite") as other:  # another connection sees what is on the disk
         assert [message.role for message in other.messages(chat)][-1:] == ["user"], "it may still be written"
         assert other.end_unfinished() == 1
         assert other.end_unfinished() == 0

@@ -406,7 +406,7 @@ def test_finished_ones_can_be_forgotten(jobs, documents):
 
 
 def test_pages_are_searched_and_ordered(tmp_path):
-    store = JobStore.open(tmp_path / "jobs.sqlite")
+    store = JobStore(tmp_path / "jobs.sqlite")
     store.add("ingest", "default", [(f"/docs/Größe {n}.txt", n) for n in range(5)])
     store.finish(1, "done")
     store.start(3, "parsing")

@@ -15,7 +15,7 @@ FACTS = FileFacts(10, 20, "ab" * 32)
 
 @pytest.fixture
 def library(tmp_path):
-    opened = Library.open(tmp_path / "library.sqlite")
+    opened = Library(tmp_path / "library.sqlite")
     yield opened
     opened.close()
 
@@ -34,7 +34,7 @@ def test_round_trip(library, tmp_path):
     document, nodes = fill(library, "/a/b.txt", ["one", "two"])
     library.finish(document)
     library.close()
-    again = Library.open(tmp_path / "library.sqlite")
+    again = Library(tmp_path / "library.sqlite")
     try:
         found = again.document("default", "/a/b.txt")
         assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
@@ -52,9 +52,7 @@ def test_file_is_private_and_durable(library):
     for suffix in ("", "-wal", "-shm"):
         path = library.path.with_name(library.path.name + suffix)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    values = {
-        name: library._database.rows(f"PRAGMA {name}")[0][0] for name in ("synchronous", "journal_mode")
-    }
+    values = {name: library.rows(f"PRAGMA {name}")[0][0] for name in ("synchronous", "journal_mode")}
     assert values == {"synchronous": 2, "journal_mode": "wal"}
 
 
@@ -92,7 +90,7 @@ def test_interrupt_inside_a_transaction_rolls_back(library):
         raise KeyboardInterrupt
 
     def replace():
-        with library._database.transaction() as connection:
+        with library.transaction() as connection:
             connection.execute("DELETE FROM chunks")
             connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?, NULL)", passages())
 
@@ -133,7 +131,7 @@ def test_other_format_version_is_refused_untouched(tmp_path):
     connection.close()
     before = path.read_bytes()
     with pytest.raises(LibraryError, match="format 99"):
-        Library.open(path)
+        Library(path)
     assert path.read_bytes() == before
 
 
@@ -141,7 +139,7 @@ def test_damaged_file_is_named_and_kept(tmp_path):
     path = tmp_path / "library.sqlite"
     path.write_bytes(b"this is no database, " * 100)
     with pytest.raises(LibraryError, match="backup"):
-        Library.open(path)
+        Library(path)
     assert path.read_bytes().startswith(b"this is no database")
 
 
@@ -157,7 +155,7 @@ def test_a_registry_of_version_one_gets_checksums_once(tmp_path):
     sql.commit()
     sql.close()
     for _ in range(2):
-        library = Library.open(path)
+        library = Library(path)
         assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
         assert library.unerased() == {"default": True} and library.collections() == ["default"]
         library.close()

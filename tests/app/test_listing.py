@@ -9,13 +9,13 @@ from ragblend.app.library import Library
 
 @pytest.fixture
 def library(tmp_path):
-    opened = Library.open(tmp_path / "library.sqlite")
+    opened = Library(tmp_path / "library.sqlite")
     yield opened
     opened.close()
 
 
 def fill(library, count):
-    with library._database.transaction() as sql:
+    with library.transaction() as sql:
         sql.executemany(
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, 'default', ?, ?)",
             (
@@ -55,11 +55,11 @@ def test_only_what_is_shown_is_read(library):
     """20,000 documents took seconds when each had its passages counted."""
     fill(library, 3000)
     steps = []
-    library._database._sql.set_progress_handler(lambda: steps.append(1) and None, 1000)
+    library._sql.set_progress_handler(lambda: steps.append(1) and None, 1000)
     library.page("default", limit=50)
     first = len(steps)
     library.page("default", search="größe 01", limit=50)
-    library._database._sql.set_progress_handler(None, 0)
+    library._sql.set_progress_handler(None, 0)
     assert first < 100 and len(steps) - first < 300
 
 

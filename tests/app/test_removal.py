@@ -23,7 +23,7 @@ def secret(documents):
 def told(home, workspace, documents, secret):
     """The documents ingested, and an answer that was given the secret and one other passage."""
     ingest(workspace, [documents])
-    with Chats.open(home / "chats.sqlite") as chats:
+    with Chats(home / "chats.sqlite") as chats:
         chat = chats.create("A talk")
         chats.add(chat.id, "user", "Where?")
         for first, name in enumerate(("secret.txt", "sky.txt")):
@@ -43,7 +43,7 @@ def test_the_command_line_takes_a_document_out_of_conversations_too(cli, home, t
     assert left_of(home, nodes) and b"CANARY" in read(home)
     assert cli("docs", "rm", "secret.txt") == 0
     assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
-    with Chats.open(home / "chats.sqlite") as chats:
+    with Chats(home / "chats.sqlite") as chats:
         first, second = [message for message in chats.messages(1) if message.role == "assistant"]
     assert {s.text for s in first.sources} == {DELETED_TEXT} and first.text == "There."
     assert "sky" in second.sources[0].text, "what others hold stays"
@@ -84,7 +84,7 @@ def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home
     (passage,) = told.library.passages_of(document.id)[:1]
     found = Source(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
     assert cli("docs", "rm", "secret.txt") == 0
-    with Chats.open(home / "chats.sqlite", told.library.known) as chats:
+    with Chats(home / "chats.sqlite", told.library.known) as chats:
         assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT
     assert b"CANARY" not in read(home)
 
@@ -92,7 +92,7 @@ def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home
 def test_a_home_of_before_is_cleaned_by_its_next_writer(cli, home, told):
     """Chroma's files and the conversations there hold what was deleted; nobody noted what."""
     nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
-    with told.library._database.transaction() as sql:
+    with told.library.transaction() as sql:
         sql.execute("DELETE FROM documents WHERE path LIKE '%secret.txt'")
         sql.execute("INSERT INTO unerased VALUES ('default', 1)")
     told.library.erase()

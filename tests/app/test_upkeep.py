@@ -99,7 +99,7 @@ def everything(workspace):
 def flip_in(library, document, field):
     """One bit of that field, in the file."""
     table, key = ("documents", "id") if field == "path" else ("chunks", "document_id")
-    (row,) = library._database.rows(f"SELECT {field} FROM {table} WHERE {key} = ? LIMIT 1", document.id)
+    (row,) = library.rows(f"SELECT {field} FROM {table} WHERE {key} = ? LIMIT 1", document.id)
     library.erase()
     library.close()
     value = row[0] if isinstance(row[0], bytes) else row[0].encode()

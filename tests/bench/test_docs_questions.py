@@ -88,7 +88,7 @@ def library(home, tmp_path):
     from ragblend.app.home import Home
     from ragblend.app.library import Library
 
-    store = Library.open(Home(home).create().library)
+    store = Library(Home(home).create().library)
     for collection, path in (("default", "a/one.txt"), ("default", "b/two.txt"), ("other", "a/three.txt")):
         key = store.begin(collection, str(tmp_path / path))
         passages = [Passage(f"{key}{n}", key, n, f"{path} passage {n}", f"p. {n}") for n in range(2)]

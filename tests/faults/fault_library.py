@@ -17,7 +17,7 @@ WORDS = 40  # of a passage: two kibibytes of text and embedding, as a real one h
 def make_library(path: Path, documents: int = 12, passages: int = 6, seed: int = 0) -> None:
     """A registry as ingest leaves it: documents in two collections, one that failed, one empty collection."""
     chance = random.Random(seed)
-    library = Library.open(path)
+    library = Library(path)
     for number in range(documents):
         collection = "default" if number % 3 else "letters"
         name = f"/documents/{chance.randbytes(4).hex()}-{number}.txt"
@@ -45,7 +45,7 @@ def flip(path: Path, seed: int) -> int:
 def read_all(path: Path) -> dict[str, Any]:
     """All that a registry says, by the names that the app reads it by; what is refused by name is None."""
     said: dict[str, Any] = {}
-    library = Library.open(path)
+    library = Library(path)
     try:
         for collection in library.collections():
             said[f"collection {collection}"] = library.counts_by_state(collection)
@@ -69,7 +69,7 @@ def verdict_on(sound: Path, at_work: Path, truth: dict[str, Any], nodes: list[st
     at = flip(at_work, seed)
     try:
         said = read_all(at_work)
-        library = Library.open(at_work)
+        library = Library(at_work)
         try:
             found = library.passages(nodes)
             marked = [

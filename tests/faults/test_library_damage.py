@@ -12,7 +12,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path, count):
     sound = tmp_path / "library.sqlite"
     make_library(sound)
     truth = read_all(sound)
-    library = Library.open(sound)
+    library = Library(sound)
     nodes = [
         part.node_id
         for name in library.collections()
