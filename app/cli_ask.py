@@ -91,7 +91,11 @@ def chat(
             return
         talks = ready(cli, workspace)
         if no_save:
-            _talk_unsaved(cli, talks)
+            said: list[Message] = []
+            while question := _read_question():
+                turn = talks.answer(question, earlier=said)
+                _show(cli, _answered(cli, turn), turn.message, {})
+                said += [turn.question, turn.message]
         else:
             _talk(cli, talks, chats, going_on, name or "")
 
@@ -130,27 +134,20 @@ def timing_line(answer: Answer) -> str:
 
 def _talk(cli: Cli, talks: "Conversations", chats: "Chats", going_on: "Chat | None", title: str) -> None:
     """Question by question; a new conversation begins with its first one."""
+    chat_id = None
     if going_on is not None:
-        chats.end_unfinished(going_on.id)
-    if going_on is not None and not cli.json:
-        print(chats.export_markdown(going_on.id), file=cli.out)
-    chat_id = going_on.id if going_on is not None else None
+        chat_id = going_on.id
+        chats.end_unfinished(chat_id)
+        if not cli.json:
+            print(chats.export_markdown(chat_id), file=cli.out)
     while question := _read_question():
         chat_id = chats.create(title).id if chat_id is None else chat_id
         turn = talks.ask(chat_id, question)
         _show(cli, _answered(cli, turn), turn.message, {"chat": chat_id})
-    if chat_id is not None and chat_id != (going_on and going_on.id):
+    if chat_id is not None and going_on is None:
         cli.note(
             f"Kept. `ragblend chat {chat_id}` goes on with it, `ragblend chat --delete {chat_id}` deletes it."
         )
-
-
-def _talk_unsaved(cli: Cli, talks: "Conversations") -> None:
-    said: list[Message] = []
-    while question := _read_question():
-        turn = talks.answer(question, earlier=said)
-        _show(cli, _answered(cli, turn), turn.message, {})
-        said += [turn.question, turn.message]
 
 
 def _show(cli: Cli, answer: Answer, message: "Message", more: dict[str, Any]) -> None:

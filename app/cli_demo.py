@@ -52,16 +52,13 @@ def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
     for _ in range(ROUNDS):  # in turn, so that a slower minute of the machine hits both
         full.append(talks.answer(question, full_way).whole())
         fused.append(talks.answer(question, fused_way).whole())
-    return _median(full), _median(fused)
+    first, second = (sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused))
+    return first, second
 
 
 def speedup(full: Answer, fused: Answer) -> float:
     """How many times faster the fused answer starts."""
     return round(full.ttft_ms / fused.ttft_ms, 2)
-
-
-def _median(answers: list[Answer]) -> Answer:
-    return sorted(answers, key=lambda answer: answer.ttft_ms)[len(answers) // 2]
 
 
 def _text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
@@ -74,9 +71,9 @@ def _text(workspace: "Workspace", question: str, full: Answer, fused: Answer) ->
 Question: {question}
 
 Full prefill, first token after {full.ttft_ms:,.0f} ms:
-{_indented(_marked(full))}
+{_indented(full)}
 Fused ({fused.report.method}, ratio {fused.report.ratio}), first token after {fused.ttft_ms:,.0f} ms:
-{_indented(_marked(fused))}
+{_indented(fused)}
 {verdict}
 The fused one starts {speedup(full, fused):.1f} times faster: of {tokens.prompt:,} prompt tokens,
 {tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were computed again, {new:,} were new.
@@ -91,9 +88,6 @@ Next:
 """
 
 
-def _marked(answer: Answer) -> str:
-    return with_marks(answer.text, answer.sources)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()) + "\n"
+def _indented(answer: Answer) -> str:
+    lines = with_marks(answer.text, answer.sources).strip().splitlines()
+    return "\n".join(f"  {line}" for line in lines) + "\n"

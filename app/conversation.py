@@ -33,6 +33,7 @@ LEAST_SCORE = 0.25
 ANY = -1.0  # whatever is nearest
 SESSIONS = 2  # conversations whose context stays in memory
 MODES = ("documents", "chat")
+ANSWERING = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class AskOptions:
 
     def settings(self, base: Settings) -> Settings:
         """The settings for this question. Raises SettingsError."""
-        names = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
-        return base.changed({name: getattr(self, name) for name in names})
+        return base.changed({name: getattr(self, name) for name in ANSWERING})
 
 
 class Conversations:

@@ -9,7 +9,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragblend.kvstore.errors import (
@@ -74,8 +74,12 @@ def check_content(path: Path) -> None:
         raise EncryptedDocumentError(
             f"Reading {path}: it is an encrypted document, or an old .doc. Save it as .docx without a password."
         )
-    if found == "zip":  # looked into as it is opened, if it is to be one
-        found = promised if promised in {"docx", "epub"} else _zip_kind(path)
+    if found == "zip" and promised in {"docx", "epub"}:
+        return  # looked into as it is opened
+    if found == "zip":
+        found = "zip archive"
+        with suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
+            found = _archive_kind(archive)
     if found != promised:
         raise UnreadableDocumentError(_mislabelled(path, promised, found))
 
@@ -98,11 +102,6 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         raise UnreadableDocumentError(
             f"Reading {path}: its archive is damaged ({error}). Open it in its own program and save it again."
         ) from error
-
-
-def read_text(path: Path) -> str:
-    """A text file's text, whatever its encoding. Raises UnreadableDocumentError when none fits."""
-    return decode(path.read_bytes(), path)
 
 
 def decode(data: bytes, path: Path) -> str:
@@ -176,14 +175,6 @@ def _kind(path: Path) -> str:
     return "binary file" if _is_binary(head) else "text"
 
 
-def _zip_kind(path: Path) -> str:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return _archive_kind(archive)
-    except (zipfile.BadZipFile, OSError, ValueError):
-        return "zip archive"
-
-
 def _archive_kind(archive: zipfile.ZipFile) -> str:
     names = archive.NameToInfo
     if "word/document.xml" in names:
@@ -213,10 +204,6 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
             f"Reading {path}: one part of it has {largest / MIB:.0f} MiB of text, the limit is {MAX_TEXT_BYTES // MIB} "
             "MiB. Split the document."
         )
-    _check_unpacked(path, packed, unpacked)
-
-
-def _check_unpacked(path: Path, packed: int, unpacked: int) -> None:
     ratio = unpacked / max(packed, 1)
     if unpacked > MAX_UNPACKED_BYTES or (unpacked > RATIO_MATTERS_BYTES and ratio > MAX_UNPACK_RATIO):
         raise OversizedDocumentError(

@@ -16,11 +16,10 @@ from ragblend.app.documents import Document, Passage
 from ragblend.app.extras import check_installed
 from ragblend.app.guards import check_file
 from ragblend.app.library import Library
-from ragblend.app.pdf_pages import Box, PageImage, located_pages
+from ragblend.app.pdf_pages import PageImage, located_pages
 from ragblend.app.readers import read_document
 from ragblend.kvstore.errors import DocumentError
 
-__all__ = ["Box", "Highlight", "NotLocated", "PageHighlight", "PageImage", "TextHighlight", "locate_source"]
 AROUND_CHARACTERS = 3000  # of the text before and after the passage
 Place = tuple[int, int] | None
 

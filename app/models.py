@@ -57,6 +57,7 @@ SUGGESTIONS = (
     Suggestion("Qwen/Qwen3-4B-Instruct-2507", 4.02e9, 8.04e9, 262_144, "Apache-2.0", 147_456),
     Suggestion("Qwen/Qwen2.5-7B-Instruct", 7.62e9, 15.2e9, 32_768, "Apache-2.0", 57_344),
 )
+SUGGESTED = [one.name for one in SUGGESTIONS]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def offered(offer: Offer) -> str:
 def first_time(home: Home) -> bool:
     """Whether nobody in this home was told of other models yet; from now on somebody was."""
     try:
-        (home.models_named).touch(mode=0o600, exist_ok=False)
+        home.models_named.touch(mode=0o600, exist_ok=False)
     except OSError:
         return False
     return True
@@ -174,7 +175,7 @@ def _converted(models: Path) -> Iterator[Here]:
 
 def full_name(name: str, here: Sequence[Here]) -> str:
     """What `--model` takes for a name that may be the last part of one that is here or suggested."""
-    known = [*(one.name for one in here), *(one.name for one in SUGGESTIONS)]
+    known = [*(one.name for one in here), *SUGGESTED]
     matching = {one for one in known if one.rpartition("/")[2] == name}
     return name if name in known or len(matching) != 1 else matching.pop()
 
@@ -183,8 +184,7 @@ def check_model(name: str, models: Path) -> None:
     """A path must exist; whether a hub id does, the hub says. Raises SettingsError, with the nearest that is here."""
     if name == DEFAULT or is_hub_id(name) or Path(name).expanduser().exists():
         return
-    known = [*(one.name for one in models_here(models)), *(one.name for one in SUGGESTIONS)]
-    known = list(dict.fromkeys([DEFAULT, *known]))
+    known = list(dict.fromkeys([DEFAULT, *(one.name for one in models_here(models)), *SUGGESTED]))
     raise SettingsError(
         f"The model {name!r} is not there. Name a folder or .gguf file that exists, a hub id (owner/name), or one of "
         f"{', '.join(known)}{did_you_mean(name, known)}"

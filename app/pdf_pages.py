@@ -166,8 +166,7 @@ def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]
 def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
     """From the page's own coordinates; pdfium knows how it is turned and cropped."""
     left, bottom, right, top = rect
-    corners = [_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom))]
-    (x1, y1), (x2, y2) = corners
+    (x1, y1), (x2, y2) = (_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom)))
     width, height = size  # what is cropped away is not on the picture
     return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
 

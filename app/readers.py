@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ragblend.app.apart import OnPage, apart, ignored
 from ragblend.app.documents import SCANNED
-from ragblend.app.guards import MAX_TEXT_BYTES, check_content, check_file, open_archive, read_text
+from ragblend.app.guards import MAX_TEXT_BYTES, check_content, check_file, decode, open_archive
 from ragblend.app.pdf_pages import OCR_BYTES, can_recognise, recognised
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
@@ -90,13 +90,13 @@ def clean(text: str) -> str:
 
 
 def _read_txt(path: Path) -> Iterable[Part]:
-    return [Part(read_text(path), "")]
+    return [Part(decode(path.read_bytes(), path), "")]
 
 
 def _read_markdown(path: Path) -> Iterator[Part]:
     """A section for every heading that is not in a code block."""
     section, in_code = list[str](), False
-    for line in clean(read_text(path)).split("\n"):
+    for line in clean(decode(path.read_bytes(), path)).split("\n"):
         fence = line.lstrip().startswith("```")
         in_code ^= fence
         if not fence and not in_code and (heading := re.match(r"(#+)\s(.*)", line)):
@@ -115,7 +115,7 @@ def _markdown_section(lines: list[str]) -> Part:
 def _read_html(path: Path) -> Iterator[Part]:
     from ragblend.app.html_text import html_sections
 
-    return (Part(section.text, section.heading) for section in html_sections(read_text(path)))
+    return (Part(section.text, section.heading) for section in html_sections(decode(path.read_bytes(), path)))
 
 
 def _read_pdf(path: Path, on_page: OnPage = ignored) -> Iterator[Part]:
@@ -173,7 +173,7 @@ def _read_epub(path: Path) -> Iterator[Part]:
 
 def _read_csv(path: Path) -> Iterator[Part]:
     """Every row that says something, "column: value" a line; the header is row 1."""
-    text = read_text(path)
+    text = decode(path.read_bytes(), path)
     csv.field_size_limit(MAX_TEXT_BYTES)  # of the whole process; 131,072 otherwise
     rows = csv.reader(io.StringIO(text, newline=""), dialect=_dialect(text))
     header = [name.strip() for name in next(rows, [])]

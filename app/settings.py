@@ -185,9 +185,7 @@ WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
 
 def _tuned(path: Path, model: str, given: Set[str]) -> dict[str, Any]:
     """What was chosen for the model, unless a method is given: a ratio belongs to the method it was measured with."""
-    if "method" in given:
-        return {}
-    choice = choice_for(tuned_file(path), model)
+    choice = None if "method" in given else choice_for(tuned_file(path), model)
     if choice is None:
         return {}
     return {"method": choice.method} | ({} if choice.ratio is None else {"ratio": choice.ratio})
@@ -272,17 +270,11 @@ def with_changes(text: str, changes: Mapping[str, Any]) -> str:
     for key, value in changes.items():
         mine = re.compile(rf"\s*{re.escape(key)}\s*=")
         places = [number for number, line in enumerate(lines) if mine.match(line)]
-        line = [] if value is None else [f"{key} = {_toml(value)}"]
-        if places:
-            lines[places[0] : places[0] + 1] = line
-        else:
-            lines += line
+        # JSON's strings and numbers are TOML's as well.
+        line = [] if value is None else [f"{key} = {json.dumps(value, ensure_ascii=False)}"]
+        first = places[0] if places else len(lines)
+        lines[first : first + 1] = line
     return "".join(f"{line}\n" for line in lines)
-
-
-def _toml(value: str | int | float) -> str:
-    """A TOML value; JSON's strings and numbers are TOML's as well."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 # Another model means other KV and, as chunks are counted in its tokens, other passages.

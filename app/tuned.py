@@ -73,11 +73,9 @@ def _read(path: Path) -> dict[str, list[Choice]]:
 
 def _write(path: Path, everything: dict[str, list[Choice]]) -> None:
     """Whole or not at all, for this user only: the measurements speak of the user's documents."""
-    value = {
-        "models": {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
-    }
+    models = {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
     try:
-        replace_durably(path, json.dumps(value, indent=1, ensure_ascii=False))
+        replace_durably(path, json.dumps({"models": models}, indent=1, ensure_ascii=False))
     except OSError as error:
         raise SettingsError(
             f"Saving what was tuned in {path}: {error}. Check the folder's rights and space."

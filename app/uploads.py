@@ -1,5 +1,6 @@
 """Files that came through the page: the home keeps a copy of its own, under a name that is one."""
 
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
     Raises UnreadableDocumentError, StoreFullError.
     """
     folder = home.originals / collection
-    wanted = folder / safe_name(path.name)
+    wanted, doing = folder / safe_name(path.name), f"Keeping {path.name} in {folder}"
     try:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)
@@ -30,16 +31,10 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
             if _same(path, target):
                 return target
     except OSError as error:
-        if error.errno == 28:
-            raise StoreFullError(
-                f"Keeping {path.name} in {folder}: the disk is full. Free some space."
-            ) from error
-        raise UnreadableDocumentError(
-            f"Keeping {path.name} in {folder}: {error.strerror}. Check its rights."
-        ) from error
-    raise UnreadableDocumentError(
-        f"Keeping {path.name} in {folder}: too many files have that name. Rename it."
-    )
+        if error.errno == errno.ENOSPC:
+            raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
+        raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
+    raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
 
 
 def safe_name(name: str) -> str:

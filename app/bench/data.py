@@ -98,8 +98,9 @@ def choose(
     limit: how many questions (None: all); seed: shuffle before counting (None: the file's order); passages:
     the first so many of each question (None: all). Raises UsageError.
     """
-    _check_positive("--limit", limit)
-    _check_positive("--passages", passages)
+    for option, value in (("--limit", limit), ("--passages", passages)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is {value}; it must be 1 or more (leave it out for all)")
     chosen = [replace(question, passages=question.passages[:passages]) for question in questions]
     if seed is not None:
         random.Random(seed).shuffle(chosen)
@@ -118,15 +119,10 @@ def without_repeats(questions: Sequence[Question]) -> Loaded:
     return Loaded(list(first.values()), tuple(skipped))
 
 
-def _check_positive(option: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{option} is {value}; it must be 1 or more (leave it out for all)")
-
-
 def read_text(path: Path) -> str:
     """A data file's text. Raises UsageError."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(f"{READING}there is no file {path}; give an existing one to --data") from error
     except OSError as error:
@@ -160,17 +156,13 @@ def entry_question(entry: Any, index: int, where: str) -> Question:
     if not ctxs:
         raise UnusableError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
     texts = [_passage(ctx, f"{where}, ctxs[{place}]") for place, ctx in enumerate(ctxs)]
-    return Question(index, text, tuple(texts), tuple(answers), *_more(entry, where))
-
-
-def _more(entry: dict[str, Any], where: str) -> tuple[str | None, tuple[str, ...], str]:
-    """What an entry may say: instruction, required, task."""
-    kinds = {"instruction": str, "required": list, "task": str}
-    said = {name: field_of(entry, name, kind, where) for name, kind in kinds.items() if name in entry}
+    optional = {"instruction": str, "required": list, "task": str}
+    said = {name: field_of(entry, name, kind, where) for name, kind in optional.items() if name in entry}
     required = said.get("required", [])
     if not all(isinstance(text, str) and text.strip() for text in required):
         raise UsageError(f"{where}: 'required' must be a list of strings that are not empty")
-    return said.get("instruction"), tuple(required), said.get("task", "")
+    more = said.get("instruction"), tuple(required), said.get("task", "")
+    return Question(index, text, tuple(texts), tuple(answers), *more)
 
 
 def _passage(ctx: Any, where: str) -> str:
@@ -193,9 +185,8 @@ def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
             f"{others if name == 'ctxs' else ''}"
         )
     if not isinstance(entry[name], kind):
-        raise UsageError(
-            f"{where}: the field '{name}' is a JSON {kind_name(entry[name])}; expected {expected}"
-        )
+        found = kind_name(entry[name])
+        raise UsageError(f"{where}: the field '{name}' is a JSON {found}; expected {expected}")
     return entry[name]
 
 

@@ -51,9 +51,8 @@ def make_questions(
     flat = [(number, text) for number, texts in enumerate(documents) for text in texts]
     texts = [text for _, text in flat]
     if len(texts) < 2:
-        raise UsageError(
-            f"--docs: {len(texts)} passages are too few to ask about; `ragblend ingest` more documents first"
-        )
+        few = f"{len(texts)} passages are too few to ask about"
+        raise UsageError(f"--docs: {few}; `ragblend ingest` more documents first")
     draw = random.Random(f"docs {seed}")
     sentences = _sentences(texts)
     made = _mixed(_two_hops(sentences, draw), _clozes(sentences, draw), count or QUESTIONS)

@@ -148,11 +148,11 @@ def measure(
     for variant in variants:
         if variant in others:
             yield others[variant](engine, question, prompt, reference, max_new_tokens)
-        elif variant.method == "full":
-            yield record_of(question, variant, reference, reference)
-        else:
+            continue
+        outcome = reference
+        if variant.method != "full":
             outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
-            yield record_of(question, variant, reference, outcome)
+        yield record_of(question, variant, reference, outcome)
 
 
 def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Outcome:

@@ -6,6 +6,7 @@ both, and its difficulty cancels out.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
@@ -14,8 +15,7 @@ from ragblend.app.bench.metrics import recovery
 from ragblend.app.bench.records import Key, Record, Row
 from ragblend.app.bench.variants import Variant
 
-# What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any
-# judgement.
+# What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any judgement.
 BASELINES = ("reuse", "random", "epic")
 # Means over the questions of what all calls for one came to.
 COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
@@ -56,16 +56,9 @@ def comparison_matrix(
 ) -> list[Row]:
     """Every two variants whose distributions can be compared, each pair once. Not the reference: it diverges by 0."""
     table = _table(records, questions, variants)
-    comparable = [
-        variant
-        for variant in variants
-        if variant.method != "full" and _column("kl", table[variant]) is not None
-    ]
-    return [
-        _comparison(variant, other, table, seed)
-        for place, variant in enumerate(comparable)
-        for other in comparable[place + 1 :]
-    ]
+    methods = [each for each in variants if each.method != "full"]
+    comparable = [each for each in methods if _column("kl", table[each]) is not None]
+    return [_comparison(*pair, table, seed) for pair in combinations(comparable, 2)]
 
 
 def by_task(
@@ -126,10 +119,8 @@ def _recovery(records: list[Record], reuse: list[Record] | None, seed: int) -> R
     kl, kl_reuse = _column("kl", records), _column("kl", reuse or [])
     if not kl or not kl_reuse:
         return {"recovery": None, "recovery_ci": None}
-    return {
-        "recovery": recovery(fmean(kl), fmean(kl_reuse)),
-        "recovery_ci": recovery_interval(kl, kl_reuse, seed),
-    }
+    around = recovery_interval(kl, kl_reuse, seed)
+    return {"recovery": recovery(fmean(kl), fmean(kl_reuse)), "recovery_ci": around}
 
 
 def _times(records: list[Record]) -> Row:

@@ -155,12 +155,17 @@ def run(
     steps = count(1)
     for chunks, tokens in product(plan.chunks, plan.tokens):
         with encoded(engine, cut_texts(engine, source, chunks, tokens)) as subject:
-            peaks = {each: _peak(memory_engine, subject, each) for each in plan.variants}
+            peaks: dict[Variant, int | None] = dict.fromkeys(plan.variants)
+            if memory_engine is not None:
+                peaks = {each: peak_bytes(memory_engine, subject.prompt, each) for each in plan.variants}
             for cache in plan.caches:
                 retrieve_ms: list[float] = []
                 rounds: dict[Variant, Rounds] = {variant: [] for variant in plan.variants}
                 for turn in range(plan.repeats + 1):  # the first one warms up and is not counted
-                    retrieve_ms += _timed(retrieve, chunks)
+                    if retrieve is not None:
+                        started = perf_counter()
+                        retrieve(QUESTION, chunks)
+                        retrieve_ms.append(1000 * (perf_counter() - started))
                     for variant, one in measure(engine, subject, plan.variants, cache, turn):
                         progress(next(steps), plan.steps)
                         if turn:
@@ -168,23 +173,11 @@ def run(
                 case: Row = {"chunks": chunks, "tokens": tokens, "cache": cache}
                 case["retrieve_ms"] = median(retrieve_ms[1:]) if retrieve_ms else None
                 for variant, taken in rounds.items():
-                    full = rounds.get(Variant("full"))
-                    rows.append(_row(case, variant, taken, full, subject, peaks[variant]))
+                    times = _times(taken, rounds.get(Variant("full")))
+                    rows.append(_row(case, variant, taken, times, subject, peaks[variant]))
                     middle = sorted(taken, key=lambda each: each[0])[len(taken) // 2]
                     keep_trace(rows[-1], middle[1].trace or Trace())
     return rows
-
-
-def _peak(memory_engine: dict[str, Any] | None, subject: Encoded, variant: Variant) -> int | None:
-    return None if memory_engine is None else peak_bytes(memory_engine, subject.prompt, variant)
-
-
-def _timed(retrieve: Retrieve | None, top_k: int) -> list[float]:
-    if retrieve is None:
-        return []
-    started = perf_counter()
-    retrieve(QUESTION, top_k)
-    return [1000 * (perf_counter() - started)]
 
 
 @contextmanager
@@ -241,18 +234,15 @@ def place(engine: "Engine", subject: Encoded, cache: str) -> None:
             engine.store.promote(key, chunk.token_ids or ())
 
 
-def _row(
-    case: Row, variant: Variant, taken: Rounds, full: Rounds | None, subject: Encoded, peak: int | None
-) -> Row:
-    report = taken[-1][1]
+def _row(case: Row, variant: Variant, taken: Rounds, times: Row, subject: Encoded, peak: int | None) -> Row:
     return {
         "method": variant.method,
         "ratio": variant.ratio,
         **case,
         "prompt_tokens": len(subject.prompt.token_ids),
         "repeats": len(taken),
-        **_times(taken, full),
-        "recomputed_fraction": report.recomputed_fraction,
+        **times,
+        "recomputed_fraction": taken[-1][1].recomputed_fraction,
         "peak_bytes": peak,
         "fused_kv_bytes": subject.fused_kv_bytes,
         "peak_of_fused_kv": _part(peak, subject.fused_kv_bytes),
@@ -263,12 +253,10 @@ def _row(
 
 
 def _times(taken: Rounds, full: Rounds | None) -> Row:
-    reports = [report for _, report in taken]
-    times = [ms for ms, _ in taken]
+    times, reports = zip(*taken, strict=True)
     ratios = [slow / fast for (slow, _), fast in zip(full, times, strict=True)] if full else []
-    loads = [
-        [e for e in report.trace.events if e.part == "load"] if report.trace else [] for report in reports
-    ]
+    traced = [report.trace.events if report.trace else () for report in reports]
+    loads = [[event for event in events if event.part == "load"] for events in traced]
     ttft_ms, decision = median(times), reports[-1].decision
     predicted_ms = decision.predicted_ttft_ms if decision else None
     return {
@@ -329,19 +317,16 @@ def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[s
             texts[text] = None
         start = (start + (len(text.split()) if text else 1)) % len(words)
     if len(texts) < chunks:
-        raise UsageError(
-            f"no {chunks} different texts of {tokens} tokens can be cut from {len(words)} words; pass --data"
-        )
+        wanted = f"{chunks} different texts of {tokens} tokens"
+        raise UsageError(f"no {wanted} can be cut from {len(words)} words; pass --data")
     return list(texts)
 
 
 def _cut(engine: "Engine", words: Sequence[str], start: int, tokens: int) -> str | None:
     """The text from word `start` on, or None if no cut of it gives exactly `tokens` tokens."""
-    # One word is at least one token, so `tokens` words are enough, and they may go round the end of the
-    # source.
+    # One word is at least one token, so `tokens` words are enough; they may go round the end of the source.
     text = " ".join(words[(start + place) % len(words)] for place in range(tokens))
     ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-    # A cut may fall inside a character or a merge; a text that does not come back the same is tried
-    # elsewhere.
+    # A cut may fall inside a character or a merge; a text that does not come back the same is tried elsewhere.
     cut = engine.tokenizer.decode(ids[:tokens])
     return cut if engine.count_tokens(cut) == tokens else None

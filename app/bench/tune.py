@@ -100,13 +100,14 @@ def find_best(
     most_ratio: float,
     journal: Journal,
     seconds: float,
-    progress: quality.Progress | None = None,
+    progress: quality.Progress = lambda done, total: None,
     clock: Clock = time.monotonic,
     seed: int = 0,
 ) -> Verdict:
     """Measure until the time is over or the questions are used up, then choose. Raises UsageError if it was too short.
 
     What the journal has is not measured again. A question that was begun is finished, however long that takes.
+    progress is in seconds: how many questions there will be is not known before.
     """
     if len(questions) < FEWEST_QUESTIONS:
         raise UsageError(
@@ -124,7 +125,7 @@ def find_best(
             journal,
             max_new_tokens=ANSWER_TOKENS,
             seed=seed,
-            progress=_timed(progress, clock, begun, seconds),
+            progress=lambda *_: progress(round(min(clock() - begun, seconds)), round(seconds)),
             until=lambda: clock() - begun >= seconds,
             warm=not asked,
         )
@@ -136,17 +137,15 @@ def find_best(
             left.remove(variant)
     spent = clock() - begun
     if len(asked) < FEWEST_QUESTIONS:
-        raise UsageError(_too_few(len(asked), spent))
-    return _decide(journal, asked, left, stands, most_ratio, spent, list(dropped.values()), seed)
-
-
-def _timed(
-    progress: quality.Progress | None, clock: Clock, begun: float, seconds: float
-) -> quality.Progress | None:
-    """Progress in seconds: how many questions there will be is not known before."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(round(min(clock() - begun, seconds)), round(seconds))
+        n = len(asked)
+        each = f"one took {spent / n:.0f} s" if n else f"the first was not done after {spent:.0f} s"
+        raise UsageError(
+            f"Tuning: {n} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "
+            "was measured is kept; run the same command again with more --minutes."
+        )
+    rows = _rows(journal, asked, left, seed)
+    found = Verdict(stands, False, "", len(asked), spent, rows, list(dropped.values()))
+    return _decided(found, journal, asked, left, stands, most_ratio, seed)
 
 
 def _complete(batch: Sequence[Question], variants: Sequence[Variant], journal: Journal) -> list[Question]:
@@ -185,36 +184,33 @@ def _rows(journal: Journal, asked: Sequence[Question], variants: Sequence[Varian
     return rows
 
 
-def _decide(
+def _decided(
+    found: Verdict,
     journal: Journal,
     asked: Sequence[Question],
     left: Sequence[Variant],
     stands: Variant,
     most_ratio: float,
-    seconds: float,
-    dropped: list[Row],
     seed: int,
 ) -> Verdict:
-    rows = _rows(journal, asked, left, seed)
-    by_variant = dict(zip(left, rows, strict=True))
+    """What was found, with what is to be used, and why."""
+    by_variant = dict(zip(left, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
     lowest = min(row["kl"] for row in allowed.values())
     near = [each for each, row in allowed.items() if row["kl"] <= NEAR * lowest]
     best = min(near, key=lambda each: (allowed[each]["recomputed_fraction"], allowed[each]["kl"]))
-    common = Verdict(best, False, "", len(asked), seconds, rows, dropped)
+    common = dataclasses.replace(found, best=best)
     if best == stands:
         return dataclasses.replace(common, reason="what stands is the best of them")
     if (why := not_compared(stands)) is not None:
-        return dataclasses.replace(common, on_request=True, reason=f"{why} ({_gain(allowed[best])})")
+        row = allowed[best]
+        gain = f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times as soon as full prefill's"
+        return dataclasses.replace(common, on_request=True, reason=f"{why} ({gain})")
     if stands not in allowed:
         return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
     (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
     better, reason = _compared(pair)
     return dataclasses.replace(common, better=better, reason=reason, comparison=pair)
-
-
-def _gain(row: Row) -> str:
-    return f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times as soon as full prefill's"
 
 
 def _compared(pair: Row) -> tuple[bool, str]:
@@ -228,11 +224,3 @@ def _compared(pair: Row) -> tuple[bool, str]:
     if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= NEAR:
         return True, f"as good, and cheaper: {said}"
     return False, f"not shown to be better than what stands: {said}; more minutes may tell"
-
-
-def _too_few(asked: int, seconds: float) -> str:
-    each = f"one took {seconds / asked:.0f} s" if asked else f"the first was not done after {seconds:.0f} s"
-    return (
-        f"Tuning: {asked} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "
-        "was measured is kept; run the same command again with more --minutes."
-    )

@@ -33,13 +33,5 @@ def documents_folder() -> Path:
 def questions() -> list[Question]:
     """All questions, easy ones first; the first is the one that the demo asks."""
     rows = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
-    return [
-        Question(
-            row["question"],
-            tuple(row["answers"]),
-            tuple(row["documents"]),
-            row["hops"],
-            row.get("suggested", False),
-        )
-        for row in rows
-    ]
+    lists = ("answers", "documents")
+    return [Question(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
