@@ -4,16 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import hostile_work
 import pytest
+from app_fakes import until
 
 from ragblend.app.apart import apart
 from ragblend.kvstore.errors import Cancelled, OversizedDocumentError, UnreadableDocumentError
 
 PATH = Path("/somewhere/a.pdf")
+PYTHONPATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +29,6 @@ def is_alive(process_id):
     except OSError:
         return False
     return state != "Z"
-
-
-def until(condition):
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.05)
 
 
 def test_the_process_is_used_again():
@@ -89,10 +83,7 @@ def test_the_work_ends_with_its_caller(tmp_path):
         "apart(hostile_work.spin, Path('a'), Path(sys.argv[1]))"
     )
     started = tmp_path / "started"
-    caller = subprocess.Popen(
-        [sys.executable, "-c", code, str(started)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    caller = subprocess.Popen([sys.executable, "-c", code, started], env=os.environ | PYTHONPATH)
     until(lambda: started.exists() and started.read_text())
     caller.kill()
     caller.wait()
@@ -106,12 +97,5 @@ def test_the_callers_script_is_not_run_again(tmp_path):
         "print('once', apart(hostile_work.process_id, Path('a')) > 0)"
     )
     (tmp_path / "queue.py").write_text("raise SystemError('imported from where the user is')")
-    said = subprocess.run(
-        [sys.executable, "-P", str(tmp_path / "script.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout == "once True\n"
+    command, environment = [sys.executable, "-P", tmp_path / "script.py"], os.environ | PYTHONPATH
+    assert subprocess.check_output(command, env=environment, cwd=tmp_path, text=True) == "once True\n"

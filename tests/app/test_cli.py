@@ -28,6 +28,17 @@ def read(capfd):
 
 
 @pytest.fixture
+def told(filled, read):
+    """What a command says with --json, the documents being there."""
+
+    def run(*arguments, code=0):
+        assert filled(*arguments, "--json") == code
+        return read()
+
+    return run
+
+
+@pytest.fixture
 def filled(cli, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
@@ -97,27 +108,19 @@ def test_ask_writes_the_numbers_of_the_list_into_the_answer_and_says_what_the_mo
     assert "The model that comes with RAGBlend is small" in shown.err
 
 
-def test_ask_json(filled, read):
-    assert filled("ask", "What colour has the sky?", "--json", "--top-k", "1", "--ratio", "0.3") == 0
-    value = read()
+def test_ask_json(filled, told):
+    value = told("ask", "What colour has the sky?", "--top-k", "1", "--ratio", "0.3")
     assert value["answer"] == "It is blue." and len(value["sources"]) == 1 and value["ratio"] == 0.3
-
-
-def test_ask_with_the_ratio_left_to_the_controller(filled, read):
-    assert filled("ask", "What colour has the sky?", "--json", "--ratio", "auto") == 0
-    assert filled.engine.requests[-1][2] == "auto"
+    told("ask", "What colour has the sky?", "--ratio", "auto")
+    assert filled.engine.requests[-1][2] == "auto", "left to the controller"
 
 
 def test_ask_writes_what_was_done_when(filled, tmp_path, capfd):
+    assert filled("ask", "Sky?", "--trace", tmp_path / "trace.gif") == 2
+    assert filled.engine.requests == [], "refused before anything is asked"
     assert filled("ask", "What colour has the sky?", "--trace", tmp_path / "trace.json") == 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert str(tmp_path / "trace.json") in capfd.readouterr().err
-
-
-def test_a_trace_of_no_known_format_is_refused_before_anything_is_asked(filled, tmp_path):
-    asked = len(filled.engine.requests)
-    assert filled("ask", "Sky?", "--trace", tmp_path / "trace.gif") == 2
-    assert len(filled.engine.requests) == asked
 
 
 def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
@@ -166,72 +169,46 @@ def test_second_writer_is_told_who_writes(filled, home, documents, capfd):
     assert str(os.getpid()) in error["message"] and "elsewhere" in error["message"]
 
 
-def test_docs_list_show_rm(filled, read, home):
-    assert filled("docs", "list", "--json") == 0
-    rows = read()["documents"]
-    assert {row["document"]: row["state"] for row in rows} == dict.fromkeys(
-        ["boats.txt", "bread.md", "sky.txt"], "done"
-    )
-    assert filled("docs", "show", "sky.txt", "--json") == 0
-    shown = read()
-    assert shown["passage_list"][0]["text"].startswith("The sky")
-    assert filled("docs", "rm", "sky.txt", rows[0]["id"], "--json") == 0
-    removed = read()
+def test_docs_list_show_rm(filled, told):
+    rows = told("docs", "list")["documents"]
+    assert [row["document"] for row in rows] == ["boats.txt", "bread.md", "sky.txt"]
+    assert {row["state"] for row in rows} == {"done"}
+    assert told("docs", "show", "sky.txt")["passage_list"][0]["text"].startswith("The sky")
+    removed = told("docs", "rm", "sky.txt", rows[0]["id"])
     assert removed["bytes_freed"] > 0 and len(removed["removed"]) == 2
-    assert filled("docs", "list", "--json") == 0
-    assert [row["document"] for row in read()["documents"]] == ["bread.md"]
-    assert filled("store", "check", "--json") == 0
-    assert len(filled.engine.stored()) == 2
+    assert [row["document"] for row in told("docs", "list")["documents"]] == ["bread.md"]
+    assert told("store", "check")["ok"] and len(filled.engine.stored()) == 2
 
 
-def test_store_stats_check_gc(filled, read):
-    assert filled("store", "stats", "--json") == 0
-    assert read()["documents"] == 3
-    assert filled("store", "check", "--json") == 0
-    assert read() == {"ok": True, "problems": []}
-    assert filled("store", "gc", "--json") == 0
-    assert read().keys() == {"files", "bytes"}
+def test_store_stats_check_gc(told):
+    assert told("store", "stats")["documents"] == 3
+    assert told("store", "check") == {"ok": True, "problems": []}
+    assert told("store", "gc").keys() == {"files", "bytes"}
 
 
-def test_check_finds_and_repair_mends_a_lost_index(filled, home, read):
+def test_check_finds_and_repair_mends_a_lost_index(told, home):
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     for file in (home / "fake-kv").iterdir():
         file.unlink()
-    assert filled("store", "check", "--json") == 1
-    assert [problem["part"] for problem in read()["problems"]] == ["index"]
-    assert filled("store", "repair", "--json") == 0
-    repaired = read()
+    assert [problem["part"] for problem in told("store", "check", code=1)["problems"]] == ["index"]
+    repaired = told("store", "repair")
     assert repaired["vectors"] == repaired["encoded"] == 4
-    assert filled("store", "check", "--json") == 0
-    assert read()["ok"]
-    assert filled("ask", "Sky?", "--json") == 0
-    assert read()["sources"][0]["document"] == "sky.txt"
+    assert told("store", "check")["ok"]
+    assert told("ask", "Sky?")["sources"][0]["document"] == "sky.txt"
 
 
 def test_doctor_gives_one_line_a_check(filled, capfd):
     assert filled("doctor") == 0
     lines = capfd.readouterr().out.splitlines()
-    names = [
-        "python",
-        "packages",
-        "device",
-        "model",
-        "model gate",
-        "embedder",
-        "home",
-        "disk",
-        "library",
-        "kv store",
-    ]
+    names = ["python", "packages", "device", "model gate", "embedder", "home", "disk", "library", "kv store"]
     assert all(any(name in line for line in lines) for name in names)
     assert lines[-1] == "All is well."
 
 
-def test_doctor_notices_what_is_wrong(filled, home, read):
+def test_doctor_notices_what_is_wrong(told, home):
     (home / "chroma" / "chroma.sqlite3").chmod(0o644)
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
-    assert filled("doctor", "--json") == 1
-    found = {check["name"]: check["status"] for check in read()["checks"]}
+    found = {check["name"]: check["status"] for check in told("doctor", code=1)["checks"]}
     assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
 
 
@@ -258,14 +235,14 @@ def test_pull_brings_a_hub_model(cli, read, monkeypatch):
 def test_demo_compares_both_ways(cli, capfd):
     assert cli("demo") == 0
     shown = capfd.readouterr().out
-    for words in (
+    told = (
         "Full prefill, first token after",
         "Fused (probe-shift, ratio 0.15)",
         "times faster",
         "Sources:",
         "Next:",
-    ):
-        assert words in shown
+    )
+    assert [words for words in told if words not in shown] == []
     methods = [method for _, method, *_ in cli.engine.requests]
     assert methods.count("full") == 3 and methods.count("probe-shift") == 4
 

@@ -9,7 +9,6 @@ from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.desk import Desk
 from ragblend.app.hood import Hood
 from ragblend.app.ingest import ingest
-from ragblend.engine.prompt import Chunk
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
 
 SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
@@ -48,7 +47,7 @@ def texts(prompt):
     return [segment.text for segment in prompt.segments]
 
 
-def test_an_answer_is_kept_with_all_that_belongs_to_it(talks, chats, chat):
+def test_an_answer_is_kept_with_all_that_belongs_to_it(talks, chats, chat, engine):
     with talks.ask(chat, f"  {SKY} ", AskOptions(top_k=2)) as turn:
         assert [message.role for message in chats.messages(chat)] == ["user"], "a kill now keeps the question"
         assert [source.number for source in turn.sources] == [1, 2] and turn.question.text == SKY
@@ -59,6 +58,8 @@ def test_an_answer_is_kept_with_all_that_belongs_to_it(talks, chats, chat):
     hood = Hood.from_json(answer.report)
     assert hood.retrieve_ms > 0 and hood.ttft_ms == pytest.approx(10 + hood.retrieve_ms, abs=0.02)
     assert [s.number for s in hood.segments if s.number] == [2, 1], "the best passage stands last"
+    assert json.loads(json.dumps(answer.report))["first_id"] == 0
+    assert all(chunk.text and chunk.node_id for chunk in engine.requests[0][0].chunks)
 
 
 def test_follow_ups_extend_the_same_context(talks, chat, engine):
@@ -325,16 +326,12 @@ def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
         ("?", {"ratio": 2.0}, SettingsError),
         ("?", {"method": "magic", "mode": "chat"}, UsageError),
         ("?", {"collections": ("other",)}, UsageError),
+        ("?", {"mode": "other"}, UsageError),
     ],
 )
 def test_impossible_questions(talks, chat, question, options, error):
     with pytest.raises(error):
         talks.ask(chat, question, AskOptions(**options))
-
-
-def test_wrong_modes_and_lost_conversations(talks):
-    with pytest.raises(UsageError, match="mode 'other'"):
-        AskOptions(mode="other")
     with pytest.raises(LibraryError, match="not there any more"):
         talks.ask(999, SKY)
 
@@ -347,15 +344,6 @@ def test_only_some_contexts_stay_in_memory(talks, chats, engine):
     talks.forget(ids[0])
     asked(talks, ids[0], SKY)
     assert engine.sessions[3] is not engine.sessions[4]
-
-
-def test_reports_are_json(talks, chat):
-    assert json.loads(json.dumps(asked(talks, chat, SKY).report))["first_id"] == 0
-
-
-def test_chunks_are_given_with_their_texts(talks, chat, engine):
-    asked(talks, chat, SKY)
-    assert all(isinstance(c, Chunk) and c.text and c.node_id for c in engine.requests[0][0].chunks)
 
 
 def test_what_is_not_kept_is_answered_the_same_way(talks, chats, chat, engine):
@@ -391,11 +379,9 @@ def test_json_is_the_one_that_was_promised(talks):
     assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
 
 
-def test_options_of_one_question(talks, workspaces, engine):
+def test_options_of_one_question(talks, workspaces):
     workspaces.change(keep_tokens=9, repetition_penalty=1.4)
-    options = AskOptions(
-        method="reuse", ratio=0.5, top_k=1, max_new_tokens=7, temperature=0.3, least_score=ANY
-    )
+    options = AskOptions((), "documents", "reuse", 0.5, 1, 7, 0.3, ANY)
     engine = workspaces.first.engine
     talks.answer("Photosynthesis?", options).whole()
     prompt, *rest = engine.requests[0]

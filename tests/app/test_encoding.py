@@ -53,24 +53,10 @@ def opened(home, tiny_model):
 
 
 def start(home, tiny_model, folder, *options):
-    arguments = [
-        sys.executable,
-        "-m",
-        "ragblend.app.cli",
-        "ingest",
-        str(folder),
-        "--json",
-        "--home",
-        str(home),
-    ]
+    command = [sys.executable, "-m", "ragblend.app.cli", "ingest", folder, "--json", "--home", home]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "64"}
-    return subprocess.Popen(
-        [*arguments, "--model", str(tiny_model), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    return subprocess.Popen([*command, "--model", tiny_model, *options], env=environment, **pipes)
 
 
 def values(home):

@@ -55,17 +55,12 @@ def test_segments_are_the_whole_context_in_order():
         ("b.txt", 1, 3),
         ("Question", None, 2),
     ]
-    assert [(run.kind, run.tokens) for run in segments[1].runs] == [
-        ("reused", 2),
-        ("recomputed", 1),
-        ("reused", 1),
-    ]
+    runs = [(run.kind, run.tokens) for run in segments[1].runs]
+    assert runs == [("reused", 2), ("recomputed", 1), ("reused", 1)]
     assert segments[1].counts == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
     assert segments[2].text == "more" and segments[3].counts["missing"] == 3
-    totals = {
-        kind: sum(s.counts[kind] for s in segments) for kind in ("reused", "recomputed", "fresh", "missing")
-    }
-    assert totals == {kind: look_at().tokens[kind] for kind in totals}
+    for kind in ("reused", "recomputed", "fresh", "missing"):
+        assert sum(segment.counts[kind] for segment in segments) == look_at().tokens[kind]
 
 
 def test_a_prompt_that_was_not_fused_is_all_fresh():
@@ -84,24 +79,12 @@ def test_other_reports_have_none(value):
 
 
 def test_full_prefill_is_an_estimate_until_it_is_measured():
-    without = look_at()
-    assert (without.full_prefill_ms, without.full_prefill_is, without.full_prefill_why) == (
-        None,
-        "",
-        NO_PROFILE,
-    )
-    hood = look_at(profile=PROFILE)
-    assert (hood.full_prefill_ms, hood.full_prefill_is, hood.full_prefill_why) == (
-        10 + 12,
-        "estimate",
-        "",
-    )
-    measured = without.measured(99.0)
-    assert (measured.full_prefill_ms, measured.full_prefill_is, measured.full_prefill_why) == (
-        99.0,
-        "measured",
-        "",
-    )
+    def said(hood):
+        return hood.full_prefill_ms, hood.full_prefill_is, hood.full_prefill_why
+
+    assert said(look_at()) == (None, "", NO_PROFILE)
+    assert said(look_at(profile=PROFILE)) == (10 + 12, "estimate", "")
+    assert said(look_at().measured(99.0)) == (99.0, "measured", "")
 
 
 def test_retrieval_is_part_of_the_time_to_the_first_token():

@@ -3,10 +3,10 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from app_fakes import SOON_S, until
 
 from ragblend.app.documents import State
 from ragblend.app.ingest import ingest, ingest_file
@@ -16,8 +16,6 @@ from ragblend.app.progress import Pace
 from ragblend.app.uploads import safe_name
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
-
-SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
 
 
 @pytest.fixture
@@ -37,19 +35,24 @@ def embedder(workspaces):
     return workspaces.of("default").embedder
 
 
-class Gate:
-    """Holds the worker in the middle of a file's embedding, or of a passage's encoding, until it is opened."""
+def finish(jobs):
+    jobs.start()
+    assert jobs.wait_idle(SOON_S)
 
-    def __init__(self, embedder=None, engine=None):
-        self.reached, self.opened = threading.Event(), threading.Event()
-        if engine is not None:
-            engine.on_encode = self._hold
-        else:
-            embedder.on_embed = self._hold
 
-    def _hold(self, text):
-        self.reached.set()
-        assert self.opened.wait(SOON_S)
+def held(jobs, work, *paths):
+    """Holds the worker in the middle of `work`, its `on_embed` or `on_encode`, until what this gives is set."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(text):
+        reached.set()
+        assert opened.wait(SOON_S)
+
+    setattr(work, "on_embed" if hasattr(work, "on_embed") else "on_encode", hold)
+    jobs.add(list(paths), "default")
+    jobs.start()
+    assert reached.wait(SOON_S)
+    return opened
 
 
 def states(jobs):
@@ -60,30 +63,17 @@ def documents_of(workspaces, collection="default"):
     return {document.name: document.state for document in workspaces.library.documents(collection)}
 
 
-def until(condition):
-    limit = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.01)
-
-
 def long_file(folder, name, lines=6):
-    path = folder / name
-    path.write_text(
-        " ".join(
-            f"Boat {name} number {n} lies at quay {n} and carries {n} barrels of herring."
-            for n in range(lines)
-        )
-    )
-    return path
+    said = "Boat {0} number {1} lies at quay {1} and carries {1} barrels of herring."
+    (folder / name).write_text(" ".join(said.format(name, n) for n in range(lines)))
+    return folder / name
 
 
 def test_everything_comes_in(jobs, workspaces, documents):
     added = jobs.add([documents], "default")
     assert (added.files, added.skipped, added.failed) == (3, (), ())
     assert jobs.overview().counts["queued"] == 3 and not jobs.overview().running
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     assert set(states(jobs).values()) == {"done"} and documents_of(workspaces) == dict.fromkeys(
         states(jobs), State.DONE
     )
@@ -97,8 +87,7 @@ def test_unchanged_files_are_not_read_again(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     embedded = len(workspaces.of("default").engine.encoded)
     jobs.add([documents], "default")
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     assert set(states(jobs).values()) == {"unchanged"}
     assert len(workspaces.of("default").engine.encoded) == embedded
 
@@ -110,8 +99,7 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     added = jobs.add([documents, documents / "nowhere.txt"], "default")
     assert added.files == 4 and added.skipped == (str(documents / "noise.xyz"),)
     assert added.failed[0][0] == str(documents / "nowhere.txt") and "no such file" in added.failed[0][1]
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     failed = jobs.page(state="failed").jobs
     assert [job.name for job in failed] == ["bad.pdf"] and "PNG image" in failed[0].reason
     assert jobs.overview().counts["done"] == 3
@@ -121,34 +109,20 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert "damaged" in jobs.page(state="failed").jobs[0].reason
 
 
-def test_a_file_that_vanishes_while_it_waits_fails_with_its_reason(jobs, documents):
-    jobs.add([documents], "default")
-    (documents / "sky.txt").unlink()
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
-    assert "no such file" in next(job.reason for job in jobs.page(state="failed").jobs)
-
-
 def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
-    gate = Gate(embedder)
-    jobs.add([long_file(tmp_path, "a.txt")], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     current = jobs.overview().current
     assert (current.state, current.name, current.done) == ("embedding", "a.txt", 0) and current.total > 3
     assert jobs.page().jobs[0] == current and jobs.overview().running
-    gate.opened.set()
+    gate.set()
     assert jobs.wait_idle(SOON_S)
     assert jobs.overview().current is None
 
 
 def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embedder, tmp_path):
-    gate = Gate(embedder)
-    jobs.add([long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt")], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel() == 2
-    gate.opened.set()
+    gate.set()
     until(lambda: jobs.overview().current is None)
     assert set(states(jobs).values()) == {"cancelled"} and len(embedder.embedded) <= 8, "left after one batch"
     assert documents_of(workspaces) == {"a.txt": State.PENDING}
@@ -157,23 +131,17 @@ def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embe
 
 
 def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
-    gate = Gate(embedder)
-    jobs.add([long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt")], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel([jobs.overview().current.id]) == 1
-    gate.opened.set()
+    gate.set()
     assert jobs.wait_idle(SOON_S)
     assert states(jobs) == {"a.txt": "cancelled", "b.txt": "done"}
 
 
 def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
-    gate = Gate(embedder)
-    jobs.add([long_file(tmp_path, "a.txt")], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     jobs.pause()
-    gate.opened.set()
+    gate.set()
     until(lambda: jobs.overview().current is None)
     assert states(jobs) == {"a.txt": "queued"} and jobs.overview().paused
     jobs.close()
@@ -190,15 +158,12 @@ def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
 def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, documents, tmp_path):
     ingest(workspaces.of("default"), [documents])
     gone = workspaces.library.find("default", "sky.txt")
-    gate = Gate(embedder)
-    jobs.add([long_file(tmp_path, "long.txt")], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, long_file(tmp_path, "long.txt"))
     removed = []
     deleting = threading.Thread(target=lambda: removed.extend(jobs.remove([gone.id], "default")))
     deleting.start()
     until(lambda: workspaces.is_wanted)
-    gate.opened.set()
+    gate.set()
     deleting.join(SOON_S)
     assert removed[0].path == gone.path and removed[0].bytes_freed > 0
     assert jobs.wait_idle(SOON_S) and states(jobs) == {"long.txt": "done"}
@@ -210,8 +175,7 @@ def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, 
     jobs.add([documents], "default")
     sky = workspaces.library.find("default", "sky.txt")
     jobs.remove([sky.id], "default")
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     assert set(states(jobs)) == set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
 
 
@@ -250,8 +214,7 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
 
     embedder.on_embed = fail
     jobs.add([documents], "default")
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     assert states(jobs) == {"bread.md": "failed", "boats.txt": "done", "sky.txt": "done"}
     assert "ZeroDivisionError" in jobs.page(state="failed").jobs[0].reason
 
@@ -275,53 +238,41 @@ def test_a_killed_process_loses_nothing(home, workspaces, documents):
 
 
 def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
-    gate = Gate(engine=engine)
-    jobs.add([documents], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, engine, documents)
     overview = jobs.overview()
     assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {State.DONE}
     assert overview.kv.phase == "encoding" and overview.kv.done == 0 < overview.kv.total
     assert not jobs.wait_idle(0.1), "it is not over yet"
-    gate.opened.set()
+    gate.set()
     assert jobs.wait_idle(SOON_S) and jobs.overview().kv is None
     assert len(engine.stored()) == overview.kv.total == workspaces.library.count_passages("default")
 
 
 def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents, tmp_path):
-    gate = Gate(engine=engine)
-    jobs.add([documents], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, engine, documents)
     new = tmp_path / "new.txt"
     new.write_text("A new file that somebody wants to ask about now.")
     jobs.add([new], "default")
-    gate.opened.set()
+    gate.set()
     until(lambda: states(jobs)["new.txt"] == "done")
     assert jobs.wait_idle(SOON_S)
     assert len(set(engine.encoded)) == len(engine.encoded) == len(engine.stored())
 
 
 def test_pause_holds_the_kv_back_too(jobs, workspaces, engine, documents):
-    gate = Gate(engine=engine)
-    jobs.add([documents], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, engine, documents)
     jobs.pause()
-    gate.opened.set()
+    gate.set()
     assert not jobs.wait_idle(0.3) and engine.stored() == set()
     jobs.resume()
     assert jobs.wait_idle(SOON_S) and len(engine.stored()) == workspaces.library.count_passages("default")
 
 
 def test_a_delete_while_kv_is_encoded(jobs, workspaces, engine, documents):
-    gate = Gate(engine=engine)
-    jobs.add([documents], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, engine, documents)
     everything = [document.id for document in workspaces.library.documents("default")]
     assert len(jobs.remove(everything, "default")) == 3, "it waits for nothing"
-    gate.opened.set()
+    gate.set()
     assert jobs.wait_idle(SOON_S) and engine.stored() == set()
 
 
@@ -333,14 +284,11 @@ def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
 
 
 def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder, workspaces, tmp_path):
-    gate = Gate(embedder)
     path = long_file(tmp_path, "a.txt")
-    jobs.add([path], "default")
-    jobs.start()
-    assert gate.reached.wait(SOON_S)
+    gate = held(jobs, embedder, path)
     path.write_text("Something else altogether stands in here now.")
     jobs.add([path], "default")
-    gate.opened.set()
+    gate.set()
     assert jobs.wait_idle(SOON_S) and states(jobs) == {"a.txt": "done"}
     document = workspaces.library.find("default", "a.txt")
     assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
@@ -351,8 +299,7 @@ def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, docume
     (documents / "sky.txt").unlink()
     paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
     assert jobs.gone(paths, "default") == 2
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
 
@@ -368,8 +315,7 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
     assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {
         0o600
     } and folder.stat().st_mode & 0o777 == 0o700
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    finish(jobs)
     second = workspaces.library.find("default", "sky (2).txt")
     removed = jobs.remove([second.id, "unknown"], "default")
     assert len(removed) == 1 and removed[0].bytes_freed >= 2 * len("CANARY another sky")
@@ -380,8 +326,8 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
 def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, documents):
     workspaces.create("letters")
     jobs.upload([documents / "sky.txt"], "letters")
-    jobs.start()
-    assert jobs.wait_idle(SOON_S) and workspaces.names() == ["default", "letters"]
+    finish(jobs)
+    assert workspaces.names() == ["default", "letters"]
     assert len(jobs.remove_collection("letters")) == 1
     assert workspaces.names() == ["default"] and list((home / "originals").rglob("*.txt")) == []
     assert jobs.overview().total == 0
@@ -397,12 +343,12 @@ def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
     assert "notes.txt" not in states(jobs)
 
 
-def test_finished_ones_can_be_forgotten(jobs, documents):
-    (documents / "bad.pdf").write_bytes(b"no")
+def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, documents):
     jobs.add([documents], "default")
-    jobs.start()
-    assert jobs.wait_idle(SOON_S)
-    assert jobs.store.clear_finished() == 3 and list(states(jobs)) == ["bad.pdf"]
+    (documents / "sky.txt").unlink()
+    finish(jobs)
+    assert jobs.store.clear_finished() == 2 and list(states(jobs)) == ["sky.txt"]
+    assert "no such file" in jobs.page(state="failed").jobs[0].reason
 
 
 def test_pages_are_searched_and_ordered(tmp_path):

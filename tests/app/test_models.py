@@ -187,20 +187,15 @@ def test_documents_are_said_to_be_read_again(cli, hub, documents, capfd):
     assert "3 documents were read for default" in capfd.readouterr().out
 
 
-def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd):
-    assert cli("ingest", documents, "--json") == 0
-    assert "Larger models of the hub" not in capfd.readouterr().err, "a program is not told"
-    assert cli("ask", "Sky?") == 0
+@pytest.mark.parametrize("first", ["ingest", "ask"])
+def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd, first):
+    if first == "ask":
+        assert cli("ingest", documents, "--json") == 0
+        assert "Larger models of the hub" not in capfd.readouterr().err, "a program is not told"
+    assert cli(first, documents if first == "ingest" else "Sky?") == 0
     told = capfd.readouterr().err
     assert "Larger models of the hub" in told and "ragblend models use default" in told
     assert any(model.name in told for model in SUGGESTIONS)
-    assert cli("ask", "Sky?") == 0
-    assert "Larger models of the hub" not in capfd.readouterr().err
-
-
-def test_the_first_ingest_names_them_before_the_kv_is_made(cli, documents, hub_cache, capfd):
-    assert cli("ingest", documents) == 0
-    assert "Larger models of the hub" in capfd.readouterr().err
     assert cli("ask", "Sky?") == 0
     assert "Larger models of the hub" not in capfd.readouterr().err
 

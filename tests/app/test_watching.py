@@ -2,16 +2,15 @@
 
 import shutil
 import threading
-import time
 
 import pytest
+from app_fakes import SOON_S, until
 
 from ragblend.app.jobs import JobQueue
 from ragblend.app.watching import Watcher
 from ragblend.kvstore.errors import SettingsError, UsageError
 
 pytest.importorskip("watchfiles")
-SOON_S = 60.0
 
 
 @pytest.fixture
@@ -30,15 +29,13 @@ def watcher(jobs):
     watching.close()
 
 
+def says(workspaces, word):
+    document = workspaces.library.find("default", "sky.txt")
+    return word in workspaces.library.passages_of(document.id)[0].text
+
+
 def names(workspaces):
     return {document.name: document.state.value for document in workspaces.library.documents("default")}
-
-
-def until(condition):
-    limit = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.05)
 
 
 def watched(watcher, folder):
@@ -71,11 +68,7 @@ def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documen
     (documents / ".hidden.txt").write_text("hidden")
     until(lambda: names(workspaces) == everything | {"new.txt": "done"})
     (documents / "sky.txt").write_text("The sky is grey today.")
-    until(
-        lambda: (
-            "grey" in workspaces.library.passages_of(workspaces.library.find("default", "sky.txt").id)[0].text
-        )
-    )
+    until(lambda: says(workspaces, "grey"))
     (documents / "new.txt").rename(documents / "moved.txt")
     until(lambda: names(workspaces) == everything | {"moved.txt": "done"})
     (documents / "bread.md").unlink()
@@ -124,12 +117,7 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
         until(lambda: "is empty, so its 3 documents stay" in watcher.folders()[0].reason)
         assert not watcher.folders()[0].active and len(names(workspaces)) == 3
         (documents / "sky.txt").write_text("It is back, and blue.")
-        until(
-            lambda: (
-                "blue"
-                in workspaces.library.passages_of(workspaces.library.find("default", "sky.txt").id)[0].text
-            )
-        )
+        until(lambda: says(workspaces, "It is back"))
     finally:
         watcher.close()
 

@@ -18,19 +18,13 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     done = bench("quality", "--data", data_file, "--ratios", "0.15,1", "--max-new-tokens", "6", "--json")
     rows = json.loads(done.stdout)
     choosing = [name for name, policy in METHODS.items() if policy.fixed_ratio is None]
-    assert [set(row) >= ROW for row in rows] == [True] * (
-        3 + 2 * len(choosing)
-    )  # full, naive, reuse; 2 ratios
+    assert len(rows) == 3 + 2 * len(choosing)  # full, naive, reuse; 2 ratios
+    assert all(set(row) >= ROW for row in rows)
     by_name = {(row["method"], row["ratio"]): row for row in rows}
     assert {row["n"] for row in rows} == {4}
     full = by_name["full", None]
-    assert (full["kl"], full["top1"], full["exact_match"], full["speedup"], full["recovery"]) == (
-        0,
-        1,
-        1,
-        1,
-        1,
-    )
+    names = ("kl", "top1", "exact_match", "speedup", "recovery")
+    assert [full[name] for name in names] == [0, 1, 1, 1, 1]
     reuse = by_name["reuse", None]
     assert reuse["kl"] > 1e-4
     assert reuse["recovery"] == 0
@@ -131,8 +125,7 @@ def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
     from ragblend.kvstore.store import KVStore
 
     bench("quality", "--data", data_file, "--methods", "reuse", "--limit", "2", "--max-new-tokens", "2")
-    bench(
-        "ttft",
+    small = [
         "--chunks",
         "2",
         "--tokens",
@@ -143,8 +136,8 @@ def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
         "reuse",
         "--no-memory",
         "--data",
-        data_file,
-    )
+    ]
+    bench("ttft", *small, data_file)
     store = KVStore.open(home / "kv", 1 << 30)
     assert list(store.keys()) == []
     assert store.check() == []
@@ -152,28 +145,15 @@ def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
 
 
 def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
-    arguments = (
-        "--chunks",
-        "2,3",
-        "--tokens",
-        "24",
-        "--repeats",
-        "2",
-        "--ratios",
-        "0.15",
-        "--no-memory",
-        "--json",
-    )
-    done = bench("ttft", "--data", data_file, *arguments)
+    small = "--chunks 2,3 --tokens 24 --repeats 2 --ratios 0.15"
+    done = bench("ttft", *small.split(), "--no-memory", "--json", "--data", data_file)
     printed = json.loads(done.stdout)
     rows = printed["rows"]
     assert len(rows) == 2 * 2 * 4  # chunk counts, caches, methods
     assert {row["cache"] for row in rows} == {"warm", "cold"}
     for row in rows:
-        parts = sum(row["where_ms"].values())
-        assert parts == pytest.approx(
-            row["ttft_ms"], rel=0.5
-        )  # medians of parts need not add up to the median
+        parts = sum(row["where_ms"].values())  # medians of parts need not add up to the median
+        assert parts == pytest.approx(row["ttft_ms"], rel=0.5)
         assert row["retrieve_ms"] is None  # nothing was ingested here
         assert row["fused_kv_bytes"] == row["prompt_tokens"] * 4 * 2 * 2 * 16 * 4
         assert row["raw_kv_bytes"] == row["chunks"] * 24 * 4 * 2 * 2 * 16 * 4

@@ -188,14 +188,8 @@ def test_what_is_stored_with_another_codec_is_encoded_anew(
     text = questions[0].passages[0]
     (key,) = engine.encode([text]).keys
     raw = codec_of(engine, key, text)
-    how = {
-        "model": str(model_folder),
-        "home": home,
-        "device": "cpu",
-        "dtype": "float32",
-        "collection": "bench",
-    }
-    type(engine).open(**how, kv_codec="int8")
+    how = {"device": "cpu", "dtype": "float32", "collection": "bench", "kv_codec": "int8"}
+    type(engine).open(model=str(model_folder), home=home, **how)
     with stored(engine, questions[0].passages) as keys:
         codecs = [codec_of(engine, *each) for each in zip(keys, questions[0].passages, strict=True)]
         with monkeypatch.context() as patch:  # what is stored as it should be is left alone

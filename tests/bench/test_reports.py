@@ -25,29 +25,17 @@ VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant(
 
 def made_records(kl_by_method, questions):
     """Records with the given KL on every question, rising a little from one to the next."""
-    return {
-        record.key: record
+    records = (
+        Record(
+            question=question.digest, method=variant.method, ratio=variant.ratio,
+            kl=kl_by_method[variant.method] * (1 + place / 10), top1=0.5, exact_match=place % 2 == 0,
+            gold_match=False, f1=0.25, rouge_l=0.5, recomputed_fraction=0.1, ttft_ms=10.0 * (place + 1),
+            full_ttft_ms=40.0 * (place + 1) if place else 1000.0, prompt_tokens=100, answer="x",
+        )
         for variant in VARIANTS
         for place, question in enumerate(questions)
-        for record in [
-            Record(
-                question=question.digest,
-                method=variant.method,
-                ratio=variant.ratio,
-                kl=kl_by_method[variant.method] * (1 + place / 10),
-                top1=0.5,
-                exact_match=place % 2 == 0,
-                gold_match=False,
-                f1=0.25,
-                rouge_l=0.5,
-                recomputed_fraction=0.1,
-                ttft_ms=10.0 * (place + 1),
-                full_ttft_ms=40.0 * (place + 1) if place else 1000.0,
-                prompt_tokens=100,
-                answer="x",
-            )
-        ]
-    }
+    )  # fmt: skip
+    return {record.key: record for record in records}
 
 
 @pytest.fixture
@@ -160,11 +148,8 @@ def ttft_row(method, ratio, ttft_ms, cache="warm"):
 
 
 def test_ttft_tables_and_pictures(tmp_path) -> None:
-    rows = [
-        ttft_row("full", None, 2000),
-        ttft_row("cacheblend", 0.15, 400),
-        ttft_row("full", None, 2100, "cold"),
-    ]
+    fused = ttft_row("cacheblend", 0.15, 400)
+    rows = [ttft_row("full", None, 2000), fused, ttft_row("full", None, 2100, "cold")]
     text = io.StringIO()
     print_tables(Console(file=text, width=160), ttft_tables(rows))
     assert "6 chunks of 512 tokens, cold disk" in text.getvalue()
@@ -175,9 +160,8 @@ def test_ttft_tables_and_pictures(tmp_path) -> None:
 
 def test_quality_picture_with_and_without_intervals(summary, tmp_path) -> None:
     rows, _ = summary
-    plot_quality(
-        [*rows, rows[3] | {"kl_ci": None, "method": "new policy"}], "title", tmp_path / "quality.png"
-    )
+    more = rows[3] | {"kl_ci": None, "method": "new policy"}
+    plot_quality([*rows, more], "title", tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(PNG)
 
 

@@ -9,12 +9,8 @@ from ragblend.app.bench.variants import Variant
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.errors import UsageError
 
-REUSE, STANDS, GOOD, CHEAP = (
-    Variant("reuse"),
-    Variant("epic", 0.15),
-    Variant("good", 0.15),
-    Variant("good", 0.05),
-)
+REUSE, STANDS = Variant("reuse"), Variant("epic", 0.15)
+GOOD, CHEAP = Variant("good", 0.15), Variant("good", 0.05)
 VARIANTS = (REUSE, STANDS, GOOD, CHEAP)
 
 
@@ -56,10 +52,8 @@ def find(questions, tmp_path, monkeypatch):
         bench = Bench(kl)
         monkeypatch.setattr(tune.quality, "run", bench.run)
         journal = Journal(tmp_path / "journal.jsonl")
-        verdict = tune.find_best(
-            None, asked, variants, stands, most_ratio, journal, seconds, clock=lambda: bench.now
-        )
-        return verdict, bench
+        limits = most_ratio, journal, seconds
+        return tune.find_best(None, asked, variants, stands, *limits, clock=lambda: bench.now), bench
 
     return find
 
@@ -167,13 +161,11 @@ def test_candidates_are_all_policies_but_the_controls() -> None:
     stands = Variant("prophet", 0.4)
     found = tune.candidates(METHODS, 0.15, stands)
     methods = {variant.method for variant in found}
-    controls = {"random"}
-    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - controls | {"reuse"}
+    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random"} | {"reuse"}
     assert {variant.ratio for variant in found if variant.method == "cacheblend"} == {0.05, 0.1, 0.15}
     assert stands in found
-    assert Variant("random", 0.4) in tune.candidates(
-        METHODS, 0.15, Variant("random", 0.4)
-    )  # a control may stand
+    control = Variant("random", 0.4)
+    assert control in tune.candidates(METHODS, 0.15, control), "it may stand"
     assert Variant("full") not in tune.candidates(METHODS, 0.15, Variant("full"))
     assert Variant("prophet") not in tune.candidates(METHODS, 0.15, Variant("prophet"))  # its ratio is `auto`
     assert [v.ratio for v in tune.candidates({"epic": METHODS["epic"]}, 0.0, REUSE)] == [None]

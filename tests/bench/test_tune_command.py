@@ -23,11 +23,7 @@ def command(model_folder, home, entries, tmp_path, capsys):
             model_folder,
             "--home",
             home,
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--data",
+            *["--device", "cpu", "--dtype", "float32", "--data"],
             path,
         )
         code = main([str(part) for part in ("tune", *where, *arguments)])

@@ -64,9 +64,8 @@ def test_all_may_stand_in_a_list() -> None:
 
 
 def test_methods_and_ratios_make_variants_once() -> None:
-    made = parse_variants(
-        "full, reuse,random,random", "0.05,0.15,0.05", {"full", "reuse", "random"}, {"full", "reuse"}
-    )
+    known = {"full", "reuse", "random"}
+    made = parse_variants("full, reuse,random,random", "0.05,0.15,0.05", known, {"full", "reuse"})
     assert made == (Variant("full"), Variant("reuse"), Variant("random", 0.05), Variant("random", 0.15))
     assert parse_variants("reuse", "", {"reuse"}, {"reuse"}) == (Variant("reuse"),)  # no ratio is needed
 
@@ -74,10 +73,8 @@ def test_methods_and_ratios_make_variants_once() -> None:
 def test_methods_may_have_parameters() -> None:
     """A comma separates methods and parameters alike: what has an equals sign belongs to the method before it."""
     known = {"full", "cacheblend", "a3"}
-    made = parse_variants(
-        "full,cacheblend,cacheblend:check_layer=2,shares=3/1,a3:kernel=1,a3", "0.1", known, {"full"}
-    )
     names = ["full", "cacheblend", "cacheblend:check_layer=2,shares=3/1", "a3:kernel=1", "a3"]
+    made = parse_variants(",".join(names), "0.1", known, {"full"})
     assert [str(each) for each in made] == [names[0], *(f"{name} 0.1" for name in names[1:])]
     assert made[2].arguments == {"method": "cacheblend:check_layer=2,shares=3/1", "ratio": 0.1}
     for wrong, said in (("a3:kernl=1", "kernel"), ("a3:kernel=2", "odd"), ("x:kernel=1", "'x:kernel=1'")):
