@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
+from ragblend.app.progress import silent
 from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
 MIB = 1024**2
@@ -36,15 +37,11 @@ OnPage = Callable[[int, int], None]
 T = TypeVar("T")
 
 
-def ignored(done: int, total: int) -> None:
-    """For who does not follow the pages."""
-
-
 def apart(
     work: Callable[..., T],
     path: Path,
     *arguments: object,
-    on_page: OnPage = ignored,
+    on_page: OnPage = silent,
     memory_bytes: int = MEMORY_BYTES,
     silent_s: float = SILENT_S,
 ) -> T:
@@ -65,8 +62,6 @@ def apart(
 
 
 class _Process:
-    """The caller's end of one."""
-
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         self._has_served = False

@@ -70,7 +70,6 @@ class Cli:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The settings among them."""
         return {"model": self.model, "device": self.device, "dtype": self.dtype}
 
     def open(self, **overrides: Any) -> "Workspace":

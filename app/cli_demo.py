@@ -57,7 +57,6 @@ def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
 
 
 def speedup(full: Answer, fused: Answer) -> float:
-    """How many times faster the fused answer starts."""
     return round(full.ttft_ms / fused.ttft_ms, 2)
 
 

@@ -51,7 +51,6 @@ def stats_value(kv: "KVStore") -> dict[str, Any]:
 
 
 def _told(tier: dict[str, Any]) -> str:
-    """One tier, for people."""
     process: dict[str, int] = tier["this_process"]
     counts = ", ".join(f"{tier[name]:,} {name}" for name in process)
     now = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)

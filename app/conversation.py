@@ -58,7 +58,6 @@ class AskOptions:
             raise UsageError(f"the mode {self.mode!r} is unknown; pass {' or '.join(MODES)}")
 
     def settings(self, base: Settings) -> Settings:
-        """The settings for this question. Raises SettingsError."""
         return base.changed({name: getattr(self, name) for name in ANSWERING})
 
 

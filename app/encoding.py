@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ragblend.app.progress import Pace
+from ragblend.app.progress import Pace, silent
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
@@ -58,13 +58,9 @@ class KvReport:
     message: str = ""
 
 
-def nobody(progress: KvProgress) -> None:
-    """Nobody looks."""
-
-
 def encode_missing(
     workspace: Workspace,
-    show: Callable[[KvProgress], None] = nobody,
+    show: Callable[[KvProgress], None] = silent,
     leave: Callable[[], bool] = lambda: False,
 ) -> KvReport:
     """Encode what has no KV in this collection: what was asked for first, then in the order of ingest.

@@ -50,7 +50,6 @@ class HoodSegment:
 
     @property
     def counts(self) -> dict[Kind, int]:
-        """Tokens of each kind."""
         found: Counter[Kind] = Counter()
         for run in self.runs:
             found[run.kind] += run.tokens

@@ -89,7 +89,6 @@ def _open(tag: Tag, sections: list[Section], stack: list[Tag | NavigableString |
 
 
 def _edges(name: str) -> tuple[str, str]:
-    """What stands before and after a block."""
     if name in CELLS:
         return "", " | "
     if name == "li":

@@ -164,7 +164,6 @@ class JobStore(Database):
         return set(self.column(query, collection, *paths))
 
     def counts(self) -> dict[State, int]:
-        """How many are in each state."""
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 

@@ -68,7 +68,6 @@ class JobQueue:
     """Files on their way into one home. Safe for threads; one per process does the work, once it is started."""
 
     def __init__(self, workspaces: Workspaces) -> None:
-        """The home's queue. Raises LibraryError."""
         self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
         self.store.requeue_running()  # what a killed process was working on
         self._wakened, self._ending = threading.Event(), threading.Event()
@@ -98,7 +97,6 @@ class JobQueue:
             self._thread.join()
 
     def close(self) -> None:
-        """End the thread, keep the queue."""
         self.end()
         self.store.close()
 
@@ -197,7 +195,6 @@ class JobQueue:
         self._paused = True
 
     def resume(self) -> None:
-        """Go on."""
         self.store.set_fact("paused", "")
         self._paused = False
         self._wake()
@@ -222,7 +219,6 @@ class JobQueue:
         return self._thread is not None and self._thread.is_alive()
 
     def _wake(self) -> None:
-        """There is something to do."""
         self._is_idle = False
         self._wakened.set()
 

@@ -91,7 +91,6 @@ class Library(Database):
         return _document(rows[0]) if rows else None
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
-        """How many documents are in each state."""
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
         found = dict(map(tuple, self.rows(query, collection)))
         return {state.value: found.get(state.value, 0) for state in State}
@@ -270,7 +269,6 @@ class Library(Database):
                     yield self.embeddings_of(document.id)
 
     def has_passages(self, collection: str) -> bool:
-        """Whether there is anything to search."""
         query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
         return bool(self.rows(query, collection))
 

@@ -180,7 +180,6 @@ def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, i
 
 
 def can_recognise() -> bool:
-    """Whether the extra is there."""
     return all(find_spec(name) is not None for name in OCR_PACKAGES)
 
 

@@ -18,7 +18,7 @@ class OnProgress(Protocol):
     def __call__(self, stage: Stage, done: int, total: int, name: str = "") -> None: ...
 
 
-def silent(stage: Stage, done: int, total: int, name: str = "") -> None:
+def silent(*_: object, **__: object) -> None:
     """Show nothing."""
 
 
@@ -86,7 +86,6 @@ class Pace:
 
     @property
     def files_per_minute(self) -> float | None:
-        """Where each piece is a file."""
         return self.per_second * SECONDS_A_MINUTE if self.per_second else None
 
     def seconds_left(self, amount: float) -> float | None:

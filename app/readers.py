@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.apart import OnPage, apart, ignored
+from ragblend.app.apart import OnPage, apart
 from ragblend.app.documents import SCANNED
 from ragblend.app.guards import MAX_TEXT_BYTES, check_content, check_file, decode, open_archive
 from ragblend.app.pdf_pages import OCR_BYTES, can_recognise, recognised
+from ragblend.app.progress import silent
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
 MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 tokens
@@ -38,7 +39,7 @@ class Part:
     location: str
 
 
-def read_document(path: Path, on_page: OnPage = ignored) -> list[Part]:
+def read_document(path: Path, on_page: OnPage = silent) -> list[Part]:
     """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do.
 
     on_page(done, total): of a PDF's pages, and then of those whose text has to be recognised, seconds each; it is
@@ -57,7 +58,7 @@ def read_document(path: Path, on_page: OnPage = ignored) -> list[Part]:
     return parts
 
 
-def parse(path: Path, on_page: OnPage = ignored) -> list[Part]:
+def parse(path: Path, on_page: OnPage = silent) -> list[Part]:
     """In the other process: the parts that have text, and the pages that have none. Raises whatever parsers raise."""
     check_content(path)
     suffix = path.suffix.lower()
@@ -118,7 +119,7 @@ def _read_html(path: Path) -> Iterator[Part]:
     return (Part(section.text, section.heading) for section in html_sections(decode(path.read_bytes(), path)))
 
 
-def _read_pdf(path: Path, on_page: OnPage = ignored) -> Iterator[Part]:
+def _read_pdf(path: Path, on_page: OnPage = silent) -> Iterator[Part]:
     from ragblend.app.pdf_reader import pdf_pages
 
     return (Part(text, f"p. {label}") for label, text in pdf_pages(path, on_page))

@@ -109,7 +109,6 @@ class Settings:
 
     @property
     def manner(self) -> Manner:
-        """How this model answers."""
         name = BUNDLED if self.model == "default" else self.model.casefold()
         return next((manner for part, manner in MANNERS.items() if part in name), Manner())
 
@@ -120,7 +119,6 @@ class Settings:
 
     @property
     def usd_per_gb_month(self) -> dict[str, float]:
-        """What a GB costs for a month, by tier."""
         return {name: getattr(self, f"{name}_usd_per_gb_month") for name in USD_PER_GB_MONTH}
 
     @classmethod

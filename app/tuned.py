@@ -27,7 +27,6 @@ class Choice:
 
 
 def tuned_file(settings: Path) -> Path:
-    """Where the choices are that belong to this settings file."""
     return settings.with_name(FILE_NAME)
 
 

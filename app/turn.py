@@ -85,7 +85,6 @@ class Turn(Closing):
 
     @property
     def text(self) -> str:
-        """All that has come."""
         return "".join(self._pieces)
 
     def whole(self) -> Answer:
@@ -137,7 +136,6 @@ class Turn(Closing):
         self._keep(report)
 
     def _described(self, result: "Result") -> dict[str, Any]:
-        """The finished answer's report."""
         self._result, engine = result, self._engine
         said = " ".join(text for text in (self.notice, result.report.warning) if text) or None
         return look(
@@ -153,7 +151,6 @@ class Turn(Closing):
         ).to_json()
 
     def _report(self, more: dict[str, Any]) -> dict[str, Any]:
-        """With what is needed to build the prompt again."""
         asked = self._asked
         basis: dict[str, Any] = {"found": False}
         if asked.context is not None:

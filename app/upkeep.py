@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.app.documents import Document, content_digest, document_id
-from ragblend.app.encoding import KvProgress, encode_missing, nobody
+from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.ingest import ingest_file
 from ragblend.app.library import DAMAGED, Library
+from ragblend.app.progress import silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
@@ -77,7 +78,7 @@ def check_index(workspace: Workspace) -> list[Finding]:
     return findings
 
 
-def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = nobody) -> Repaired:
+def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = silent) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
 
     Raises LibraryError where the registry's file itself is damaged: it cannot be built from anything else.

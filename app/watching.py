@@ -79,7 +79,6 @@ class Watcher:
         self._begin()
 
     def close(self) -> None:
-        """End the threads."""
         self._started = False
         with self._lock:
             folders, self._running = list(self._running.values()), {}
@@ -157,7 +156,6 @@ class _Folder:
         self.reason = ""
 
     def _missing_in(self, folder: Path) -> list[Path]:
-        """Documents of a folder whose files are not there."""
         known = self._jobs.workspaces.library.paths_below(self._collection, str(folder))
         return [path for path in map(Path, known) if not path.exists()]
 

@@ -49,7 +49,6 @@ class Workspaces(Closing):
 
     @property
     def first(self) -> "Workspace":
-        """The collection to begin with."""
         return self.of(self.settings.collection)
 
     @property

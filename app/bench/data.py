@@ -191,6 +191,5 @@ def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
 
 
 def kind_name(value: Any) -> str:
-    """What JSON calls it."""
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")

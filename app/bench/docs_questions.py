@@ -157,7 +157,6 @@ def _blanked(text: str, phrase: str, mark: str) -> str:
 
 
 def _in_turns(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Sentence]:
-    """A sentence of each passage, then another of each, ..."""
     by_passage: dict[int, list[Sentence]] = defaultdict(list)
     for sentence in sentences:
         by_passage[sentence.passage].append(sentence)

@@ -43,7 +43,6 @@ def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
-    """The front is what nothing beats in both."""
     # Keys left where they lie are so far off that all others would be one spot; the left panel has them.
     rows = [row for row in rows if row["method"] != "naive"] or rows
     front = pareto(rows)

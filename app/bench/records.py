@@ -62,7 +62,6 @@ class Journal:
     """An append-only file of records; each is on the disk before the next one is measured."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
-        """fresh: start over, without what the file holds."""
         self.path = path
         if fresh:
             path.unlink(missing_ok=True)

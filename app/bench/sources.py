@@ -38,7 +38,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What to call it in results."""
         if self.data is not None:
             return self.data.name
         return "samples" if self.docs is None else f"documents: {self.docs}"

@@ -37,7 +37,6 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def table_of(title: str, columns: Sequence[Column], rows: Iterable[Row], note: str = "") -> Table:
-    """A table with a line a row."""
     cells = [[Cell(show(row)) for _, show in columns] for row in rows]
     return Table(title, [name for name, _ in columns], cells, note)
 
@@ -74,7 +73,6 @@ def interval(name: str) -> Callable[[Row], str]:
 
 
 def ends(value: Sequence[float] | None, digits: int = 4) -> str:
-    """An interval in words."""
     return UNDEFINED if value is None else f"{value[0]:.{digits}f} to {value[1]:.{digits}f}"
 
 

@@ -193,7 +193,6 @@ def _decided(
     most_ratio: float,
     seed: int,
 ) -> Verdict:
-    """What was found, with what is to be used, and why."""
     by_variant = dict(zip(left, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
     lowest = min(row["kl"] for row in allowed.values())

@@ -57,7 +57,6 @@ def split_methods(methods: str) -> list[str]:
 
 
 def base_name(method: str) -> str:
-    """Without its parameters."""
     return method.partition(":")[0]
 
 
