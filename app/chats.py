@@ -78,7 +78,8 @@ class Message:
         notices += [INTERRUPTED] if self.report.get("interrupted") else []
         parts += [f"> {notice}" for notice in notices]
         if self.sources:
-            parts.append("\n".join(_source_line(source) for source in self.sources))
+            lines = (f"- [{s.number}] {s.label} (similarity {s.score:.2f})" for s in self.sources)
+            parts.append("\n".join(lines))
         return "\n\n".join(parts)
 
 
@@ -350,7 +351,3 @@ def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
         for segment in report.get("segments", [])
     ]
     return {**report, "segments": segments} if segments else report
-
-
-def _source_line(source: Source) -> str:
-    return f"- [{source.number}] {source.label} (similarity {source.score:.2f})"

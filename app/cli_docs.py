@@ -31,14 +31,11 @@ def list_documents(
     with cli.open_collection(collection) as workspace:
         names = workspace.library.collections() if every else [workspace.settings.collection]
         documents = {name: workspace.library.documents(name) for name in names}
-    rows = [_row(document) for listed in documents.values() for document in listed]
-    tables = [f"{name}:\n{_table(listed)}" for name, listed in documents.items()]
-    text = (
-        "\n\n".join(tables)
-        if every and tables
-        else _table([one for listed in documents.values() for one in listed])
-    )
-    cli.result({"documents": rows}, text)
+    everything = [document for listed in documents.values() for document in listed]
+    text = _table(everything)
+    if every and documents:
+        text = "\n\n".join(f"{name}:\n{_table(listed)}" for name, listed in documents.items())
+    cli.result({"documents": [_row(document) for document in everything]}, text)
 
 
 @command(docs)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -88,7 +88,8 @@ def suggest(cli: Cli) -> None:
         "None of those that we know fits the memory that is free here."
     ]
     lines.append(HOW_TO_USE)
-    cli.result({"models": [_offer_row(offer) for offer in found]}, "\n".join(lines))
+    rows = [asdict(offer) for offer in found]
+    cli.result({"models": [row.pop("model") | row for row in rows]}, "\n".join(lines))
 
 
 @command(models)
@@ -147,11 +148,6 @@ def offer_line(offer: Offer) -> str:
         f"{PROMPT_TOKENS:,} new tokens, {offer.tokens_per_s:.0f} tokens/s; KV {size(model.kv_bytes)} a token; "
         f"window {model.window:,}; {model.licence}"
     )
-
-
-def _offer_row(offer: Offer) -> dict[str, Any]:
-    row = asdict(offer)
-    return row.pop("model") | row
 
 
 def _download(name: str) -> Path:

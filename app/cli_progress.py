@@ -59,13 +59,11 @@ def encoding_bar(note: Callable[[str], None]) -> Iterator[Callable[["KvProgress"
 
 def plan(kv: "KvProgress") -> str:
     """What the KV will take, beside what there is for it."""
-    tokens = f"{kv.tokens:,} tokens"
-    room = (
-        "all of it fits" if kv.nbytes <= kv.room_bytes else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
-    )
+    fits = kv.nbytes <= kv.room_bytes
+    room = "all of it fits" if fits else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
     return (
-        f"Encoding KV for {kv.total:,} passages ({tokens}): it takes {size(kv.nbytes)} on the disk, the budget has "
-        f"{size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is done."
+        f"Encoding KV for {kv.total:,} passages ({kv.tokens:,} tokens): it takes {size(kv.nbytes)} on the disk, the "
+        f"budget has {size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is done."
     )
 
 
@@ -83,14 +81,13 @@ def _bars(of_bytes: bool = False) -> Iterator[Any]:
     from rich import progress
     from rich.console import Console
 
+    counts: list[Any] = [progress.MofNCompleteColumn()]
+    if of_bytes:
+        counts = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        *(
-            (progress.DownloadColumn(), progress.TransferSpeedColumn())
-            if of_bytes
-            else (progress.MofNCompleteColumn(),)
-        ),
+        *counts,
         progress.TimeRemainingColumn(elapsed_when_finished=not of_bytes),
         progress.TextColumn("{task.fields[name]}", markup=False),
     )

@@ -124,7 +124,12 @@ def fit(
             prompt, sources, tokens = sized()
     while tokens > room:
         if not best:
-            raise PromptTooLongError(_too_long(engine, tokens, room))
+            window = engine.context_window
+            raise PromptTooLongError(
+                f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
+                f"{window}, of which {window - room} are kept for the answer. Shorten the question or lower "
+                "max_new_tokens."
+            )
         lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in prompt.chunks}
         while best and tokens > room:  # without tokenizing a thousand passages a thousand times
             tokens -= lengths[best.pop().node_id]
@@ -182,11 +187,3 @@ def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> s
     if passages:
         parts.append(f"The {passages} lowest-ranked of {all_passages} passages were left out.")
     return " ".join([*parts, "The model's window is full."]) if parts else None
-
-
-def _too_long(engine: "Engine", tokens: int, room: int) -> str:
-    return (
-        f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
-        f"{engine.context_window}, of which {engine.context_window - room} are kept for the answer. Shorten the "
-        "question or lower max_new_tokens."
-    )

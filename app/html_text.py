@@ -75,7 +75,8 @@ def _walk(root: Tag, sections: list[Section]) -> None:
             _open(node, sections, stack)
         # A PreformattedString is a comment, a doctype or an instruction.
         elif isinstance(node, CData) or not isinstance(node, PreformattedString):
-            sections[-1].pieces.append(_inline(node))
+            is_ours = isinstance(node, _Edge)
+            sections[-1].pieces.append(str(node) if is_ours else re.sub(r"\s+", " ", str(node)))
 
 
 def _open(tag: Tag, sections: list[Section], stack: list[Tag | NavigableString | str]) -> None:
@@ -100,10 +101,6 @@ def _edges(name: str) -> tuple[str, str]:
 
 class _Edge(str):
     """Line ends and separators of ours: kept as they are, unlike the page's own white space."""
-
-
-def _inline(text: NavigableString | str) -> str:
-    return str(text) if isinstance(text, _Edge) else re.sub(r"\s+", " ", str(text))
 
 
 def epub_chapters(path: Path) -> Iterator[Section]:

@@ -49,7 +49,8 @@ def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[t
     found = [(start, 0, len(wanted.letters))] if start >= 0 else _by_lines(text, page)
     first, last = (bisect_left(wanted.places, at) for at in part or (0, len(text)))
     cut = [(at, max(first, begin), min(last, end), begin) for at, begin, end in found or ()]
-    return [_span(page, at + a - begin, b - a) for at, a, b, begin in cut if a < b] or None
+    spans = [(at + a - begin, at + b - begin) for at, a, b, begin in cut if a < b]
+    return [(page.places[start], page.places[stop - 1] + 1) for start, stop in spans] or None
 
 
 def _by_lines(text: str, page: Folded) -> list[tuple[int, int, int]] | None:
@@ -72,7 +73,3 @@ def _by_lines(text: str, page: Folded) -> list[tuple[int, int, int]] | None:
         found.append((start, begin, end))
         behind = start + len(wanted)
     return found
-
-
-def _span(page: Folded, start: int, length: int) -> tuple[int, int]:
-    return page.places[start], page.places[start + length - 1] + 1

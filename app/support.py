@@ -102,7 +102,7 @@ def _tokens(text: str) -> Iterator[Token]:
         word = match.group().replace("’", "'")
         folded = word.casefold().removesuffix("'s")
         if folded in SMALL or (folded in LARGE and number is not None):
-            number = _counted(number, folded)
+            number = (number or 1) * LARGE[folded] if folded in LARGE else (number or 0) + SMALL[folded]
             following = words[place + 1].group().casefold() if place + 1 < len(words) else ""
             if following not in SMALL | LARGE and not (folded in LARGE and following == "and"):
                 yield Token(str(number), "number" if number != 1 else "word")
@@ -114,12 +114,6 @@ def _tokens(text: str) -> Iterator[Token]:
             yield Token(str(number), "number")
             number = None
         yield _token(word, folded, begins=place == 0)
-
-
-def _counted(number: int | None, word: str) -> int:
-    if word in LARGE:
-        return (number or 1) * LARGE[word]
-    return (number or 0) + SMALL[word]
 
 
 def _token(word: str, folded: str, begins: bool) -> Token:

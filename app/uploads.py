@@ -28,7 +28,7 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
             target = wanted if number == 1 else wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
             if not target.exists():
                 return _copied(path, target)
-            if _same(path, target):
+            if content_digest(path) == content_digest(target):
                 return target
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -58,7 +58,3 @@ def _copied(path: Path, target: Path) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return target
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and content_digest(one) == content_digest(other)

@@ -46,9 +46,9 @@ class Watcher:
         if not folder.is_dir():
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
         self._jobs.workspaces.of(collection)  # is it a name?
-        clash = [w for w in self.folders() if w.collection == collection and _nested(Path(w.path), folder)]
-        if clash:
-            raise UsageError(f"Watching {folder}: {clash[0].path} is watched for {collection!r} already.")
+        for other in (each.path for each in self.folders() if each.collection == collection):
+            if folder.is_relative_to(other) or Path(other).is_relative_to(folder):
+                raise UsageError(f"Watching {folder}: {other} is watched for {collection!r} already.")
         self._store.execute("INSERT INTO watched (path, collection) VALUES (?, ?)", str(folder), collection)
         if self._started:
             self._begin()
@@ -180,7 +180,3 @@ def _through_link(path: Path, root: Path) -> bool:
     """Links in a folder are not followed, by `discover` neither."""
     steps = (path, *path.parents)
     return any(step.is_symlink() for step in steps if step != root and step.is_relative_to(root))
-
-
-def _nested(one: Path, other: Path) -> bool:
-    return one.is_relative_to(other) or other.is_relative_to(one)

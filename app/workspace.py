@@ -134,7 +134,9 @@ class Workspaces(Closing):
         try:
             with self._writers.turn(), writer_lock(self.home.lock) as hold:
                 if hold.before != self._mark:  # another process wrote: what Chroma has in memory may be old
-                    self._refresh_indexes()
+                    with self._lock:  # whoever is searching one opens it again
+                        for file in (each for (what, _), each in self._files.items() if what == "index"):
+                            file.close()
                 self._mark = hold.mark
                 try:
                     yield
@@ -151,13 +153,6 @@ class Workspaces(Closing):
     def close(self) -> None:
         """Let go of the files. Engines stay: they are shared in a process."""
         self._close(lambda *_: True)
-
-    def _refresh_indexes(self) -> None:
-        """Let go of their files; whoever is searching one opens it again."""
-        with self._lock:
-            for (what, _), file in self._files.items():
-                if what == "index":
-                    file.close()
 
     def _close(self, wanted: Callable[[str, str], bool]) -> None:
         """Who needs one of them again opens it anew."""

@@ -88,13 +88,9 @@ def _sentences(texts: Sequence[str]) -> list[Sentence]:
     ]
     kept = [each for each in dict.fromkeys(cut) if SHORTEST_WORDS <= len(each[1].split()) <= LONGEST_WORDS]
     ordinary = set(_LOWER.findall("\n".join(texts)))  # a word that is also written small is no name
-    phrases = Counter(phrase for _, text in kept for phrase in set(_phrases(text)))
+    patterns = (_NUMBER, _NAME, _RARE)
+    phrases = Counter(each for _, text in kept for each in {w for p in patterns for w in p.findall(text)})
     return [_sentence(place, text, phrases, ordinary) for place, text in kept]
-
-
-def _phrases(text: str) -> Iterator[str]:
-    for pattern in (_NUMBER, _NAME, _RARE):
-        yield from pattern.findall(text)
 
 
 def _sentence(place: int, text: str, phrases: Counter[str], ordinary: set[str]) -> Sentence:

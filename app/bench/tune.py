@@ -129,7 +129,8 @@ def find_best(
             until=lambda: clock() - begun >= seconds,
             warm=not asked,
         )
-        asked += _complete(batch, left, journal)
+        keys = [(each.method, each.ratio) for each in left]  # the numbers are paired: of all, or of none
+        asked += [each for each in batch if all((each.digest, *key) in journal for key in keys)]
         if unmeasured:
             break
         for variant in _worse(journal, asked, left, stands, seed):
@@ -146,12 +147,6 @@ def find_best(
     rows = _rows(journal, asked, left, seed)
     found = Verdict(stands, False, "", len(asked), spent, rows, list(dropped.values()))
     return _decided(found, journal, asked, left, stands, most_ratio, seed)
-
-
-def _complete(batch: Sequence[Question], variants: Sequence[Variant], journal: Journal) -> list[Question]:
-    """Those that every variant has answered: the numbers are paired."""
-    keys = [(each.method, each.ratio) for each in variants]
-    return [question for question in batch if all((question.digest, *key) in journal for key in keys)]
 
 
 def _worse(

@@ -123,7 +123,8 @@ def parse_pairs(texts: Sequence[str], variants: Sequence[Variant]) -> tuple[Pair
     for text in texts:
         first, second = _sides(text, variants)
         both = text.count(AT) > 1
-        pairs = [(a, b) for a in first for b in second if a != b and (both or _equal_ratio(a, b))]
+        two = [(a, b) for a in first for b in second if a != b]
+        pairs = [(a, b) for a, b in two if both or None in (a.ratio, b.ratio) or a.ratio == b.ratio]
         if not pairs:
             raise UsageError(
                 f"--compare {text!r}: the two have no ratio in common; name them, as in A@0.05,B@0.15"
@@ -153,7 +154,3 @@ def _named(side: str, variants: Sequence[Variant]) -> list[Variant]:
         return [each for each in variants if each.method == method and each.ratio == float(ratio)]
     except ValueError:
         return []
-
-
-def _equal_ratio(first: Variant, second: Variant) -> bool:
-    return None in (first.ratio, second.ratio) or first.ratio == second.ratio
