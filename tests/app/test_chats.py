@@ -43,9 +43,8 @@ def test_all_of_a_message_comes_back_after_a_restart(path):
 
 
 def test_the_first_question_is_the_title_until_somebody_writes_one(chats):
-    chat_id, *_ = talk(
-        chats, question="What   colour\nhas the sky over the harbour in the early morning, before the sun?"
-    )
+    asked = "What   colour\nhas the sky over the harbour in the early morning, before the sun?"
+    chat_id, *_ = talk(chats, question=asked)
     title = chats.get(chat_id).title
     assert title.startswith("What colour has the sky") and title.endswith("…") and len(title) <= 60
     assert chats.rename(chat_id, " Sky ").title == "Sky"
@@ -65,15 +64,13 @@ def test_pages_are_by_the_last_message(chats):
 
 
 def test_search_finds_all_words_in_titles_and_messages(chats):
-    first, *_ = talk(
-        chats, "Wo liegt die ÄLTESTE Brücke?", "In Trier, " + "sehr " * 60 + "alt, über die Mosel."
-    )
+    answer = "In Trier, " + "sehr " * 60 + "alt, über die Mosel."
+    first, *_ = talk(chats, "Wo liegt die ÄLTESTE Brücke?", answer)
     second, *_ = talk(chats, "What colour has the sky?")
     assert [found.chat.id for found in chats.search("älteste brücke")] == [first]
     found = chats.search("MOSEL über")
-    assert (
-        [f.chat.id for f in found] == [first] and "Mosel" in found[0].snippet and len(found[0].snippet) < 140
-    )
+    assert [f.chat.id for f in found] == [first]
+    assert "Mosel" in found[0].snippet and len(found[0].snippet) < 140
     assert [f.chat.id for f in chats.search("sky colour")] == [second]
     assert chats.search("colour Mosel") == []
     assert chats.search("100%") == [] and chats.search("_") == []
@@ -85,13 +82,8 @@ def test_deleting_leaves_nothing_behind(path, chats):
     kept, *_ = talk(chats)
     chat = chats.create()
     chats.add(chat.id, "user", "Where is the CANARY-7f3a?" * 300)
-    chats.add(
-        chat.id,
-        "assistant",
-        "In the CANARY-7f3a mine.",
-        [source(text="CANARY-7f3a")],
-        {"notice": "CANARY-7f3a"},
-    )
+    told, report = [source(text="CANARY-7f3a")], {"notice": "CANARY-7f3a"}
+    chats.add(chat.id, "assistant", "In the CANARY-7f3a mine.", told, report)
     assert chats.delete(chat.id) > 300 * 25
     for file in path.parent.iterdir():
         assert b"CANARY-7f3a" not in file.read_bytes(), file
@@ -114,15 +106,11 @@ def test_a_branch_is_replaced(path, chats):
 
 
 def test_a_deleted_document_is_forgotten_in_the_sources(path, chats):
-    segments = [
-        {"number": 3, "text": "CANARY begins"},
-        {"number": 2, "text": "other"},
-        {"number": None, "text": "x"},
-    ]
+    texts = {3: "CANARY begins", 2: "other", None: "x"}
+    segments = [{"number": number, "text": text} for number, text in texts.items()]
     chat_id, *_ = talk(chats)
-    answer = chats.add(
-        chat_id, "assistant", "Yes.", [source(3, "d9", "CANARY"), source(2, "d1")], {"segments": segments}
-    )
+    sources = [source(3, "d9", "CANARY"), source(2, "d1")]
+    answer = chats.add(chat_id, "assistant", "Yes.", sources, {"segments": segments})
     later = chats.add(chat_id, "assistant", "It stays.", [source(2, "d1")], {"segments": segments})
     assert chats.forget_removed(lambda nodes: {"node1", "node2"})
     beginnings = [s["text"] for s in chats.message(later.id).report["segments"]]

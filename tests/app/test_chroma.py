@@ -41,11 +41,8 @@ def test_nearest_by_cosine(index):
 def test_a_node_is_as_near_as_its_nearest_window(index):
     rows, question = rows_of(40), rows_of(1, seed=1)[0]
     near = question + 0.01 * rows[:30]
-    groups = {
-        "many": near / np.linalg.norm(near, axis=1, keepdims=True),
-        "few": rows[30:32],
-        "one": rows[32:33],
-    }
+    many = near / np.linalg.norm(near, axis=1, keepdims=True)
+    groups = {"many": many, "few": rows[30:32], "one": rows[32:33]}
     index.upsert(list(groups), list(groups.values()))
     best = sorted(((float((g @ question).max()), name) for name, g in groups.items()), reverse=True)
     hits = index.query(question, 3)
@@ -106,9 +103,7 @@ def test_vectors_of_another_layout_are_named_and_mended(index, metadata):
     index.upsert(["a"], unit(1))
     index._collection().upsert(ids=["x"], embeddings=rows_of(1), metadatas=metadata and [metadata])
     for use in (index.node_ids, lambda: index.query(rows_of(1)[0], 2)):
-        with pytest.raises(
-            LibraryError, match=r"without the id of a passage.*ragblend store repair"
-        ) as error:
+        with pytest.raises(LibraryError, match=r"without the id of a passage.*store repair") as error:
             use()
         assert str(index.folder) in str(error.value)
     index.rebuild([(["a"], unit(1))])

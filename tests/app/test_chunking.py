@@ -12,49 +12,45 @@ def words(text):
     return len(text.split())
 
 
+def cut(parts, chunk_tokens, overlap_tokens=0, count=words):
+    return cut_document("d", parts, count, Cut(chunk_tokens, overlap_tokens))
+
+
 def sentences(tag, count):
     return " ".join(f"This is sentence {tag}{n} of the text." for n in range(count))
 
 
 def test_passages_hold_all_text_once_and_fit():
-    parts = [
-        Part(sentences("a", 20), "p. 1"),
-        Part(sentences("b", 3), "p. 2"),
-        Part(sentences("c", 20), "p. 3"),
-    ]
-    passages = cut_document("d", parts, words, Cut(chunk_tokens=40))
+    lengths = ("a", 20), ("b", 3), ("c", 20)
+    parts = [Part(sentences(*each), f"p. {n}") for n, each in enumerate(lengths, start=1)]
+    passages = cut(parts, 40)
     assert all(words(passage.text) <= 40 for passage in passages)
     assert " ".join(p.text for p in passages).split() == " ".join(part.text for part in parts).split()
     assert [passage.index for passage in passages] == list(range(len(passages)))
 
 
 def test_location_spans_pages():
-    parts = [
-        Part(sentences("a", 2), "p. 1"),
-        Part(sentences("b", 2), "p. 2"),
-        Part(sentences("c", 2), "p. 3"),
-    ]
-    whole = cut_document("d", parts, words, Cut(chunk_tokens=100))
+    lengths = ("a", 2), ("b", 2), ("c", 2)
+    parts = [Part(sentences(*each), f"p. {n}") for n, each in enumerate(lengths, start=1)]
+    whole = cut(parts, 100)
     assert [passage.location for passage in whole] == ["p. 1 – p. 3"]
-    apart = cut_document("d", parts, words, Cut(chunk_tokens=16))
+    apart = cut(parts, 16)
     assert [passage.location for passage in apart] == ["p. 1", "p. 2", "p. 3"]
 
 
 def test_repeated_text_is_located_in_order():
     parts = [Part("Same words here again.", f"p. {n}") for n in range(4)]
-    passages = cut_document("d", parts, words, Cut(chunk_tokens=5))
+    passages = cut(parts, 5)
     assert [passage.location for passage in passages] == ["p. 0", "p. 1", "p. 2", "p. 3"]
 
 
 def test_without_places_passages_are_numbered():
-    passages = cut_document("d", [Part(sentences("a", 10), "")], words, Cut(chunk_tokens=40))
+    passages = cut([Part(sentences("a", 10), "")], 40)
     assert [passage.location for passage in passages] == ["part 1 of 2", "part 2 of 2"]
 
 
 def test_overlap_is_located_too():
-    passages = cut_document(
-        "d", [Part(sentences("a", 10), "x")], words, Cut(chunk_tokens=40, overlap_tokens=8)
-    )
+    passages = cut([Part(sentences("a", 10), "x")], 40, 8)
     assert len(passages) > 1 and all(passage.location == "x" for passage in passages)
     assert passages[0].text.split()[-7:] == passages[1].text.split()[:7]
 
@@ -65,10 +61,8 @@ def test_one_endless_word_is_cut():
 
 
 def test_node_ids_survive_an_edit_elsewhere():
-    before = cut_document("d", [Part(sentences("a", 20), "")], words, Cut(chunk_tokens=40))
-    after = cut_document(
-        "d", [Part(sentences("a", 20).replace("a19", "zz"), "")], words, Cut(chunk_tokens=40)
-    )
+    before = cut_document("d", [Part(sentences("a", 20), "")], 40)
+    after = cut([Part(sentences("a", 20).replace("a19", "zz"), "")], 40)
     assert [p.node_id for p in before[:-1]] == [p.node_id for p in after[:-1]]
     assert before[-1].node_id != after[-1].node_id
 
@@ -78,20 +72,18 @@ def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
     """What is tokenized and split at once does not grow with the text, which has no sentence that ends."""
     monkeypatch.setattr(chunking, "STRETCH_CHARACTERS", 200)
     monkeypatch.setattr(chunking, "MAX_TOKEN_CHARACTERS", 2)
-    parts = [
-        Part(border.join(f"word{n:03}" for n in range(page, page + 60)), f"p. {page}") for page in (0, 60)
-    ]
+    texts = {page: border.join(f"word{n:03}" for n in range(page, page + 60)) for page in (0, 60)}
+    parts = [Part(text, f"p. {page}") for page, text in texts.items()]
     seen = []
 
     def count(piece):
         seen.append(len(piece))
         return len(piece) // 4 + 1
 
-    passages = cut_document("d", parts, count, Cut(chunk_tokens=20))
+    passages = cut(parts, count, Cut(chunk_tokens=20))
     assert max(seen) <= 40
-    assert "".join("".join(p.text for p in passages).split()) == "".join(
-        "".join(part.text for part in parts).split()
-    )
+    whole, found = ("".join("".join(each.text for each in one).split()) for one in (parts, passages))
+    assert found == whole
     assert {"p. 0", "p. 60"} <= {passage.location for passage in passages}
     assert all(count(passage.text) <= 20 for passage in passages)
 
@@ -99,12 +91,12 @@ def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
 def test_the_passages_of_one_document_are_bounded(monkeypatch):
     monkeypatch.setattr(chunking, "MAX_PASSAGES", 3)
     with pytest.raises(OversizedDocumentError, match="more than 3 passages"):
-        cut_document("d", [Part(sentences("a", 40), "")], words, Cut(chunk_tokens=40))
+        cut_document("d", [Part(sentences("a", 40), "")], 40)
 
 
 def test_a_busy_machine_may_take_its_time_for_sentences(monkeypatch):
     """NLTK's regular expressions give up after five seconds of the clock, with an OSError that ended the whole run."""
     redos = pytest.importorskip("nltk.redos")
     monkeypatch.setattr(redos, "DEFAULT_TIMEOUT", 1e-6)
-    assert len(cut_document("d", [Part(sentences("a", 2000), "")], words, Cut(chunk_tokens=40))) > 300
+    assert len(cut([Part(sentences("a", 2000), "")], 40)) > 300
     assert redos.DEFAULT_TIMEOUT == 1e-6, "for others it is as it was"

@@ -12,11 +12,8 @@ def embedder():
 
 
 def test_meaning_beats_words(embedder):
-    passages = [
-        "The captain steers the ship into port.",
-        "Knead the dough and let it rise.",
-        "Taxes are due in May.",
-    ]
+    ship, bread = "The captain steers the ship into port.", "Knead the dough and let it rise."
+    passages = [ship, bread, "Taxes are due in May."]
     rows = np.concatenate(embedder.embed_passages(passages))
     assert rows.shape == (3, 384) and rows.dtype == np.float32
     assert np.linalg.norm(rows, axis=1) == pytest.approx(1, abs=1e-5)
@@ -48,10 +45,8 @@ def test_a_long_question_is_one_vector(embedder):
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     """A home that moves to another processor is searched with the other ones."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
-    rows = {
-        dtype: np.concatenate(MiniLMEmbedder(dtype).embed_passages(texts))
-        for dtype in ("bfloat16", "float32")
-    }
+    both = ("bfloat16", "float32")
+    rows = {dtype: np.concatenate(MiniLMEmbedder(dtype).embed_passages(texts)) for dtype in both}
     assert np.linalg.norm(rows["bfloat16"], axis=1) == pytest.approx(1, abs=1e-5)
     near = (rows["bfloat16"] * rows["float32"]).sum(axis=1)
     assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])

@@ -74,9 +74,8 @@ def test_everything_comes_in(jobs, workspaces, documents):
     assert (added.files, added.skipped, added.failed) == (3, (), ())
     assert jobs.overview().counts["queued"] == 3 and not jobs.overview().running
     finish(jobs)
-    assert set(states(jobs).values()) == {"done"} and documents_of(workspaces) == dict.fromkeys(
-        states(jobs), State.DONE
-    )
+    assert set(states(jobs).values()) == {"done"}
+    assert documents_of(workspaces) == dict.fromkeys(states(jobs), State.DONE)
     overview = jobs.overview()
     assert (overview.total, overview.finished, overview.seconds_left, overview.running) == (3, 3, 0.0, False)
     assert overview.files_per_minute > 0 and set(overview.counts) == set(STATES)
@@ -312,9 +311,8 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
     assert "not supported" in jobs.upload([documents / "x.xyz"], "default").failed[0][1]
     folder = home / "originals" / "default"
     assert added.files == 1 and sorted(f.name for f in folder.iterdir()) == ["sky (2).txt", "sky.txt"]
-    assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {
-        0o600
-    } and folder.stat().st_mode & 0o777 == 0o700
+    assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
     finish(jobs)
     second = workspaces.library.find("default", "sky (2).txt")
     removed = jobs.remove([second.id, "unknown"], "default")

@@ -22,9 +22,8 @@ def library(tmp_path):
 
 def fill(library, path, texts, recipe="r"):
     document = library.begin("default", path)
-    passages = [
-        Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in enumerate(texts)
-    ]
+    numbered = enumerate(texts)
+    passages = [Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered]
     rows = [np.full((2 + i, 3), i, dtype=np.float32) for i in range(len(texts))]
     library.replace_passages(document, FACTS, recipe, passages, rows)
     return document, [passage.node_id for passage in passages]
@@ -34,8 +33,7 @@ def test_round_trip(library, tmp_path):
     document, nodes = fill(library, "/a/b.txt", ["one", "two"])
     library.finish(document)
     library.close()
-    again = Library(tmp_path / "library.sqlite")
-    try:
+    with Library(tmp_path / "library.sqlite") as again:
         found = again.document("default", "/a/b.txt")
         assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
         assert [passage.text for passage in again.passages_of(document)] == ["one", "two"]
@@ -44,8 +42,6 @@ def test_round_trip(library, tmp_path):
         assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
         assert again.damage == ""
-    finally:
-        again.close()
 
 
 def test_file_is_private_and_durable(library):
@@ -155,7 +151,6 @@ def test_a_registry_of_version_one_gets_checksums_once(tmp_path):
     sql.commit()
     sql.close()
     for _ in range(2):
-        library = Library(path)
-        assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
-        assert library.unerased() == {"default": True} and library.collections() == ["default"]
-        library.close()
+        with Library(path) as library:
+            assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
+            assert library.unerased() == {"default": True} and library.collections() == ["default"]

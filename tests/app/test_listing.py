@@ -15,18 +15,15 @@ def library(tmp_path):
 
 
 def fill(library, count):
+    states = {n: "failed" if n % 10 == 0 else "done" for n in range(count)}
+    rows = [
+        (f"id{n}", f"/docs/{n % 7}/Größe {n:05}.pdf", state, f"2026-01-{n % 28 + 1:02}")
+        for n, state in states.items()
+    ]
     with library.transaction() as sql:
         sql.executemany(
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, 'default', ?, ?)",
-            (
-                (
-                    f"id{n}",
-                    f"/docs/{n % 7}/Größe {n:05}.pdf",
-                    "failed" if n % 10 == 0 else "done",
-                    f"2026-01-{n % 28 + 1:02}",
-                )
-                for n in range(count)
-            ),
+            rows,
         )
 
 

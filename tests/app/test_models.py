@@ -2,22 +2,16 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hub_server import serve_hub
 
-from ragblend.app.models import (
-    GIGABYTE,
-    SUGGESTIONS,
-    Here,
-    Machine,
-    full_name,
-    models_here,
-    offers,
-    this_machine,
-)
+from ragblend.app import models
+from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, Machine, ModelDownload, full_name, offers
 from ragblend.app.settings import Settings
+from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
 
@@ -95,7 +89,7 @@ def test_the_suggestions_can_be_true():
 
 
 def test_this_machine_is_measured():
-    machine = this_machine("cpu", "float32")
+    machine = models.this_machine("cpu", "float32")
     assert machine.bytes_a_parameter == 4 and machine.free_bytes > 0
     assert machine.flops_per_s > 0 and machine.bytes_per_s > 0
 
@@ -212,7 +206,7 @@ def test_a_picker_offers_each_once_and_what_is_in_use():
 
 
 def test_an_empty_home_has_no_models_of_its_own(tmp_path, hub_cache):
-    assert {one.kind for one in models_here(tmp_path / "models")} <= {"bundled"}
+    assert {one.kind for one in models.models_here(tmp_path / "models")} <= {"bundled"}
 
 
 def test_the_page_tells_a_newcomer_of_larger_ones():
@@ -222,3 +216,54 @@ def test_the_page_tells_a_newcomer_of_larger_ones():
     welcome = views.chat.welcome
     assert told in welcome(0, [], "It is <small>.", fitting) and "under Settings" not in welcome(0)
     assert views.settings.larger_models("It is small.", []) == ""
+
+
+def download_that(monkeypatch, act):
+    monkeypatch.setattr(models, "download", act)
+    return ModelDownload("anna/model")
+
+
+@pytest.mark.parametrize("error", [ModelNotFoundError("no such model"), ZeroDivisionError("a bug")])
+def test_whatever_ends_it_is_raised_to_who_waits(monkeypatch, error):
+    """An error of no kind of ours would have passed for a model that is here."""
+
+    def fail(name, progress, stop):
+        raise error
+
+    going = download_that(monkeypatch, fail)
+    with pytest.raises(type(error), match=str(error)):
+        going.wait(60)
+
+
+def test_it_is_not_over_before_it_is_and_says_how_far_it_is(monkeypatch):
+    come, go_on = threading.Event(), threading.Event()
+
+    def fetch(name, progress, stop):
+        progress(25, 100)
+        come.set()
+        assert go_on.wait(60)
+
+    going = download_that(monkeypatch, fetch)
+    assert come.wait(60) and not going.wait(0)
+    assert (going.done, going.total) == (25, 100) and going.seconds_left > 0
+    go_on.set()
+    assert going.wait(60)
+
+
+def test_a_stop_is_what_ended_it_whatever_the_thread_says_later(monkeypatch):
+    stopped = threading.Event()
+
+    def fetch(name, progress, stop):
+        assert stop.wait(60)
+        stopped.set()
+        raise ConnectionError("the line was cut")
+
+    going = download_that(monkeypatch, fetch)
+    assert going.seconds_left is None
+    going.stop()
+    with pytest.raises(DownloadStoppedError, match="kept for the next time"):
+        going.wait(60)
+    assert stopped.wait(60)
+    going._thread.join(60)
+    with pytest.raises(DownloadStoppedError):
+        going.wait(0)

@@ -1,29 +1,27 @@
-"""Settings: file, environment and command line, in that order; nothing unknown and nothing impossible gets in."""
+"""Settings: file, environment and command line, in that order; nothing unknown and nothing impossible gets in.
+
+What is written is only what was changed, atomically, for this user only.
+"""
 
 import dataclasses
 
 import pytest
 
-from ragblend.app.settings import Settings
+from ragblend.app.settings import KV_CODECS, Settings, save_settings, with_changes
 from ragblend.kvstore.errors import SettingsError
 
 
-def write(tmp_path, text):
-    path = tmp_path / "settings.toml"
-    path.write_text(text)
-    return path
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "settings.toml"
 
 
-def test_each_source_overrides_the_one_before(tmp_path):
-    path = write(tmp_path, 'model = "file"\nratio = 0.3\ntop_k = 3\n')
+def test_each_source_overrides_the_one_before(path):
+    path.write_text('model = "file"\nratio = 0.3\ntop_k = 3\n')
     environment = {"RAGBLEND_RATIO": "0.4", "RAGBLEND_TOP_K": "4", "RAGBLEND_HOME": "/x", "OTHER": "1"}
     settings = Settings.load(path, environment, {"top_k": 5, "method": None})
-    assert (settings.model, settings.ratio, settings.top_k, settings.method) == (
-        "file",
-        0.4,
-        5,
-        "probe-shift",
-    )
+    found = settings.model, settings.ratio, settings.top_k, settings.method
+    assert found == ("file", 0.4, 5, "probe-shift")
 
 
 def test_no_file_means_defaults(tmp_path):
@@ -51,9 +49,10 @@ def test_settings_cannot_be_changed():
         ("this is not toml", {}, ["settings.toml", "Correct the file"]),
     ],
 )
-def test_wrong_settings_name_source_key_and_remedy(tmp_path, text, environment, words):
+def test_wrong_settings_name_source_key_and_remedy(path, text, environment, words):
+    path.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        Settings.load(write(tmp_path, text), environment)
+        Settings.load(path, environment)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -86,15 +85,13 @@ def test_impossible_values_are_refused(change):
 
 
 def test_the_codecs_are_the_stores():
-    from ragblend.app.settings import KV_CODECS
     from ragblend.kvstore.codec import CODECS
 
     assert set(KV_CODECS) == set(CODECS)
 
 
-def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(tmp_path):
+def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(path):
     """It invents what it says after that."""
-    path = tmp_path / "settings.toml"
     bundled, other = Settings.load(path, {}), Settings.load(path, {}, {"model": "owner/large"})
     assert (bundled.answering["max_new_tokens"], bundled.answering["one_sentence"]) == (48, True)
     assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
@@ -111,3 +108,30 @@ def test_what_is_no_name_opens_no_collection(workspaces, name):
     assert workspaces.names() == ["default"]
     workspaces.create("letters")
     assert workspaces.change(top_k=3).top_k == 3
+
+
+def test_what_is_written_is_read_again(path):
+    save_settings(path, {"top_k": 9, "ratio": "auto", "temperature": 0.5, "model": 'a "quoted"\\name'})
+    found = Settings.load(path, environment={})
+    assert (found.top_k, found.ratio, found.temperature, found.model) == (9, "auto", 0.5, 'a "quoted"\\name')
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_comments_and_other_values_stay(path):
+    path.write_text("# mine\ntop_k = 3\nmethod = 'reuse'  # quick\n")
+    save_settings(path, {"top_k": 4, "device": None})
+    assert path.read_text() == "# mine\ntop_k = 4\nmethod = 'reuse'  # quick\n"
+
+
+def test_a_line_is_changed_taken_out_or_added():
+    assert with_changes("device = 'cpu'\ntop_k = 3\n", {"device": None, "model": None}) == "top_k = 3\n"
+    assert with_changes("top_k_more = 1\n", {"top_k": 2}) == "top_k_more = 1\ntop_k = 2\n", "begins alike"
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 0}, {"ratio": 7}, {"nonsense": 1}, {"model": ""}])
+def test_what_is_impossible_changes_nothing(path, changes):
+    path.write_text("top_k = 3\n")
+    with pytest.raises(SettingsError):
+        save_settings(path, changes)
+    assert path.read_text() == "top_k = 3\n"
+    assert list(path.parent.iterdir()) == [path]

@@ -43,16 +43,13 @@ def test_each_tier_counts_its_own_over_all_processes(tmp_path, chunk):
     assert (first["policy"], first["entries"], first["tiers"]["memory"]["bytes"]) == ("lru", 1, 48)
     once = {"memory": COUNTS | {"hits": 2, "misses": 1}, "disk": COUNTS | {"hits": 1, "misses": 1}}
     assert {name: tier["this_process"] for name, tier in first["tiers"].items()} == once
-    second = use(
-        tmp_path / "kv", chunk
-    )  # what it asks first the other has stored: it climbs at once, or is read
+    second = use(tmp_path / "kv", chunk)  # what it asks first the other has stored: it climbs, or is read
     assert second["policy"] == "lru"
     now = {name: tier["this_process"] for name, tier in second["tiers"].items()}
     assert now == {"memory": COUNTS | {"hits": 2, "misses": 2}, "disk": COUNTS | {"hits": 2}}
     for name, tier in second["tiers"].items():
-        assert {each: tier[each] for each in COUNTS} == {
-            each: now[name][each] + once[name][each] for each in COUNTS
-        }
+        both = {each: now[name][each] + once[name][each] for each in COUNTS}
+        assert {each: tier[each] for each in COUNTS} == both
 
 
 def test_the_command_says_it_and_the_settings_reach_the_store(tmp_path, chunk, monkeypatch):

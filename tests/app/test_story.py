@@ -53,9 +53,8 @@ def test_second_run_encodes_nothing(workspace, folder):
 
 def test_stored_kv_is_reused_for_the_same_prompt(workspace):
     fused, full = asked(workspace, QUESTION), asked(workspace, QUESTION, method="full")
-    assert fused.sources[0].document == "bell.md" and any(
-        "herring" in source.text for source in fused.sources
-    )
+    assert fused.sources[0].document == "bell.md"
+    assert any("herring" in source.text for source in fused.sources)
     for answer in (fused, full):
         tokens = answer.report.tokens
         assert tokens.reused + tokens.recomputed + tokens.fresh + tokens.missing == tokens.prompt
@@ -92,9 +91,7 @@ def test_repair_after_losing_index_and_kv(workspace):
 
 def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
     extra = folder / "extra.txt"
-    extra.write_text(
-        "The lamp in the chapel burns seal oil, which the bishop sends every autumn in a blue jar."
-    )
+    extra.write_text("The lamp in the chapel burns seal oil, which the bishop sends in a blue jar.")
     before = set(workspace.engine.store.keys())
     ingest(workspace, [folder])
     assert len(set(workspace.engine.store.keys()) - before) == 1

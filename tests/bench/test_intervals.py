@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from ragblend.app.bench.summary import (
-    difference_interval,
-    mean_interval,
-    ratio_interval,
-    recovery_interval,
-)
+from ragblend.app.bench.summary import difference_interval, mean_interval, ratio_interval, recovery_interval
 
 
 def test_the_interval_of_a_mean_is_the_normal_one_for_many_values() -> None:
@@ -45,9 +40,7 @@ def test_recovery_resamples_numerator_and_denominator_together() -> None:
 def test_too_few_values_say_nothing() -> None:
     assert mean_interval([1.0]) is None
     assert difference_interval([], []) is None
-    assert (
-        recovery_interval([0.0, 0.1], [0.0, 0.1]) is None
-    )  # a prompt on which reuse is exact: the ratio may not exist
+    assert recovery_interval([0.0, 0.1], [0.0, 0.1]) is None  # where reuse is exact the ratio may not exist
 
 
 def test_the_interval_of_a_ratio_is_paired() -> None:

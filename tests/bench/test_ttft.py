@@ -105,13 +105,8 @@ def test_too_many_chunks_for_the_window_are_refused_and_leave_nothing(engine) ->
 
 
 def test_the_child_measures_a_peak_and_refuses_another_one(engine, model_folder, home) -> None:
-    opened = {
-        "model": str(model_folder),
-        "home": str(home),
-        "device": "cpu",
-        "dtype": "float32",
-        "collection": "bench",
-    }
+    how = {"device": "cpu", "dtype": "float32", "collection": "bench"}
+    opened = how | {"model": str(model_folder), "home": str(home)}
     with ttft.encoded(engine, cut_texts(engine, SOURCE, 4, 400)) as stored:
         reuse = opened, stored.prompt, Variant("reuse")
         peak = peak_bytes(*reuse)
