@@ -56,12 +56,12 @@ def test_overlap_is_located_too():
 
 
 def test_one_endless_word_is_cut():
-    passages = cut_document("d", [Part("x" * 500, "")], len, Cut(chunk_tokens=100))
+    passages = cut([Part("x" * 500, "")], 100, count=len)
     assert "".join(passage.text for passage in passages) == "x" * 500
 
 
 def test_node_ids_survive_an_edit_elsewhere():
-    before = cut_document("d", [Part(sentences("a", 20), "")], 40)
+    before = cut([Part(sentences("a", 20), "")], 40)
     after = cut([Part(sentences("a", 20).replace("a19", "zz"), "")], 40)
     assert [p.node_id for p in before[:-1]] == [p.node_id for p in after[:-1]]
     assert before[-1].node_id != after[-1].node_id
@@ -80,7 +80,7 @@ def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
         seen.append(len(piece))
         return len(piece) // 4 + 1
 
-    passages = cut(parts, count, Cut(chunk_tokens=20))
+    passages = cut(parts, 20, count=count)
     assert max(seen) <= 40
     whole, found = ("".join("".join(each.text for each in one).split()) for one in (parts, passages))
     assert found == whole
@@ -91,7 +91,7 @@ def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
 def test_the_passages_of_one_document_are_bounded(monkeypatch):
     monkeypatch.setattr(chunking, "MAX_PASSAGES", 3)
     with pytest.raises(OversizedDocumentError, match="more than 3 passages"):
-        cut_document("d", [Part(sentences("a", 40), "")], 40)
+        cut([Part(sentences("a", 40), "")], 40)
 
 
 def test_a_busy_machine_may_take_its_time_for_sentences(monkeypatch):
