@@ -53,7 +53,8 @@ def apart(
     """
     reply = None
     while reply is None:
-        process = _borrow()
+        with _idle_lock:
+            process = _idle.pop() if _idle else _Process()
         reply = process.reply((work, path, arguments, memory_bytes), on_page, silent_s)
     if isinstance(reply, DocumentError):
         raise reply
@@ -122,11 +123,6 @@ class _Process:
 
 _idle: list[_Process] = []
 _idle_lock = threading.Lock()
-
-
-def _borrow() -> _Process:
-    with _idle_lock:
-        return _idle.pop() if _idle else _Process()
 
 
 def _give_back(process: _Process) -> None:

@@ -7,6 +7,7 @@ from the oldest turn on, far enough that it does not happen again with every que
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from ragblend.app.answer import Source
@@ -87,14 +88,10 @@ def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequen
     """
     known = {source.node_id: source.number for message in messages for source in message.sources}
     present = {source.node_id for turn in turns for source in turn.sources}
-    following = 1 + max(known.values(), default=0)
-    result = []
-    for source in found:
-        number = known.get(source.node_id)
-        if number is None:
-            number, following = following, following + 1
-        result.append(replace(source, number=number, earlier=source.node_id in present))
-    return result
+    following = count(1 + max(known.values(), default=0))
+    numbers = (known[s.node_id] if s.node_id in known else next(following) for s in found)
+    pairs = zip(found, numbers, strict=True)
+    return [replace(s, number=number, earlier=s.node_id in present) for s, number in pairs]
 
 
 def fit(

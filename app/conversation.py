@@ -106,9 +106,7 @@ class Conversations:
         """Ask something else in the place of a question: it and all after it are replaced. Raises as `ask` does."""
         message = self._chats.message(message_id)
         if message.role != "user" or not question.strip():
-            raise UsageError(
-                "Editing a message: it must be a question, and stay one. Edit a question of yours."
-            )
+            raise UsageError("Editing a message: it must be a question, and stay one. Edit one of yours.")
         (options or AskOptions()).settings(self.settings)  # before anything is removed
         self._chats.replace_from(message_id)
         return self.ask(message.chat_id, question, options)
@@ -128,9 +126,7 @@ class Conversations:
         answer = self._chats.message(message_id)
         hood = Hood.from_json(answer.report)
         if hood is None:
-            raise UsageError(
-                "Measuring full prefill: this message is no finished answer of the model. Take another."
-            )
+            raise UsageError("Measuring full prefill: this is no finished answer of the model. Take another.")
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
         prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)

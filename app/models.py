@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,11 +88,8 @@ def offers(machine: Machine, most: int = 3) -> list[Offer]:
     """
     every = [_offer(model, machine) for model in SUGGESTIONS]
     fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
-    usable = [
-        offer
-        for offer in fitting
-        if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S and offer.first_token_s <= LONGEST_FIRST_TOKEN_S
-    ]
+    quick = [offer for offer in fitting if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S]
+    usable = [offer for offer in quick if offer.first_token_s <= LONGEST_FIRST_TOKEN_S]
     if len(usable) <= most:
         return usable or fitting[:1]
     step = (len(usable) - 1) / (most - 1)
@@ -149,26 +147,22 @@ def this_machine(device: str | None, dtype: str | None) -> Machine:
 
 def models_here(models: Path, *folders: Path) -> list[Here]:
     """The bundled model, those of the hub's cache, and .gguf files and converted ones in these folders."""
-    found = [*_bundled(), *(Here(name, "hub", size) for name, size in cached_models())]
+    bundled = []
+    with suppress(ModelError):  # it may not be installed
+        bundled.append(find_model(DEFAULT))
+    found = [Here(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
+    found += [Here(name, "hub", size) for name, size in cached_models()]
     for folder in (models, *folders):
         files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
         found += [Here(str(file), ".gguf", file.stat().st_size) for file in files]
-    return [*found, *_converted(models)]
+    return [*found, *_converted(models, bundled)]
 
 
-def _bundled() -> Iterator[Here]:
-    try:
-        yield Here(DEFAULT, "bundled", find_model(DEFAULT).stat().st_size)
-    except ModelError:  # not installed
-        return
-
-
-def _converted(models: Path) -> Iterator[Here]:
+def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[Here]:
     """What was converted from a .gguf, but for the bundled one, which is listed as what it is."""
-    bundled = [find_model(DEFAULT).stem for _ in _bundled()]
     for config in sorted(models.glob("*/config.json")):
         folder = config.parent
-        if writes_text(folder) and not any(folder.name.startswith(f"{stem}-") for stem in bundled):
+        if writes_text(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             yield Here(str(folder), "converted", weights)
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ragblend.kvstore.store import KVStore
 
 T = TypeVar("T")
+ENGINE_SETTINGS = (
+    "model", "device", "dtype", "collection", "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
+    "store_policy", "kv_codec", "usd_per_gb_month",
+)  # fmt: skip
 
 
 class Workspaces(Closing):
@@ -208,20 +212,8 @@ class Workspace(Closing):
     def engine(self) -> "Engine":
         from ragblend.engine.engine import Engine
 
-        settings = self.settings
-        return Engine.open(
-            model=settings.model,
-            home=self.home.root,
-            device=settings.device,
-            dtype=settings.dtype,
-            collection=settings.collection,
-            store_budget_bytes=settings.store_budget_bytes,
-            memory_budget_bytes=settings.memory_budget_bytes,
-            device_budget_bytes=settings.device_budget_bytes,
-            store_policy=settings.store_policy,
-            kv_codec=settings.kv_codec,
-            usd_per_gb_month=settings.usd_per_gb_month,
-        )
+        chosen = {name: getattr(self.settings, name) for name in ENGINE_SETTINGS}
+        return Engine.open(home=self.home.root, **chosen)
 
     @property
     def store(self) -> "KVStore":
