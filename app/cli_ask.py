@@ -160,8 +160,9 @@ def _found(chats: "Chats", wanted: str | None) -> "Chat":
     """The conversation with that number or title; None: the latest. Raises LibraryError."""
     if wanted is not None and wanted.isdecimal():
         return chats.get(int(wanted))
-    page = chats.page(limit=1 if wanted is None else -1)
-    found = [chat for chat in page.chats if wanted is None or chat.title.casefold() == wanted.casefold()]
+    found = list(chats.page(limit=1 if wanted is None else -1).chats)
+    if wanted is not None:
+        found = [chat for chat in found if chat.title.casefold() == wanted.casefold()]
     if len(found) == 1:
         return found[0]
     what = "there is none yet" if wanted is None else f"{len(found) or 'none'} of that title"

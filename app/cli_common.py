@@ -1,7 +1,6 @@
 """What every command shares: its options, the workspace, and where its words go."""
 
 import contextlib
-import functools
 import inspect
 import json
 import sys
@@ -114,12 +113,10 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Co
 def runner(function: Command) -> Callable[..., None]:
     """What typer calls: with the function's arguments and options, those of classes of options one by one."""
     asked = inspect.signature(function, eval_str=True).parameters
-    classes: dict[str, Any] = {
-        name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)
-    }
+    kinds: dict[str, Any] = {name: one.annotation for name, one in asked.items()}
+    classes: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
     options = {name: _options(kind) for name, kind in reversed(classes.items())}  # the shared ones last
 
-    @functools.wraps(function)
     def run(**values: Any) -> None:
         given = {
             name: kind(**{each.name: values.pop(each.name) for each in options[name]})
@@ -139,21 +136,17 @@ def runner(function: Command) -> Callable[..., None]:
     parameters += chain(*options.values())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    del run.__wrapped__  # else typer reads the annotations of what is wrapped
+    run.__doc__ = function.__doc__
     return run
 
 
 def _options(kind: Any) -> list[inspect.Parameter]:
     types = get_type_hints(kind)
+    listed = [each for each in fields(kind) if "option" in each.metadata]
+    asked = {each: Annotated[types[each.name], each.metadata["option"]] for each in listed}
     return [
-        inspect.Parameter(
-            each.name,
-            KEYWORD_ONLY,
-            default=each.default,
-            annotation=Annotated[types[each.name], each.metadata["option"]],
-        )
-        for each in fields(kind)
-        if "option" in each.metadata
+        inspect.Parameter(each.name, KEYWORD_ONLY, default=each.default, annotation=told)
+        for each, told in asked.items()
     ]
 
 

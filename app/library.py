@@ -87,8 +87,7 @@ class Library(Database):
         return [_document(row) for row in rows]
 
     def document(self, collection: str, path: str) -> Document | None:
-        rows = self.rows(f"SELECT {COLUMNS} WHERE id = ?", document_id(collection, path))
-        return _document(rows[0]) if rows else None
+        return next(iter(self.documents_with([document_id(collection, path)]).values()), None)
 
     def counts_by_state(self, collection: str) -> dict[str, int]:
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"

@@ -76,16 +76,16 @@ def ingested(source: Source) -> list[list[str]]:
     from ragblend.app.settings import Settings
 
     assert source.docs is not None
-    path = Home.resolve(source.home).library
+    path, collection = Home.resolve(source.home).library, source.collection or Settings.collection
     below = None if source.docs == ALL_DOCUMENTS else Path(source.docs).expanduser().absolute()
     found: list[list[str]] = []
     if path.exists():
         with Library(path) as library:
-            for document in library.documents(source.collection or Settings.collection):
+            for document in library.documents(collection):
                 if document.passages and (below is None or Path(document.path).is_relative_to(below)):
                     found.append([passage.text for passage in library.passages_of(document.id)])
     if not found:
-        where = f"in the collection {source.collection!r}" if below is None else f"under {below}"
+        where = f"in the collection {collection!r}" if below is None else f"under {below}"
         raise UsageError(
             f"--docs: no ingested document is {where}; `ragblend ingest` it first (`ragblend docs list` shows what "
             f"there is, `--docs {ALL_DOCUMENTS}` takes every document)"
