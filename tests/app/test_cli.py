@@ -87,7 +87,7 @@ def test_ingest_json(cli, documents, read):
     assert len(value["unchanged"]) == 3 and value["encoded"] == value["embedded"] == 0
 
 
-def test_unknown_path(cli, tmp_path, read, capfd):
+def test_unknown_path(cli, tmp_path, read):
     assert cli("ingest", tmp_path / "nowhere", "--json") == 1
     assert read()["failed"][0]["type"] == "DocumentNotFoundError"
 

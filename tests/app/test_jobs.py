@@ -361,13 +361,23 @@ def test_pages_are_searched_and_ordered(tmp_path):
     store.close()
 
 
-def test_a_file_is_left_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
+def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("A word. " * 500)
-    counted, count = [], engine.count_tokens
+    counted, count, workspace = [], engine.count_tokens, workspaces.of("default")
     monkeypatch.setattr(engine, "count_tokens", lambda piece: counted.append(piece) or count(piece))
     with workspaces.writing(), pytest.raises(Cancelled):
-        ingest_file(workspaces.of("default"), tmp_path / "a.txt", leave=lambda: bool(counted))
+        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(counted))
     assert len(counted) == 1 and workspaces.library.counts_by_state("default")["pending"] == 1
+    reading = []
+
+    def read(path, on_page):
+        reading.append(path)
+        on_page(0, 0)
+        pytest.fail("it was not left")
+
+    monkeypatch.setattr("ragblend.app.readers.read_document", read)
+    with workspaces.writing(), pytest.raises(Cancelled):
+        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(reading))
 
 
 def test_pace():
