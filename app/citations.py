@@ -92,7 +92,8 @@ def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> lis
     ]
     named, sentence = {number for _, _, number in numbers}, NUMBERS.sub("", text[start:stop])
     known = {source.number: source for source in sources if source.number in named}
-    places = {number: _place(sentence, source) for number, source in known.items()}
+    found = {number: _support(sentence, source) for number, source in known.items()}
+    places = {number: (place.start, place.stop) for number, place in found.items() if place is not None}
     return [Citation(*each, known.get(each[2]), place=places.get(each[2])) for each in numbers]
 
 
@@ -103,11 +104,6 @@ def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citatio
         return []
     _, _, best, place = max(found)
     return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
-
-
-def _place(sentence: str, source: Source) -> tuple[int, int] | None:
-    place = _support(sentence, source)
-    return (place.start, place.stop) if place is not None else None
 
 
 def _support(sentence: str, source: Source) -> Place | None:

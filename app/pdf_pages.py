@@ -7,6 +7,7 @@ import ctypes
 import io
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -135,12 +136,9 @@ def _characters(page: Any) -> list[str]:
     """The page's characters by pdfium's own indexes, which those of its text as a string are not."""
     from pypdfium2 import raw
 
-    textpage = page.get_textpage()
-    try:
+    with closing(page.get_textpage()) as textpage:
         codes = (raw.FPDFText_GetUnicode(textpage, index) for index in range(textpage.count_chars()))
         return ["" if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF else chr(code) for code in codes]
-    finally:
-        textpage.close()
 
 
 def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]]) -> PageImage:
@@ -154,13 +152,10 @@ def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]])
 
 
 def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
-    textpage = page.get_textpage()
-    try:
+    with closing(page.get_textpage()) as textpage:
         count = textpage.count_rects(span[0], span[1] - span[0])
         found = [_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
         return [box for box in found if box.left < box.right and box.top < box.bottom]
-    finally:
-        textpage.close()
 
 
 def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:

@@ -80,15 +80,16 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 
 def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
     """One panel a (chunks, tokens, cache): stacked bars of where the time to the first token went."""
-    cases = list(dict.fromkeys((row["chunks"], row["tokens"], row["cache"]) for row in rows))
-    figure = figure_of(9.0, 1.2 + sum(0.7 + 0.3 * len(_of_case(rows, case)) for case in cases))
+    cases: dict[tuple[int, int, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row["chunks"], row["tokens"], row["cache"]), []).append(row)
+    figure = figure_of(9.0, 1.2 + sum(0.7 + 0.3 * len(own) for own in cases.values()))
     panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
-    for axes, case in zip(panels, cases, strict=True):
-        _draw_bars(axes, _of_case(rows, case))
+    for axes, (case, own) in zip(panels, cases.items(), strict=True):
+        _draw_bars(axes, own)
         axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {case[2]} disk", fontsize=9)
-    panels[-1].set_xlabel(
-        "milliseconds to the first token (load runs beside the compute; what it costs is the stall)"
-    )
+    beside = "load runs beside the compute; what it costs is the stall"
+    panels[-1].set_xlabel(f"milliseconds to the first token ({beside})")
     panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
     entitle(figure, title)
     figure.savefig(path, dpi=120)
@@ -97,9 +98,7 @@ def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
 def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
     ends = [0.0] * len(rows)
     for part, colour in WHERE_COLOURS.items():
-        widths = [
-            (row["retrieve_ms"] or 0.0) if part == "retrieve" else row["where_ms"][part] for row in rows
-        ]
+        widths = [(row["where_ms"] | {"retrieve": row["retrieve_ms"] or 0.0})[part] for row in rows]
         axes.barh(range(len(rows)), widths, left=ends, color=colour, label=part.replace("_", " "))
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, row in enumerate(rows):
@@ -108,10 +107,6 @@ def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(ends))
-
-
-def _of_case(rows: Sequence[Row], case: tuple[int, int, str]) -> list[Row]:
-    return [row for row in rows if (row["chunks"], row["tokens"], row["cache"]) == case]
 
 
 def figure_of(width: float, height: float) -> "Figure":

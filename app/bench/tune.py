@@ -134,7 +134,7 @@ def find_best(
         if unmeasured:
             break
         for variant in _worse(journal, asked, left, stands, seed):
-            dropped[variant] = _rows(journal, asked, [variant], seed)[0]
+            dropped[variant] = summarise(journal.records, asked, [variant], seed)[0][0]
             left.remove(variant)
     spent = clock() - begun
     if len(asked) < FEWEST_QUESTIONS:
@@ -144,7 +144,7 @@ def find_best(
             f"Tuning: {n} questions were measured, and {FEWEST_QUESTIONS} are the fewest to choose by ({each}). What "
             "was measured is kept; run the same command again with more --minutes."
         )
-    rows = _rows(journal, asked, left, seed)
+    rows, _ = summarise(journal.records, asked, left, seed)
     found = Verdict(stands, False, "", len(asked), spent, rows, list(dropped.values()))
     return _decided(found, journal, asked, left, stands, most_ratio, seed)
 
@@ -172,11 +172,6 @@ def _kl(journal: Journal, question: Question, variant: Variant) -> float:
     value = journal.records[question.digest, variant.method, variant.ratio].kl
     assert value is not None, variant
     return value
-
-
-def _rows(journal: Journal, asked: Sequence[Question], variants: Sequence[Variant], seed: int) -> list[Row]:
-    rows, _ = summarise(journal.records, asked, variants, seed)
-    return rows
 
 
 def _decided(
