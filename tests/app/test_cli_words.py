@@ -67,9 +67,8 @@ def two(cli, documents, capfd):
     return cli
 
 
-def test_collections_are_listed_with_what_they_hold(two, capfd):
-    assert two("collections", "--json") == 0
-    rows = json.loads(capfd.readouterr().out)["collections"]
+def test_collections_are_listed_with_what_they_hold(two, told, capfd):
+    rows = told("collections")["collections"]
     assert [(row["collection"], row["documents"], row["passages"], row["current"]) for row in rows] == [
         ("default", 3, 4, True),
         ("harbour", 1, 1, False),
@@ -78,20 +77,16 @@ def test_collections_are_listed_with_what_they_hold(two, capfd):
     assert "1 document" in capfd.readouterr().out
 
 
-def test_a_collection_is_taken_out_whole(two, home, capfd):
+def test_a_collection_is_taken_out_whole(two, told, capfd):
     assert two("collections", "rm", "nosuch") == 2
     assert "default, harbour" in capfd.readouterr().err
     kept = two.engine.stored()
-    assert two("collections", "rm", "harbour", "--json") == 0
-    removed = json.loads(capfd.readouterr().out)
-    assert len(removed["removed"]) == 1 and two.engine.stored() < kept
-    assert two("collections", "--json") == 0
-    assert [row["collection"] for row in json.loads(capfd.readouterr().out)["collections"]] == ["default"]
+    assert len(told("collections", "rm", "harbour")["removed"]) == 1 and two.engine.stored() < kept
+    assert [row["collection"] for row in told("collections")["collections"]] == ["default"]
 
 
-def test_all_documents_are_listed(two, capfd):
-    assert two("docs", "list", "--all", "--json") == 0
-    rows = json.loads(capfd.readouterr().out)["documents"]
+def test_all_documents_are_listed(two, told, capfd):
+    rows = told("docs", "list", "--all")["documents"]
     assert [row["collection"] for row in rows] == ["default"] * 3 + ["harbour"]
     assert two("docs", "list", "--all") == 0
     assert "harbour:" in capfd.readouterr().out

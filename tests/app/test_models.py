@@ -94,7 +94,7 @@ def test_this_machine_is_measured():
     assert machine.flops_per_s > 0 and machine.bytes_per_s > 0
 
 
-def test_what_is_here_is_listed(cli, home, tiny_model, hub_cache, tmp_path, capfd):
+def test_what_is_here_is_listed(told, home, tiny_model, hub_cache, tmp_path):
     """Converted ones, .gguf files, the hub's cache; an embedder of that cache is no model to ask."""
     (home / "models" / "tiny-0123-float32").mkdir(parents=True)
     for file in tiny_model.iterdir():
@@ -104,8 +104,7 @@ def test_what_is_here_is_listed(cli, home, tiny_model, hub_cache, tmp_path, capf
     (tmp_path / "more" / "other.gguf").write_bytes(b"GGUF")
     in_cache(hub_cache, "anna/tiny", tiny_model)
     in_cache(hub_cache, "anna/embedder", tiny_model, architectures=["BertModel"])
-    assert cli("models", "list", "--folder", tmp_path / "more", "--json") == 0
-    rows = json.loads(capfd.readouterr().out)["models"]
+    rows = told("models", "list", "--folder", tmp_path / "more")["models"]
     kinds = {Path(row["name"]).name: row["kind"] for row in rows}
     assert kinds == {
         "default": "bundled",
@@ -131,17 +130,14 @@ def in_cache(cache, name, model, **changes):
     (snapshot / "config.json").write_text(json.dumps(config))
 
 
-def test_a_suggestion_asks_nobody(cli, hub, capfd):
-    assert cli("models", "suggest", "--json") == 0
-    assert cli("models", "list") == 0
-    assert hub.asked == []
-    rows = json.loads(capfd.readouterr().out.splitlines()[0])["models"]
+def test_a_suggestion_asks_nobody(told, hub):
+    rows = told("models", "suggest")["models"]
+    assert told("models", "list") and hub.asked == []
     assert all(row["first_token_s"] > 0 and row["tokens_per_s"] > 0 for row in rows)
 
 
-def test_a_model_of_the_hub_is_downloaded_used_and_left_again(cli, hub, home, capfd):
-    assert cli("models", "use", "anna/tiny", "--json") == 0
-    assert json.loads(capfd.readouterr().out) == {"model": "anna/tiny", "before": "default"}
+def test_a_model_of_the_hub_is_downloaded_used_and_left_again(cli, told, hub, home, capfd):
+    assert told("models", "use", "anna/tiny") == {"model": "anna/tiny", "before": "default"}
     assert any("safetensors" in path for path in hub.asked)
     assert Settings.load(home / "settings.toml").model == "anna/tiny"
     assert cli("models", "list") == 0
