@@ -169,8 +169,9 @@ class Chats(Database):
         """Remove a conversation and its bytes in the file. Returns how many bytes of text went."""
         size = "length(CAST(text AS BLOB)) + length(CAST(sources AS BLOB)) + length(CAST(report AS BLOB))"
         query = f"SELECT coalesce(sum({size}), 0) FROM messages WHERE chat_id = ?"
-        (freed,) = self.column(query, chat_id)
-        self.execute("DELETE FROM chats WHERE id = ?", chat_id)
+        with self.transaction() as sql:
+            (freed,) = sql.execute(query, (chat_id,)).fetchone()
+            sql.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
         self.erase()
         return int(freed)
 
