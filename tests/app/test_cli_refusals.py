@@ -120,9 +120,8 @@ def test_an_accelerator_that_is_not_there(without):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    for code, _, err in without(
-        [([*ASK, "--device", "cuda"], {}), (["ingest", ".", "--device", "cuda"], {})]
-    ):
+    runs = [([*command, "--device", "cuda"], {}) for command in (ASK, ("ingest", "."))]
+    for code, _, err in without(runs):
         assert code == 2 and "--device cpu" in err
 
 

@@ -52,9 +52,8 @@ def test_version(capfd):
 def test_the_shell_completes_without_loading_anything(words, position, offered):
     code = f"import sys; sys.modules.update(torch=None, sqlite3=None, numpy=None); {CODE}"
     asked = {"_RAGBLEND_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, timeout=120
-    )
+    how = {"env": os.environ | asked, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", code], **how)
     assert done.returncode == 0 and set(done.stdout.split()) == offered, done.stderr
 
 

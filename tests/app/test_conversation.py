@@ -103,9 +103,8 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     workspaces.create("trains")
     (tmp_path / "train.txt").write_text("The train to the harbour is green and leaves at noon.")
     ingest(workspaces.of("trains"), [tmp_path / "train.txt"])
-    answer = asked(
-        talks, chat, "Which colour has the train to the harbour?", collections=("default", "trains"), top_k=3
-    )
+    where, question = ("default", "trains"), "Which colour has the train to the harbour?"
+    answer = asked(talks, chat, question, collections=where, top_k=3)
     assert {s.collection for s in answer.sources} == {"default", "trains"}
     assert answer.sources[0].document == "train.txt"
     assert {c.collection for c in engine.requests[0][0].chunks} == {"default", "trains"}
@@ -270,9 +269,7 @@ def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
     prompt = engine.requests[-1][0]
     assert len(prompt.token_ids) <= whole and questions[0] not in " ".join(texts(prompt))
     assert "earlier questions are no longer before the model" in answer.report["notice"]
-    assert all(s.node_id in {c.node_id for c in prompt.chunks} for s in answer.sources), (
-        "what it needs came again"
-    )
+    assert {s.node_id for s in answer.sources} <= {c.node_id for c in prompt.chunks}, "it came again"
     engine.context_window = 4096
     asked(talks, chat, SKY)
     assert questions[0] not in " ".join(texts(engine.requests[-1][0]))

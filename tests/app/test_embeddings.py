@@ -22,9 +22,8 @@ def test_meaning_beats_words(embedder):
 
 def test_end_of_a_long_passage_counts(embedder):
     filler = "The committee met and read the minutes of its last meeting aloud. " * 30
-    plain, telling = embedder.embed_passages(
-        [filler, filler + "The lighthouse keeper feeds three grey cats. " * 10]
-    )
+    cats = "The lighthouse keeper feeds three grey cats. " * 10
+    plain, telling = embedder.embed_passages([filler, filler + cats])
     question = embedder.embed_question("Which animals does the lighthouse keeper have?")
     assert len(plain) > 4 and len(telling) > len(plain)
     assert (telling @ question).max() > (plain @ question).max() + 0.3

@@ -113,10 +113,8 @@ def test_of_a_cited_passage_only_the_sentence_is_marked(sources, tmp_path):
     (page,) = locate_source(library, rows[0], wanted).pages
     (all_of_it,) = locate_source(library, rows[0]).pages
     assert len(page.boxes) == 1 and len(all_of_it.boxes) == 5
-    assert page.boxes[0].right - page.boxes[0].left < 0.5 * (
-        all_of_it.boxes[-1].right - all_of_it.boxes[-1].left
-    )
-    assert abs(page.boxes[0].top - all_of_it.boxes[-1].top) < 5
+    box, line = page.boxes[0], all_of_it.boxes[-1]
+    assert box.right - box.left < 0.5 * (line.right - line.left) and abs(box.top - line.top) < 5
     text = tmp_path / "a.txt"
     text.write_text("\n".join(LINES))
     library, rows = sources(text, chunk_tokens=64)
@@ -125,9 +123,8 @@ def test_of_a_cited_passage_only_the_sentence_is_marked(sources, tmp_path):
 
 
 def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
-    library, rows = sources(
-        write_page(tmp_path / "a.pdf", [["Cover"], LINES[:2], LINES[2:]]), chunk_tokens=64
-    )
+    path = write_page(tmp_path / "a.pdf", [["Cover"], LINES[:2], LINES[2:]])
+    library, rows = sources(path, chunk_tokens=64)
     assert rows[0].location == "p. 1 – p. 3"
     pages = locate_source(library, rows[0]).pages
     assert [(page.number, page.label) for page in pages] == [(1, "p. 1"), (2, "p. 2"), (3, "p. 3")]
@@ -171,11 +168,8 @@ def test_text_is_marked_where_it_stands(sources, tmp_path):
 def test_of_equal_passages_the_right_one_is_marked(sources, tmp_path):
     path = tmp_path / "a.txt"
     refrain = "The bell rings over the harbour every evening at eight for all of the boats outside."
-    verses = [
-        f"Verse {n} of the song has these very words and none of the others in it at all here."
-        for n in range(3)
-    ]
-    path.write_text(" ".join(part for verse in verses for part in (verse, refrain)))
+    verse = "Verse {} of the song has these very words and none of the others in it at all here."
+    path.write_text(" ".join(f"{verse.format(n)} {refrain}" for n in range(3)))
     library, rows = sources(path, chunk_tokens=20)
     same = [row for row in rows if row.text == refrain]
     assert len(same) == 3
@@ -195,11 +189,8 @@ def test_every_kind_of_text(sources, tmp_path, make, suffix):
     elif suffix == ".html":
         path.write_text("<h1>Title</h1>" + "".join(f"<p>{line}</p>" for line in LINES))
     else:
-        path.write_text(
-            "\n".join(["name,text", *(f"a,{line.replace(',', ' ')}" for line in LINES)])
-            if suffix == ".csv"
-            else "# T\n\n" + "\n".join(LINES)
-        )
+        table = ["name,text", *(f"a,{line.replace(',', ' ')}" for line in LINES)]
+        path.write_text("\n".join(table if suffix == ".csv" else ["# T", "", *LINES]))
     library, rows = sources(path)
     for row in rows:
         found = locate_source(library, row)

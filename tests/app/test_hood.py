@@ -34,16 +34,14 @@ PROFILE = DeviceProfile(
 def report(**changes):
     trace = Trace((TraceEvent("compute", "host", 0.123456, 1.0, 3), TraceEvent("load", "w0", 0.0, 2.0, 0, 1)))
     counts = TokenCounts(prompt=13, reused=3, recomputed=1, fresh=6, missing=3, generated=7)
-    timings = Timings(
-        load_ms=2.0, stall_ms=0.5, prefill_ms=7.0, ttft_ms=8.0, total_ms=30.0, tokens_per_s=20.0
-    )
+    times = {"load_ms": 2.0, "stall_ms": 0.5, "prefill_ms": 7.0, "ttft_ms": 8.0, "total_ms": 30.0}
+    timings = Timings(**times, tokens_per_s=20.0)
     return Report("cacheblend", 0.15, counts, 0.15, timings, 1, 1, trace=trace, served=SERVED, **changes)
 
 
 def look_at(**options):
-    return look(
-        report(), PROMPT, LABELS, model="m", device="cpu", dtype="float32", retrieve_ms=3.0, **options
-    )
+    where = {"model": "m", "device": "cpu", "dtype": "float32"}
+    return look(report(), PROMPT, LABELS, **where, retrieve_ms=3.0, **options)
 
 
 def test_segments_are_the_whole_context_in_order():

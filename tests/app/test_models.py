@@ -43,9 +43,8 @@ def hub(tiny_model, hub_cache, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        url = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
         yield server
 
 
@@ -67,9 +66,7 @@ def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
     assert quick[0].model is SUGGESTIONS[0] and quick[-1].model is SUGGESTIONS[-1] and len(quick) == 3
     assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
     slowest = offers(Machine(40 * GIGABYTE, 4, 1e9, 1e8))
-    assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], (
-        "none is quick: the smallest, with its figures"
-    )
+    assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
 
 
 def test_figures_grow_with_the_model():

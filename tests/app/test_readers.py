@@ -38,9 +38,8 @@ def test_a_stray_nul_makes_no_binary_file(tmp_path, text):
 
 def test_markdown_keeps_its_text_and_names_headings(tmp_path):
     path = tmp_path / "a.md"
-    path.write_text(
-        "before\n\n# One\n\nfirst <b>x</b> & a < b\n\n## Two ##\n\n```\n# no heading\n```\n| a | b |\n"
-    )
+    second = "## Two ##\n\n```\n# no heading\n```\n| a | b |\n"
+    path.write_text(f"before\n\n# One\n\nfirst <b>x</b> & a < b\n\n{second}")
     parts = read_document(path)
     assert [part.location for part in parts] == ["", "One", "Two"]
     assert "first <b>x</b> & a < b" in parts[1].text
@@ -156,9 +155,8 @@ def test_what_is_no_document_of_its_kind(tmp_path, error, name, content, words):
 
 def test_scanned_pdf_names_text_recognition(tmp_path, make, monkeypatch):
     monkeypatch.setattr(readers, "can_recognise", lambda: False)
-    fails_with(
-        EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "scanned", "ragblend[ocr]", "ocrmypdf"
-    )
+    path = make["pdf"](tmp_path / "a.pdf", ["", ""])
+    fails_with(EmptyDocumentError, path, "scanned", "ragblend[ocr]", "ocrmypdf")
 
 
 @pytest.fixture
@@ -186,14 +184,10 @@ def test_a_scan_is_read(scan):
     pages = []
     parts = read_document(scan, lambda *numbers: numbers in pages or pages.append(numbers))
     assert [part.location for part in parts] == ["p. 1", "p. 2"]
-    assert parts[0].text.split("\n") == [
-        "The harbour master kept two ledgers.",
-        "One of them was for ships that never came.",
-    ]
-    assert parts[1].text == "Printed as text."
-    assert [numbers for numbers in pages if numbers[1]] == [(n, 3) for n in range(4)] + [
-        (n, 2) for n in range(3)
-    ]
+    written = "The harbour master kept two ledgers.\nOne of them was for ships that never came."
+    assert [part.text for part in parts] == [written, "Printed as text."]
+    told = [numbers for numbers in pages if numbers[1]]
+    assert told == [*((n, 3) for n in range(4)), *((n, 2) for n in range(3))]
 
 
 def test_a_scan_can_be_left_between_two_pages(scan):
@@ -319,9 +313,8 @@ def test_honest_archive_passes(tmp_path, make):
 
 def test_no_encoding_fits(tmp_path, monkeypatch):
     """Bytes that no encoding explains: charset-normalizer gives up."""
-    monkeypatch.setattr(
-        "charset_normalizer.from_bytes", lambda data: type("None_", (), {"best": lambda s: None})()
-    )
+    nothing = type("None_", (), {"best": lambda s: None})()
+    monkeypatch.setattr("charset_normalizer.from_bytes", lambda data: nothing)
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x81"[2:] + b"\x81\x8d\x8f\x90\x9d")
     fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8", read=parse)
 
@@ -347,9 +340,8 @@ def test_the_text_of_one_document_is_bounded(tmp_path, monkeypatch, limit):
 
 def test_the_time_for_one_pdf_is_bounded(tmp_path, make, monkeypatch):
     monkeypatch.setattr("ragblend.app.pdf_reader.MAX_SECONDS", 0.0)
-    fails_with(
-        OversizedDocumentError, make["pdf"](tmp_path / "a.pdf", ["x"] * 3), "of its 3 pages", read=parse
-    )
+    path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
+    fails_with(OversizedDocumentError, path, "of its 3 pages", read=parse)
 
 
 def test_epub_with_entities_is_refused(tmp_path):

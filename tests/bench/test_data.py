@@ -36,9 +36,8 @@ def test_skip_leaves_out_what_cannot_be_measured_and_says_it(data_file, entries)
     with pytest.raises(UsageError, match=r"pass --skip to leave it out$"):
         load(data_file)
     loaded = load(data_file, skip=True)
-    assert [question.place for question in loaded.questions] == [
-        f"{data_file}, question {n}" for n in (0, 2, 3)
-    ]
+    places = [question.place for question in loaded.questions]
+    assert places == [f"{data_file}, question {n}" for n in (0, 2, 3)]
     assert [question.index for question in loaded.questions] == [0, 1, 2]
     (skipped,) = loaded.skipped
     assert "--skip" not in skipped.reason

@@ -161,9 +161,8 @@ def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(
         return logits(*arguments) * (float("nan") if len(calls) == 2 else 1)  # the first are full prefill's
 
     monkeypatch.setattr(quality, "teacher_logits", spoilt)
-    with pytest.raises(
-        BenchError, match=r"question 0, method random at ratio 0.3: .* the method's logits hold NaN"
-    ):
+    said = r"question 0, method random at ratio 0.3: .* the method's logits hold NaN"
+    with pytest.raises(BenchError, match=said):
         quality.run(engine, questions[:1], [Variant("random", 0.3)], journal, max_new_tokens=3)
     assert journal.records == {}
     monkeypatch.setattr(quality, "teacher_logits", lambda *arguments: logits(*arguments) * float("nan"))

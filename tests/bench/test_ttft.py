@@ -49,11 +49,9 @@ def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(
 def test_cold_asks_for_every_chunk_to_be_dropped_before_every_prefill(engine, monkeypatch) -> None:
     from ragblend.kvstore.blob import ChunkReader
 
-    dropped = []
-    drop = ChunkReader.drop_page_cache
-    monkeypatch.setattr(
-        ChunkReader, "drop_page_cache", lambda self: dropped.append(self.header.key) or drop(self)
-    )
+    dropped, drop = [], ChunkReader.drop_page_cache
+    listening = lambda self: dropped.append(self.header.key) or drop(self)  # noqa: E731
+    monkeypatch.setattr(ChunkReader, "drop_page_cache", listening)
     ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("warm",), repeats=2))
     assert dropped == []
     ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("cold",), repeats=2))
