@@ -107,7 +107,7 @@ def kv_bytes(workspace: "Workspace") -> dict[str, int]:
         return dict.fromkeys(names, 0)
     sizes = workspace.store.sizes()
     with NodeIndex.open(workspace.home.nodes) as nodes:
-        return {name: sum(sizes.get(key, 0) for key in nodes.keys_of(name)) for name in names}
+        return {name: sum(sizes.get(key, 0) for key in nodes.keys(name)) for name in names}
 
 
 @command(collections, "rm")
