@@ -13,6 +13,7 @@ import difflib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks import filler
@@ -53,9 +54,11 @@ class Task:
 
 
 def magic_numbers(
-    draw: random.Random, spec: Spec, count: CountTokens, keys: int, values: int, asked: int
+    draw: random.Random, spec: Spec, count: CountTokens, many_keys: bool, many_values: bool, all_asked: bool
 ) -> Task:
-    """So many keys with so many numbers each; asked: of how many numbers the keys are asked for, all or one."""
+    """One key or `items` of them, with one number or `items` each; one number or all of them are asked for."""
+    keys, values = spec.items if many_keys else 1, spec.items if many_values else 1
+    asked = keys * values if all_asked else 1
     names, numbers = filler.keys(draw, keys), filler.numbers(draw, keys * values)
     pairs = list(zip((name for name in names for _ in range(values)), numbers, strict=True))
     wanted = pairs if asked == len(pairs) else [draw.choice(pairs)]
@@ -68,26 +71,6 @@ def magic_numbers(
     if values > 1:
         question = f"What are all {values} magic numbers of {whose}?"
     return Task(passages, question, ONE if asked == 1 else ALL, tuple(number for _, number in wanted))
-
-
-def single_needle(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """One key, one number."""
-    return magic_numbers(draw, spec, count, keys=1, values=1, asked=1)
-
-
-def multi_key(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Several keys with a number each; one is asked for."""
-    return magic_numbers(draw, spec, count, keys=spec.items, values=1, asked=1)
-
-
-def multi_value(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """One key with several numbers; all are asked for."""
-    return magic_numbers(draw, spec, count, keys=1, values=spec.items, asked=spec.items)
-
-
-def multi_query(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Several keys with a number each; all are asked for."""
-    return magic_numbers(draw, spec, count, keys=spec.items, values=1, asked=spec.items)
 
 
 def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
@@ -128,10 +111,10 @@ def two_hop(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
 
 
 TASKS: dict[str, Callable[[random.Random, Spec, CountTokens], Task]] = {
-    "single_needle": single_needle,
-    "multi_key": multi_key,
-    "multi_value": multi_value,
-    "multi_query": multi_query,
+    "single_needle": partial(magic_numbers, many_keys=False, many_values=False, all_asked=False),
+    "multi_key": partial(magic_numbers, many_keys=True, many_values=False, all_asked=False),
+    "multi_value": partial(magic_numbers, many_keys=False, many_values=True, all_asked=True),
+    "multi_query": partial(magic_numbers, many_keys=True, many_values=False, all_asked=True),
     "variable_tracking": variable_tracking,
     "two_hop": two_hop,
 }

@@ -32,9 +32,8 @@ REBUILT_NODES = 1000  # written at once: a collection is made again ten times fa
 SYNC_ENTRIES = 1100  # after a thousand (`sync_threshold`) Chroma writes its graph and purges its log
 # Chroma shares one system a folder, and hands it to other threads while it still starts.
 _starting = threading.RLock()
-_using = (
-    threading.RLock()
-)  # a question has Chroma write what it was told before: not while its files are swept
+# A question has Chroma write what it was told before: not while its files are swept.
+_using = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,17 @@ class VectorIndex:
 
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
         """Add or replace nodes, each with its vectors (W, E)."""
-        with self._named_errors("writing to"):
-            self._upsert(self._collection(), node_ids, embeddings)
-
-    def _upsert(self, collection: Any, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
-        owners = [node for node, rows in zip(node_ids, embeddings, strict=True) for _ in rows]
-        ids = [
-            f"{node}#{n}" for node, rows in zip(node_ids, embeddings, strict=True) for n in range(len(rows))
+        vectors = [
+            (node, n) for node, rows in zip(node_ids, embeddings, strict=True) for n in range(len(rows))
         ]
-        for part in _slices(len(ids), self._connect().get_max_batch_size()):
-            collection.upsert(
-                ids=ids[part],
-                embeddings=np.concatenate(embeddings)[part],
-                metadatas=[{NODE: node} for node in owners[part]],
-            )
+        with self._named_errors("writing to"):
+            collection = self._collection()
+            for part in _slices(len(vectors), self._connect().get_max_batch_size()):
+                collection.upsert(
+                    ids=[f"{node}#{n}" for node, n in vectors[part]],
+                    embeddings=np.concatenate(embeddings)[part],
+                    metadatas=[{NODE: node} for node, _ in vectors[part]],
+                )
 
     def delete(self, node_ids: Sequence[str]) -> None:
         """Remove nodes; ids that are not there are no error. Their bytes go with the next `erase`."""
@@ -143,22 +139,19 @@ class VectorIndex:
                 self._client = None
 
     def _connect(self) -> Any:
+        import chromadb
+        from chromadb.config import Settings
+
         with _starting:
-            return self._connected()
-
-    def _connected(self) -> Any:
-        if self._client is None:
-            import chromadb
-            from chromadb.config import Settings
-
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            settings = Settings(anonymized_telemetry=False)
-            try:
-                self._client = chromadb.PersistentClient(path=self.folder, settings=settings)
-            except BaseException:
-                self._forget_failed_start()
-                raise
-        return self._client
+            if self._client is None:
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                settings = Settings(anonymized_telemetry=False)
+                try:
+                    self._client = chromadb.PersistentClient(path=self.folder, settings=settings)
+                except BaseException:
+                    self._forget_failed_start()
+                    raise
+            return self._client
 
     def _forget_failed_start(self) -> None:
         """Chroma keeps what failed to start, a folder each, and would hand it out again after a repair."""

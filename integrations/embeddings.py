@@ -1,7 +1,6 @@
 """The bundled embedder: all-MiniLM-L6-v2 from its own package, offline, on the CPU."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -120,23 +119,15 @@ def _load_model(dtype: str | None) -> Any:
         ) from error
     import torch
     from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
 
     from ragblend.engine.device import pick_dtype
 
-    with _without_bars():
-        model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
-    return model.to(dtype=getattr(torch, pick_dtype(torch.device("cpu"), dtype)))
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers draws a progress bar for the tenth of a second that loading takes."""
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # transformers draws one for the tenth of a second that loading takes
     try:
-        yield
+        model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
     finally:
         if shown:
             logging.enable_progress_bar()
+    return model.to(dtype=getattr(torch, pick_dtype(torch.device("cpu"), dtype)))

@@ -4,14 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from ragblend.ui import (
-    tab_chat,
-    tab_compare,
-    tab_library,
-    tab_settings,
-    tab_store,
-    views,
-)
+from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.context import QUICK, Context, drawn
 from ragblend.ui.guard import dismissed, guard
 
@@ -40,20 +33,19 @@ class Frame:
         self.trouble = drawn("rb-trouble")
         with gr.Tabs(elem_id="rb-tabs"):
             with gr.Tab("Chat", id="chat"):
-                self.chat_parts = tab_chat.build(context)
+                self.chat = tab_chat.ChatTab(context)
             with gr.Tab("Library", id="library") as library_tab:
                 self.library = tab_library.LibraryTab(context)
             with gr.Tab("Compare", id="compare"):
-                self.compared = tab_compare.build(context).collection
+                self.compared = tab_compare.CompareTab(context).collection
             with gr.Tab("Store", id="store") as store_tab:
                 tab_store.StoreTab(context, store_tab)
             with gr.Tab("Settings", id="settings") as settings_tab:
                 tab_settings.SettingsTab(context, settings_tab)
-        self.chat = tab_chat.ChatTab(context, self.chat_parts)
         self._connect(page, library_tab)
 
     def _connect(self, page: gr.Blocks, library_tab: gr.Tab) -> None:
-        chat, library, frame = self.chat_parts, self.library, [self.header, self.banner]
+        chat, library, frame = self.chat, self.library, [self.header, self.banner]
         asked = [chat.collections, self.compared]
         opening = [*frame, *asked, chat.chats, chat.hello, chat.transcript, chat.export, library.collection]
         page.load(self.load, None, [*opening, *library.drawn], **QUICK)
@@ -70,7 +62,7 @@ class Frame:
         self._context.sessions.show(request.session_hash or "", None)
         return {
             **self._frame(),
-            self.chat_parts.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
+            self.chat.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
             self.library.collection: gr.update(choices=names, value=chosen),
             self.compared: gr.update(choices=names, value=chosen),
             **self.chat.opening(),
@@ -82,7 +74,7 @@ class Frame:
         names = self._context.desk.workspaces.names()
         kept = [name for name in asked or () if name in names] or names[:1]
         return {
-            self.chat_parts.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
+            self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
             self.compared: gr.update(choices=names, value=compared if compared in names else names[0]),
         }
 
@@ -102,7 +94,7 @@ class Frame:
         if listed_in(now) != listed_in(seen):
             updates |= self.library.refresh(*view)
             if overview.finished:
-                updates[self.chat_parts.hello] = self.chat.welcome()
+                updates[self.chat.hello] = self.chat.welcome()
         return updates | {**self._frame(), self.library.seen: now}
 
     def _frame(self) -> dict[Any, Any]:

@@ -16,10 +16,9 @@ from ragblend.app.hood import Hood
 from ragblend.app.models import machine_of, offers
 from ragblend.engine.files import DEFAULT
 from ragblend.kvstore.errors import RagBlendError
-from ragblend.ui import layout_chat, views
+from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import QUEUED, QUICK, Context
-from ragblend.ui.layout_chat import HOOD, SOURCE, Parts
+from ragblend.ui.context import BARE, QUEUED, QUICK, Context, drawn
 from ragblend.ui.views import problem
 
 if TYPE_CHECKING:
@@ -29,71 +28,101 @@ if TYPE_CHECKING:
 Updates = dict[Any, Any]
 LOG = logging.getLogger(__name__)
 CHATS_PER_PAGE = 50
-
-
-def build(context: Context) -> Parts:
-    """Lay the tab out and connect it."""
-    with gr.Row(elem_id="rb-chat"):
-        side = layout_chat.side()
-        middle = layout_chat.middle(context.desk.workspaces.names())
-        more = layout_chat.more()
-    parts = Parts(chat_id=gr.State(None), limit=gr.State(CHATS_PER_PAGE), **side, **middle, **more)
-    _connect(ChatTab(context, parts), parts)
-    return parts
-
-
-def _connect(tab: "ChatTab", parts: Parts) -> None:
-    choices = [parts.chat_id, parts.collections, parts.mode]
-    streamed = [
-        parts.hello,
-        parts.transcript,
-        parts.live,
-        parts.question,
-        parts.chat_id,
-        parts.chats,
-        parts.send,
-        parts.stop,
-        parts.hood,
-        parts.panel,
-        parts.export,
-    ]
-    parts.send.click(tab.send, [parts.question, *choices], streamed, **QUEUED)
-    parts.transcript.submit(tab.again, choices, streamed, **QUEUED)
-    parts.stop.click(tab.stop, None, None, **QUICK)
-    parts.hello.click(tab.add_samples, None, [parts.hello], **QUICK)
-    opened = [*streamed, parts.source]
-    parts.new.click(tab.new, None, opened, **QUICK)
-    parts.search.change(
-        tab.search,
-        [parts.search, parts.chat_id, parts.limit],
-        [parts.chats],
-        trigger_mode="always_last",
-        **QUICK,
-    )
-    parts.chats.click(
-        tab.in_list,
-        [parts.chat_id, parts.search, parts.limit],
-        [*opened, parts.limit],
-        concurrency_limit=None,
-        show_progress="hidden",
-    )
-    parts.transcript.click(
-        tab.in_transcript,
-        [parts.chat_id],
-        [parts.panel, parts.source, parts.hood, parts.transcript],
-        concurrency_limit=None,
-        show_progress="hidden",
-        trigger_mode="multiple",
-    )
-    parts.hood.click(tab.measure, [parts.chat_id], [parts.hood], concurrency_limit=4, show_progress="hidden")
+SOURCE, HOOD = "source", "hood"
 
 
 class ChatTab:
-    """The callbacks: they call the app and hand what it gives to the functions that draw."""
+    """Lays the tab out and connects it; the callbacks call the app and hand what it gives to what draws."""
 
-    def __init__(self, context: Context, parts: Parts) -> None:
-        self._context, self._parts = context, parts
-        self._desk, self._sessions = context.desk, context.sessions
+    def __init__(self, context: Context) -> None:
+        self._context, self._desk, self._sessions = context, context.desk, context.sessions
+        with gr.Row(elem_id="rb-chat"):
+            with gr.Column(elem_id="rb-side", scale=0):
+                self._lay_out_conversations()
+            with gr.Column(elem_id="rb-middle"):
+                self._lay_out_conversation(context.desk.workspaces.names())
+            with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as self.panel:
+                with gr.Tab("Source", id=SOURCE):
+                    self.source = drawn("rb-source", views.passage.empty(), acts=False)
+                with gr.Tab("Under the hood", id=HOOD):
+                    self.hood = drawn("rb-hood", views.hood.empty())
+        self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
+        self._connect()
+
+    def _lay_out_conversations(self) -> None:
+        """New, search, list, export."""
+        self.new_button = gr.Button("New conversation", elem_id="rb-new", size="sm")
+        self.search_box = gr.Textbox(
+            "",
+            placeholder="Search  ( / )",
+            label="Search conversations",
+            elem_id="rb-chat-search",
+            elem_classes="rb-search",
+            max_lines=1,
+            **BARE,
+        )
+        self.chats = drawn("rb-chats")
+        self.export = drawn("rb-export", acts=False)
+
+    def _lay_out_conversation(self, names: list[str]) -> None:
+        """The transcript, and what a question is written in; names: the collections."""
+        with gr.Column(elem_id="rb-scroll"):
+            # Shown while there is no conversation; of its own, so that it is drawn again at any time and hides none.
+            self.hello = drawn("rb-hello")
+            self.transcript = drawn("rb-transcript")
+            self.live = drawn("rb-live", acts=False)
+        with gr.Column(elem_id="rb-composer"):
+            self.question = gr.Textbox(
+                "",
+                placeholder="Ask your documents",
+                label="Your question",
+                lines=2,
+                max_lines=8,
+                elem_id="rb-question",
+                autofocus=True,
+                max_length=20_000,
+                **BARE,
+            )
+            with gr.Row(elem_id="rb-choices"):
+                self.collections = gr.Dropdown(
+                    names,
+                    value=names[:1],
+                    visible=len(names) > 1,
+                    multiselect=True,
+                    label="Collections",
+                    elem_id="rb-collections",
+                    scale=3,
+                    min_width=140,
+                    **BARE,
+                )
+                modes = [("Documents only", "documents"), ("Chat", "chat")]
+                self.mode = gr.Radio(
+                    modes, value="documents", label="Mode", elem_id="rb-mode", scale=3, min_width=200, **BARE
+                )
+                self.send_button = gr.Button(
+                    "Send", variant="primary", elem_id="rb-send", scale=1, min_width=84
+                )
+                self.stop_button = gr.Button("Stop", elem_id="rb-stop", scale=1, min_width=84, visible=False)
+
+    def _connect(self) -> None:
+        choices, shown = [self.chat_id, self.collections, self.mode], [self.hood, self.panel]
+        answered = [self.transcript, self.live, self.question, self.chat_id, self.chats]
+        streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
+        self.send_button.click(self.send, [self.question, *choices], streamed, **QUEUED)
+        self.transcript.submit(self.again, choices, streamed, **QUEUED)
+        self.stop_button.click(self.stop, None, None, **QUICK)
+        self.hello.click(self.add_samples, None, [self.hello], **QUICK)
+        opened, listed = [*streamed, self.source], [self.search_box, self.chat_id, self.limit]
+        self.new_button.click(self.new, None, opened, **QUICK)
+        self.search_box.change(self.search, listed, [self.chats], trigger_mode="always_last", **QUICK)
+        in_list = [self.chat_id, self.search_box, self.limit]
+        self.chats.click(self.in_list, in_list, [*opened, self.limit], **QUEUED)
+        in_transcript = [*shown, self.source, self.transcript]
+        self.transcript.click(
+            self.in_transcript, [self.chat_id], in_transcript, trigger_mode="multiple", **QUEUED
+        )
+        measuring = QUEUED | {"concurrency_limit": 4}
+        self.hood.click(self.measure, [self.chat_id], [self.hood], **measuring)
 
     # --- asking
 
@@ -127,15 +156,15 @@ class ChatTab:
         self, request: gr.Request, chat_id: int, question: str, begin: "Callable[[], Turn]"
     ) -> Iterator[Updates]:
         """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
-        parts, session = self._parts, request.session_hash or ""
+        session = request.session_hash or ""
         self._sessions.begin(session)
         self._sessions.show(session, chat_id)
         yield {
-            parts.chat_id: chat_id,
-            parts.question: "",
-            parts.send: gr.update(visible=False),
-            parts.stop: gr.update(visible=True),
-            parts.live: views.chat.live_turn(question, "", "Looking for passages …"),
+            self.chat_id: chat_id,
+            self.question: "",
+            self.send_button: gr.update(visible=False),
+            self.stop_button: gr.update(visible=True),
+            self.live: views.chat.live_turn(question, "", "Looking for passages …"),
         }
         try:
             turn = begin()
@@ -166,32 +195,25 @@ class ChatTab:
             self._context.note_store()
 
     def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
-        parts = self._parts
         if self._sessions.shows(session, chat_id):
-            yield {parts.transcript: self._transcript(chat_id, True), parts.chats: self._chats(chat_id)}
+            yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
         reading = f"Reading {len(turn.sources)} passages …" if turn.sources else "Thinking …"
         text = ""
         for piece in coalesced(turn):
             text += piece
             if (piece or not text) and self._sessions.shows(session, chat_id):
-                yield {parts.live: views.chat.live_turn("", text, "" if text else reading, turn.notice)}
+                yield {self.live: views.chat.live_turn("", text, "" if text else reading, turn.notice)}
 
     def _ended(self, session: str, chat_id: int, note: str) -> Updates:
-        parts = self._parts
-        resting = {parts.send: gr.update(visible=True), parts.stop: gr.update(visible=False)}
+        resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
         if not self._sessions.shows(session, chat_id):
             return resting
-        return resting | self._shown(chat_id) | {parts.live: note}
+        return resting | self._shown(chat_id) | {self.live: note}
 
     def opening(self) -> Updates:
         """What a page shows when it opens."""
-        parts = self._parts
-        return {
-            parts.chats: self._chats(None),
-            parts.hello: self.welcome(),
-            parts.transcript: "",
-            parts.export: "",
-        }
+        first = {self.chats: self._chats(None), self.hello: self.welcome()}
+        return first | {self.transcript: "", self.export: ""}
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(request.session_hash or "")
@@ -199,20 +221,20 @@ class ChatTab:
     # --- conversations
 
     def new(self, request: gr.Request) -> Updates:
-        return self._open(request, None) | {self._parts.question: ""}
+        return self._open(request, None) | {self.question: ""}
 
     def in_list(
         self, chat_id: int | None, search: str, limit: int, event: gr.EventData, request: gr.Request
     ) -> Updates:
         """A click in the list of conversations."""
-        chats, parts = self._desk.chats, self._parts
+        chats = self._desk.chats
         try:
             if event.act == "open-chat":
                 return self._open(request, int(event.id))
             if event.act == "more-chats":
                 return {
-                    parts.limit: limit + CHATS_PER_PAGE,
-                    parts.chats: self._chats(chat_id, search, limit + CHATS_PER_PAGE),
+                    self.limit: limit + CHATS_PER_PAGE,
+                    self.chats: self._chats(chat_id, search, limit + CHATS_PER_PAGE),
                 }
             if event.act == "rename":
                 chats.rename(int(event.id), str(event.text))
@@ -223,28 +245,28 @@ class ChatTab:
                     return self._open(request, None)
         except RagBlendError as error:
             gr.Warning(str(error))
-        return {parts.chats: self._chats(chat_id, search, limit)}
+        return {self.chats: self._chats(chat_id, search, limit)}
 
     def search(self, text: str, chat_id: int | None, limit: int) -> Updates:
-        return {self._parts.chats: self._chats(chat_id, text, limit)}
+        return {self.chats: self._chats(chat_id, text, limit)}
 
     def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
         session = request.session_hash or ""
         self._sessions.stop(session)
         self._sessions.show(session, chat_id)
-        return {**self._shown(chat_id), self._parts.live: "", self._parts.source: views.passage.empty()}
+        return {**self._shown(chat_id), self.live: "", self.source: views.passage.empty()}
 
     def _shown(self, chat_id: int | None) -> Updates:
         """Everything that shows a conversation."""
-        parts, messages = self._parts, self._desk.chats.messages(chat_id) if chat_id is not None else []
+        messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
         answers = [message for message in messages if message.role == "assistant"]
         return {
-            parts.chat_id: chat_id,
-            parts.hello: gr.skip() if messages else self.welcome(),
-            parts.transcript: self._transcript(chat_id),
-            parts.chats: self._chats(chat_id),
-            parts.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
-            parts.export: views.chat.export_links(chat_id if messages else None),
+            self.chat_id: chat_id,
+            self.hello: gr.skip() if messages else self.welcome(),
+            self.transcript: self._transcript(chat_id),
+            self.chats: self._chats(chat_id),
+            self.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
+            self.export: views.chat.export_links(chat_id if messages else None),
         }
 
     def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
@@ -303,18 +325,17 @@ class ChatTab:
 
     def in_transcript(self, chat_id: int | None, event: gr.EventData) -> Updates:
         """A click on a citation or on an answer's speed."""
-        parts = self._parts
         try:
             if event.act == "cite":
                 return {
-                    parts.source: self._source(int(event.message), int(event.number), str(event.at)),
-                    parts.panel: gr.Tabs(selected=SOURCE),
+                    self.source: self._source(int(event.message), int(event.number), str(event.at)),
+                    self.panel: gr.Tabs(selected=SOURCE),
                 }
             if event.act == "hood":
-                return {parts.hood: self._hood(int(event.message)), parts.panel: gr.Tabs(selected=HOOD)}
+                return {self.hood: self._hood(int(event.message)), self.panel: gr.Tabs(selected=HOOD)}
         except RagBlendError as error:
-            return {parts.source: problem(str(error)), parts.panel: gr.Tabs(selected=SOURCE)}
-        return {parts.panel: gr.skip()}
+            return {self.source: problem(str(error)), self.panel: gr.Tabs(selected=SOURCE)}
+        return {self.panel: gr.skip()}
 
     def _source(self, message_id: int, number: int, at: str) -> str:
         """at: where the citation is in the answer; "" for the first of that number that has a sentence."""
@@ -333,17 +354,16 @@ class ChatTab:
 
     def measure(self, chat_id: int | None, event: gr.EventData) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show it beside the answer's own."""
-        parts, message_id = self._parts, int(event.message)
+        message_id = int(event.message)
         yield {
-            parts.hood: problem("Running full prefill over the same prompt …", "info")
-            + self._hood(message_id)
+            self.hood: problem("Running full prefill over the same prompt …", "info") + self._hood(message_id)
         }
         try:
             self._desk.conversations.measure_full(message_id)
         except RagBlendError as error:
-            yield {parts.hood: problem(str(error)) + self._hood(message_id)}
+            yield {self.hood: problem(str(error)) + self._hood(message_id)}
             return
-        yield {parts.hood: self._hood(message_id)}
+        yield {self.hood: self._hood(message_id)}
 
 
 def _options(collections: list[str], mode: str) -> AskOptions:

@@ -1,5 +1,8 @@
 """The Library tab: collections, uploads and folders, the queue, the documents. Wiring only."""
 
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,7 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.context import QUICK, Context, drawn
-from ragblend.ui.uploads import discard
+from ragblend.ui.context import BARE, QUICK, Context, drawn
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -33,7 +35,8 @@ class LibraryTab:
         # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another
         # order than they were given in: what was drawn last decides whether it is to be drawn again.
         self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
-        self.drawn = [self.queue, self.jobs, self.watched, self.documents, self.offset, self.tools, self.seen]
+        self._page = [self.documents, self.tools, self.offset, self.seen]
+        self.drawn = [self.queue, self.jobs, self.watched, *self._page]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
@@ -41,7 +44,7 @@ class LibraryTab:
         # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
         # collection just made would be refused. What it may be called is the app's to judge.
         self.collection = gr.Dropdown(
-            choices=names,
+            names,
             value=names[0],
             label="Collection",
             elem_id="rb-collection",
@@ -70,7 +73,6 @@ class LibraryTab:
         """What was just said, the queue, the collection's documents, and what can be done to all of them."""
         self.message = drawn("rb-library-message", acts=False)
         self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
-        bare: dict[str, Any] = {"show_label": False, "container": False}
         with gr.Row():
             self.search = gr.Textbox(
                 "",
@@ -81,16 +83,16 @@ class LibraryTab:
                 max_lines=1,
                 scale=4,
                 min_width=180,
-                **bare,
+                **BARE,
             )
             self.state = gr.Dropdown(
-                STATES, value="", label="State", elem_id="rb-document-state", scale=1, min_width=130, **bare
+                STATES, value="", label="State", elem_id="rb-document-state", scale=1, min_width=130, **BARE
             )
         self.documents, self.tools = drawn("rb-documents"), drawn("rb-collection-tools")
 
     def _connect(self) -> None:
         view, listed = self.view, [self.message, *self.drawn]
-        page = [self.documents, self.offset, self.tools, self.seen]
+        page = self._page
         self.collection.change(self.first_page, view[:3], page, **QUICK)
         self.search.change(self.first_page, view[:3], page, trigger_mode="always_last", **QUICK)
         self.state.change(self.first_page, view[:3], page, **QUICK)
@@ -157,11 +159,7 @@ class LibraryTab:
         except RagBlendError as error:
             message = problem(str(error))
         chosen = gr.update(choices=desk.workspaces.names(), value=shown)
-        return {
-            self.message: message,
-            self.collection: chosen,
-            **self.refresh(shown, "", "", 0),
-        }
+        return {self.message: message, self.collection: chosen, **self.refresh(shown, "", "", 0)}
 
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
         """A click on a button of the queue, the folders or the documents."""
@@ -219,23 +217,14 @@ class LibraryTab:
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """A page of the documents, and what can be done to all; why not, where a name was typed that cannot be one."""
-        if not collection:
-            return {
-                self.documents: problem("Choose a collection.", "info"),
-                self.tools: "",
-                self.offset: 0,
-                self.seen: OUT_OF_DATE,
-            }
         try:
-            shown = self._documents(collection, search, state, offset), self._tools(collection)
+            shown = problem("Choose a collection.", "info"), ""
+            if collection:
+                shown = self._documents(collection, search, state, offset), self._tools(collection)
         except RagBlendError as error:
             shown = problem(str(error)), ""
-        return {
-            self.documents: shown[0],
-            self.tools: shown[1],
-            self.offset: offset,
-            self.seen: OUT_OF_DATE,
-        }
+        at = offset if collection else 0
+        return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
 
     def _tools(self, collection: str) -> str:
         counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
@@ -247,3 +236,15 @@ class LibraryTab:
         paths = [document.path for document in page.documents]
         queued = self._desk.jobs.store.open_among(collection, paths)
         return views.library.documents(page, offset, PAGE, search, queued)
+
+
+def discard(paths: Sequence[Path]) -> None:
+    """Remove uploaded files, each with the folder that Gradio made for it; what lies elsewhere is left alone.
+
+    What Gradio keeps of an upload goes as soon as the library has its own copy: a deleted document must be nowhere.
+    """
+    root = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
+    for path in paths:
+        folder = path.resolve().parent
+        if folder != root and folder.is_relative_to(root):
+            shutil.rmtree(folder, ignore_errors=True)

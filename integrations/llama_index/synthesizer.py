@@ -45,7 +45,8 @@ class RAGBlendSynthesizer(BaseSynthesizer):
             raise UsageError(f"RAGBlendSynthesizer works with a RAGBlendLLM, not with {type(llm).__name__}")
         options.setdefault("prompt_helper", WholePassages.of_llm(llm))
         super().__init__(llm, callback_manager, options["prompt_helper"], streaming=streaming)
-        self._inner = _stock(ResponseMode(response_mode), llm, callback_manager, streaming, options)
+        options |= {"callback_manager": callback_manager, "streaming": streaming}
+        self._inner = _stock(ResponseMode(response_mode), llm, options)
 
     def synthesize(
         self, query: QueryType, nodes: list[NodeWithScore], *sources: Any, **response_kwargs: Any
@@ -98,31 +99,16 @@ class WholeSummarize(SimpleSummarize):
         return answer
 
 
-MODES = (
-    ResponseMode.COMPACT,
-    ResponseMode.REFINE,
-    ResponseMode.TREE_SUMMARIZE,
-    ResponseMode.ACCUMULATE,
-    ResponseMode.COMPACT_ACCUMULATE,
-    ResponseMode.SIMPLE_SUMMARIZE,
-)
+MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize")
 
 
-def _stock(
-    mode: ResponseMode,
-    llm: RAGBlendLLM,
-    callback_manager: CallbackManager | None,
-    streaming: bool,
-    options: dict[str, Any],
-) -> BaseSynthesizer:
-    if mode not in MODES:
-        names = ", ".join(known.value for known in MODES)
+def _stock(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> BaseSynthesizer:
+    """options: `get_response_synthesizer`'s."""
+    if mode.value not in MODES:
+        names = ", ".join(MODES)
         raise UsageError(f"response_mode {mode.value!r} puts no passage before the model; there are {names}")
-    if mode is ResponseMode.SIMPLE_SUMMARIZE:
-        template = options.get("text_qa_template") or DEFAULT_TEXT_QA_PROMPT_SEL
-        return WholeSummarize(
-            llm, callback_manager, options["prompt_helper"], text_qa_template=template, streaming=streaming
-        )
-    return get_response_synthesizer(
-        llm, response_mode=mode, callback_manager=callback_manager, streaming=streaming, **options
-    )
+    if mode is not ResponseMode.SIMPLE_SUMMARIZE:
+        return get_response_synthesizer(llm, response_mode=mode, **options)
+    template = options.get("text_qa_template") or DEFAULT_TEXT_QA_PROMPT_SEL
+    known = {name: options[name] for name in ("callback_manager", "prompt_helper", "streaming")}
+    return WholeSummarize(llm, text_qa_template=template, **known)

@@ -78,6 +78,9 @@ def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -
         assert len(question.answers) == 1
     places = {[q.answers[0] in p for p in q.passages].index(True) for q in questions}
     assert len(places) > 2  # not always first
+    data = squad()
+    data["data"][0]["paragraphs"][1]["qas"][0] |= {"is_impossible": True}  # its paragraph does not answer it
+    assert len(load(write(data)).questions) == 11
 
 
 def test_squads_rows_are_read_as_well(write) -> None:
@@ -92,19 +95,6 @@ def test_squads_rows_are_read_as_well(write) -> None:
     questions = load(write(rows, lines=True)).questions
     assert [question.answers for question in questions] == [("0",), ("1",), ("2",)]
     assert {len(question.passages) for question in questions} == {3}
-
-
-def test_a_question_that_its_paragraph_does_not_answer_is_left_out(write) -> None:
-    data = squad()
-    data["data"][0]["paragraphs"][1]["qas"][0] |= {"is_impossible": True}
-    assert len(load(write(data)).questions) == 11
-
-
-def test_an_empty_question_is_left_to_the_product(write) -> None:
-    path = write([longbench(), longbench(input="  ")], lines=True)
-    with pytest.raises(UsageError, match="question 1: 'question' is empty"):
-        load(path)
-    assert len(load(path, skip=True).questions) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,10 +124,13 @@ def test_what_is_missing_is_named_with_its_record(records, lines, said, write) -
     assert str(path) in str(caught.value)
 
 
-def test_a_line_that_is_not_json_is_named(write) -> None:
-    path = write([longbench()], lines=True)
+def test_what_is_no_json_or_empty_is_named_or_left_to_the_product(write) -> None:
+    path = write([longbench(), longbench(input="  ")], lines=True)
+    with pytest.raises(UsageError, match="question 1: 'question' is empty"):
+        load(path)
+    assert len(load(path, skip=True).questions) == 1
     path.write_text(path.read_text() + "\n\n{broken\n")
-    with pytest.raises(UsageError, match="line 3 is not JSON"):
+    with pytest.raises(UsageError, match="line 4 is not JSON"):
         load(path)
 
 

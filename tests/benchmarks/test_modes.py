@@ -78,16 +78,12 @@ def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, qu
     assert [each.text for each in reused] != [each.text for each in full]
 
 
-def test_a_passage_that_is_not_stored_stops_a_fused_mode_because_it_would_look_perfect(
-    engine, questions
-) -> None:
+def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, questions, monkeypatch) -> None:
+    """It fails where a passage is not stored, because that one would look perfect."""
     engine.encode(list(questions[0].passages[:2]))
     with pytest.raises(BenchError, match=r"refine\+reuse reused 2 of 3 passages"):
         modes.answer(engine, mode_of("refine+reuse"), questions[0].passages, "why?", 2)
     engine.finish_background()
-
-
-def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, questions, monkeypatch) -> None:
     registry = Backend(home=str(engine.home), collection="bench").registry
     answer(engine, mode_of("refine"), questions[0], 1)
     assert len(registry) == 0
@@ -310,16 +306,12 @@ def test_the_table_has_dashes_and_the_json_nulls(bench, tmp_path, monkeypatch) -
     assert (tmp_path / "out" / "quality.png").exists()
 
 
-def test_modes_alone_need_no_ratio_and_draw_no_picture_of_divergences(bench, tmp_path) -> None:
-    done = bench("--limit", "1", "--max-new-tokens", "2", "--methods", "refine", "--ratios", "", "--json")
-    (row,) = json.loads(done.stdout)
+def test_an_updated_langchain_is_measured_again(bench, tmp_path, monkeypatch) -> None:
+    """And modes alone need no ratio, and draw no picture of divergences."""
+    arguments = ("--limit", "1", "--max-new-tokens", "2", "--methods", "refine", "--ratios", "", "--json")
+    (row,) = json.loads(bench(*arguments).stdout)
     assert (row["method"], row["ratio"], row["n"]) == ("refine", None, 1)
     assert not (tmp_path / "out" / "quality.png").exists()
-
-
-def test_an_updated_langchain_is_measured_again(bench, tmp_path, monkeypatch) -> None:
-    arguments = ("--limit", "1", "--max-new-tokens", "2", "--methods", "refine")
-    bench(*arguments)
     changed = modes.settings() | {"langchain-classic": "99"}
     monkeypatch.setattr(modes, "settings", lambda: changed)
     bench(*arguments)
@@ -344,12 +336,9 @@ def test_modes_are_named_alone_and_with_a_method() -> None:
     assert parse("full,random", "0.1", [])[1].settings is None
 
 
-@pytest.mark.parametrize("wrong", ["refine+", "refine+magic"])
-def test_what_is_no_mode_is_named(wrong) -> None:
-    with pytest.raises(UsageError, match="--methods"):
-        parse(wrong, "0.1", [])
-
-
-def test_a_mode_has_no_divergence_to_compare() -> None:
+def test_what_is_no_mode_and_what_cannot_be_compared_is_named() -> None:
+    for wrong in ("refine+", "refine+magic"):
+        with pytest.raises(UsageError, match="--methods"):
+            parse(wrong, "0.1", [])
     with pytest.raises(UsageError, match=r"--compare .*there are reuse, transplant:by=random@0.1"):
-        parse("reuse,refine,transplant:by=random", "0.1", ["refine,reuse"])
+        parse("reuse,refine,transplant:by=random", "0.1", ["refine,reuse"])  # a mode has no divergence

@@ -57,13 +57,12 @@ def test_victims_are_those_of_a_full_sort_whatever_happened_before(name):
 # --- traces
 
 
-@pytest.mark.parametrize("kind", ["zipf:0.9", "mmlu", "drift"])
+@pytest.mark.parametrize("kind", ["zipf:0.9", "drift"])
 def test_a_trace_is_its_arguments_and_seed(kind):
     first, again, other = (make_trace(kind, "documents", 200, 900, 3, seed) for seed in (1, 1, 2))
     assert (first.tokens, first.requests) == (again.tokens, again.requests)
     assert first.requests != other.requests
-    assert len(first.requests) == 300
-    assert first.warm_up == 75
+    assert (len(first.requests), first.warm_up) == (300, 75)
     assert all(len(set(request)) == 3 for request in first.requests)
     assert (first.popularity is None) == (kind == "drift")
 
@@ -93,7 +92,7 @@ def test_lengths_vary_as_said():
     assert sum(length < 400 for length in passages) / 2000 == pytest.approx(0.2 * 368 / 481, abs=0.03)
 
 
-@pytest.mark.parametrize("kind", ["", "zipf", "zipf:", "zipf:x", "zipf:-1", "zipf:nan", "zipf:9", "mmlu:1"])
+@pytest.mark.parametrize("kind", ["", "zipf:x", "zipf:nan", "zipf:9", "mmlu:1"])
 def test_unknown_traces_are_refused(kind):
     with pytest.raises(UsageError, match="--traces"):
         check_kind(kind)
@@ -111,18 +110,11 @@ def test_a_replay_is_right_by_hand():
     assert outcome.byte_hit_rate == pytest.approx(4 / 6)
     half, all_loaded = 2.0 * (100 + QUESTION_TOKENS), 2.0 * 200
     assert outcome.ttft_ms == pytest.approx((all_loaded + half + half) / 3)
-
-
-def test_bytes_and_documents_are_counted_apart():
-    trace = Trace([300, 100], [[0], [1], [0], [1], [1]], 1, None)
-    outcome = replay(trace, cache("lru", 300), MACHINE)
-    assert outcome.hit_rate == pytest.approx(1 / 4)
-    assert outcome.byte_hit_rate == pytest.approx(100 / 600)
-
-
-def test_a_document_larger_than_the_budget_is_not_stored_and_displaces_nothing():
-    trace = Trace([500, 100], [[1], [0], [1], [0]], 0, None)
-    assert replay(trace, cache("lru", 200), MACHINE).hit_rate == pytest.approx(1 / 4)
+    uneven = replay(Trace([300, 100], [[0], [1], [0], [1], [1]], 1, None), cache("lru", 300), MACHINE)
+    assert (uneven.hit_rate, uneven.byte_hit_rate) == pytest.approx((1 / 4, 100 / 600))
+    # What is larger than the budget is not stored, and displaces nothing.
+    large = Trace([500, 100], [[1], [0], [1], [0]], 0, None)
+    assert replay(large, cache("lru", 200), MACHINE).hit_rate == pytest.approx(1 / 4)
 
 
 def test_the_store_is_told_what_the_request_paid_for_each_new_token():
@@ -198,14 +190,12 @@ def test_store_prints_rows_comparisons_and_settings_and_writes_files(bench, tmp_
         assert row["ttft_ms"] > 0
         assert row["n"] == len(row["hit_rates"]) == 2
     assert found["settings"]["profile"]["about"].startswith("an estimate, not a measurement")
-    assert {row["against"] for row in found["comparisons"]} == {"lru", "gdsf", "gdsf-size"}
     assert json.loads((tmp_path / "out" / "store.json").read_text())["rows"] == found["rows"]
-
-
-def test_people_get_tables_and_are_told_that_times_are_simulated(bench):
-    done = bench("--traces", "mmlu", "--top-k", "1", "--budgets", "8")
-    assert "Times are simulated" in done.output
-    assert "hit rate as a multiple" in done.output
+    told = bench("--traces", "mmlu", "--top-k", "1", "--budgets", "8").output
+    assert "Times are simulated" in told and "hit rate as a multiple" in told
+    prefixes = bench("--traces", "mmlu", "--top-k", "3", "--budgets", "16", "--reuse", "prefix", "--json")
+    assert {row["policy"] for row in json.loads(prefixes.stdout)["rows"]} == set(POLICIES)  # no oracle
+    assert {row["against"] for row in found["comparisons"]} == {"lru", "gdsf", "gdsf-size"}
 
 
 def test_a_measured_profile_is_what_times_come_from(bench, tmp_path):
@@ -215,17 +205,10 @@ def test_a_measured_profile_is_what_times_come_from(bench, tmp_path):
     assert json.loads(done.stdout)["settings"]["profile"]["about"] == "2 ms a token"
 
 
-def test_prefixes_have_no_oracle(bench):
-    done = bench("--traces", "mmlu", "--top-k", "3", "--budgets", "16", "--reuse", "prefix", "--json")
-    assert {row["policy"] for row in json.loads(done.stdout)["rows"]} == set(POLICIES)
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--traces", "often"),
         ("--traces", " , "),
-        ("--top-k", "0"),
         ("--top-k", "7"),
         ("--budgets", "101"),
         ("--policies", "fifo"),

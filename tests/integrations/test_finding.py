@@ -67,16 +67,10 @@ def test_as_the_slow_search(block, monkeypatch):
             index.add(known([each]))
         expected = slow_find(texts, text)
         assert find(index, texts, text) == expected, seed
+        random.Random(seed).shuffle(texts)
+        assert find(index_of(texts), texts, text) == expected, seed
         hits += len(expected)
     assert hits > 200
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_order_of_entering_does_not_matter(seed):
-    texts, text = random_case(seed)
-    expected = find(index_of(texts), texts, text)
-    random.Random(seed).shuffle(texts)
-    assert find(index_of(texts), texts, text) == expected
 
 
 def test_nested_overlapping_repeated_partial():
@@ -92,30 +86,15 @@ def test_nested_overlapping_repeated_partial():
     assert find(index, texts, "") == find(index, texts, whole[:15]) == []
 
 
-def test_of_equally_long_ones_the_earlier():
-    text = "abcdefghijklmnopqrstuvwxyz"
-    texts = [text[2:22], text[5:25]]
-    assert find(index_of(texts), texts, text) == [(2, 22)]
-    texts = [text[5:25], text[0:19]]
-    assert find(index_of(texts), texts, text) == [(5, 25)]
-
-
-def test_a_shorter_one_takes_the_room_that_a_longer_one_leaves():
-    text = "abcdefghijklmnopqrstuvwxyz" * 2
-    texts = [
-        text[20:52],
-        text[0:24],
-        text[0:18],
-    ]  # the second reaches into the first: the third stands there too
-    assert find(index_of(texts), texts, text) == [(0, 18), (20, 52)]
-
-
 def test_what_is_refused_gives_way_to_what_lies_within():
     text = "abcdefghijklmnopqrstuvwxyz"
     index = index_of([text, text[3:22]])
     assert index.find(text, lambda _, start, stop: True if (start, stop) != (0, 26) else None) == [
         (3, 22, True)
     ]
+    asked = []  # once a prompt
+    assert index_of(["a" * 20, "a" * 30]).find("a" * 4000, lambda whole, *_: asked.append(whole)) == []
+    assert len(asked) == len(set(asked)) == 2
 
 
 @pytest.mark.parametrize("prime", [3, 97])
@@ -141,21 +120,14 @@ def test_collisions_find_nothing_wrong(monkeypatch, prime):
         finding._powers.cache_clear()
 
 
-def test_what_is_refused_is_asked_for_once_a_prompt():
-    asked = []
-    assert index_of(["a" * 20, "a" * 30]).find("a" * 4000, lambda whole, *_: asked.append(whole)) == []
-    assert len(asked) == len(set(asked)) == 2
-
-
 @pytest.mark.parametrize(
     ("texts", "unit"),
     [
         (["a" * n for n in range(MINIMUM, 5000)], "a"),
         (["a" * n + "b" for n in range(MINIMUM, 5000)], "a"),
-        (["x" * 500 + str(n) for n in range(1500)], "x" * 500 + "-"),
         ([str(n) + "x" * 500 for n in range(1500)], "x" * 500 + "-"),
     ],
-    ids=["one letter", "never there", "one header", "one footer"],
+    ids=["one letter", "never there", "one footer"],
 )
 def test_the_work_is_bounded_whatever_the_text(monkeypatch, texts, unit):
     hashed = []
@@ -197,9 +169,3 @@ def test_the_thue_morse_word_does_not_collide():
     word = "".join("ab"[n.bit_count() % 2] for n in range(4096))
     complement = word.translate(str.maketrans("ab", "ba"))
     assert known([word])[0].whole != known([complement])[0].whole
-
-
-def test_many_texts():
-    texts = [f"{n:016d} and more" for n in range(5000)]
-    index = index_of(texts)
-    assert find(index, texts, " ".join(texts[::500])) == [(n * 26, n * 26 + 25) for n in range(10)]

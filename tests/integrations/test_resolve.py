@@ -72,23 +72,6 @@ def test_named_passages_come_first(registry):
     )
 
 
-def test_of_named_passages_the_longest_first_each_time(registry):
-    named = [Passage(HARBOUR[4:40], "part"), Passage(HARBOUR, "whole"), Passage(HARBOUR, "again")]
-    prompt = f"{HARBOUR}{HARBOUR[:60]} {HARBOUR}"
-    assert resolve([prompt], None, named) == (
-        Chunk(HARBOUR, "whole"),
-        text(HARBOUR[:4]),
-        Chunk(HARBOUR[4:40], "part"),
-        text(HARBOUR[40:60] + " "),
-        Chunk(HARBOUR, "whole"),
-    )
-
-
-def test_of_equally_long_named_passages_the_earlier():
-    named = [Passage(CRANE[9:39], "late"), Passage(CRANE[2:32], "early")]
-    assert resolve([CRANE], None, named)[1] == Chunk(CRANE[2:32], "early")
-
-
 def test_short_named_passages_do_not_shred_the_prompt(registry):
     prompt = "An answer is wanted, and an explanation of it."
     registry.add([Passage("an", "a")])
@@ -96,7 +79,7 @@ def test_short_named_passages_do_not_shred_the_prompt(registry):
     assert resolve([prompt], None, [Passage("answer is wanted", "c")])[1] == Chunk("answer is wanted", "c")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_named_as_the_registry_and_no_character_is_lost(registry, seed):
     """Named passages and registered ones are found by different searches, which must agree."""
     chance = random.Random(seed)

@@ -1,60 +1,14 @@
-"""Waiting in an event loop for threads of our own: any number at once, whatever keeps the default pool busy."""
+"""Waiting in an event loop for threads of our own: errors, order, context and end (many at once: `test_backend.py`)."""
 
 import asyncio
 import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ragblend.integrations.threads import NAME, in_thread, items_of_thread
 
-MANY = 16
 TOO_LONG_S = 60  # only what is broken takes it
-
-
-def run_with_full_pool(main):
-    """Run with the loop's default pool taken, to its last thread."""
-    done = threading.Event()
-
-    async def beside():
-        pool = ThreadPoolExecutor(1)
-        asyncio.get_running_loop().set_default_executor(pool)
-        pool.submit(done.wait)
-        try:
-            return await asyncio.wait_for(main(), TOO_LONG_S)
-        finally:
-            done.set()
-
-    return asyncio.run(beside())
-
-
-def test_many_wait_for_each_other_beside_a_full_pool():
-    """Each ends only when all have begun: so they have threads of their own."""
-    together = threading.Barrier(MANY)
-
-    async def main():
-        return await asyncio.gather(*(in_thread(lambda: together.wait(TOO_LONG_S)) for _ in range(MANY)))
-
-    assert sorted(run_with_full_pool(main)) == list(range(MANY))
-
-
-def test_many_streams_wait_for_each_other_beside_a_full_pool():
-    together = threading.Barrier(MANY)
-
-    def work(tell):
-        for word in ("a", "b", "c"):
-            together.wait(TOO_LONG_S)
-            tell(word)
-        return 3
-
-    async def read():
-        return [item async for item in items_of_thread(work)]
-
-    async def main():
-        return await asyncio.gather(*(read() for _ in range(MANY)))
-
-    assert run_with_full_pool(main) == [["a", "b", "c", 3]] * MANY
 
 
 def test_items_come_before_the_work_is_done():

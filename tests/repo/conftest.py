@@ -69,21 +69,8 @@ def clean_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     root = tmp_path_factory.mktemp("environment")
     venv.create(root, with_pip=False)
     python = root / "bin" / "python"
-    done = run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            wheel,
-        ],
-        root,
-    )
+    options = ["--quiet", "--no-deps", "--no-index"]
+    done = run([sys.executable, "-m", "pip", "--python", python, "install", *options, wheel], root)
     assert done.returncode == 0, done.stderr
     site_packages = next(root.glob("lib/python*/site-packages"))
     # Lines of a .pth are put on the path as they are: .pth files *in* that folder, such as the one of an editable

