@@ -164,9 +164,6 @@ class FusedCache(DynamicCache):
         for held in self.fused:
             held.set_length(self.prompt_tokens - held.evicted)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.fused[layer_idx].get_seq_length()
-
     @property
     def evicted_tokens(self) -> int:
         """How many tokens of the prompt each head has lost, in the layers that lost any."""

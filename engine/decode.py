@@ -86,6 +86,10 @@ def _generated(
     """
     from transformers import StoppingCriteriaList
 
+    # transformers' own `stop_strings` compares with entries of the vocabulary: it misses what spans parts of characters.
+    def stops(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), halted(), dtype=torch.bool, device=input_ids.device)
+
     ids, cache = torch.tensor([prefilled.prompt.token_ids], device=model.device), prefilled.cache
     with torch.inference_mode():
         out = (model if cache is None else _resumed(model, prefilled.logits, cache)).generate(
@@ -93,7 +97,7 @@ def _generated(
             attention_mask=torch.ones_like(ids),
             **({} if cache is None else {"past_key_values": cache}),
             streamer=_Streamer(on_token),
-            stopping_criteria=StoppingCriteriaList([_Halted(halted)]),
+            stopping_criteria=StoppingCriteriaList([stops]),
             logits_processor=_processors(options, ids),
             **_settings(model, tokenizer, options.max_new_tokens),
         )
@@ -192,19 +196,6 @@ def _settings(model: Any, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]
     pad_id = next(int(found) for found in known if found is not None)
     lengths = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
     return {"do_sample": False, "repetition_penalty": 1.0, **unused, **lengths}
-
-
-class _Halted:
-    """A stopping criterion of ours: cancelled, or a stop string seen in the text.
-
-    transformers' own `stop_strings` compares with the vocabulary's entries, and misses what spans parts of characters.
-    """
-
-    def __init__(self, halted: Callable[[], bool]) -> None:
-        self._halted = halted
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self._halted(), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer:

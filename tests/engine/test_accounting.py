@@ -154,15 +154,6 @@ def test_a_node_whose_text_changed_gives_up_its_old_kv(fresh):
     assert fresh.engine.store.stats().entries == 1
 
 
-def test_collections_share_no_kv(fresh_bench_for, tmp_path):
-    one = fresh_bench_for("llama", home=tmp_path / "h", collection="one")
-    two = fresh_bench_for("llama", home=tmp_path / "h", collection="two")
-    one.engine.encode([TEXTS[0]], node_ids=["a"])
-    assert two.engine.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 1
-    with pytest.raises(UnknownChunkError):
-        two.engine.tokenize(Prompt([Chunk(node_id="a")]))
-
-
 @pytest.mark.parametrize("how", ["forget", "encode"])
 def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, how):
     """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""

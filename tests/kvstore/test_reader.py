@@ -91,34 +91,6 @@ def test_threads_read_different_layers_at_once(store, sample):
         assert torch.equal(bits(values), bits(chunk.values[layer]))
 
 
-def test_an_open_reader_survives_eviction_deletion_and_replacement(store, sample):
-    key, chunk = sample(6)
-    other = sample(7)[1]
-    store.put(key, chunk)
-    with store.open_chunk(key, chunk.token_ids) as reader:
-        store.delete(key)
-        store.put(key, type(chunk)(chunk.token_ids, chunk.start, chunk.geometry, other.keys, other.values))
-        keys, values = fused_buffers(chunk.geometry, 5)
-        reader.read_layer(1, keys, values)
-    assert torch.equal(bits(keys), bits(chunk.keys[1]))
-
-
-def test_what_is_read_is_the_readers_own(store, sample, same):
-    """Writing into a result, or into the tensors that were put, changes nothing stored."""
-    key, chunk = sample(8)
-    pristine = sample(8)[1]
-    store.put(key, chunk)
-    first = store.get(key, chunk.token_ids)
-    for tensor in (*first.keys, *first.values, *chunk.keys, *chunk.values):
-        tensor.view(torch.uint8).fill_(0)
-    assert same(store.get(key, pristine.token_ids), pristine)
-    with (
-        store.open_chunk(key, pristine.token_ids) as reader,
-        pytest.raises(OSError, match="Bad file descriptor"),
-    ):
-        os.write(reader._fd, b"x")  # opened for reading only
-
-
 def test_damage_found_late_is_counted_once_and_becomes_a_miss(store, sample, value_path):
     key, chunk = sample(9)
     store.put(key, chunk)
@@ -219,14 +191,6 @@ def test_wrong_destinations_are_our_bug(store, sample):
             reader.read_layer(0, keys.float(), values)
         with pytest.raises(AssertionError):
             reader.read_layer(3, keys, values)
-
-
-def test_page_cache_can_be_dropped(store, sample, same):
-    key, chunk = sample(15)
-    store.put(key, chunk)
-    with store.open_chunk(key, chunk.token_ids) as reader:
-        reader.drop_page_cache()
-    assert same(store.get(key, chunk.token_ids), chunk)
 
 
 def test_reading_ahead_is_asked_of_the_kernel_for_that_file_alone(store, sample, value_path, monkeypatch):

@@ -129,43 +129,6 @@ def test_the_budget_evicts_the_longest_unused_and_only_what_is_needed(open_store
     assert store.check() == []
 
 
-def test_a_new_value_is_never_its_own_victim(open_store, sample, rows):
-    """Not even when the clock was set back, and everything else seems to be used later."""
-    samples = [sample(seed) for seed in range(3)]
-    store = open_store(budget_bytes=2 * Blob.of(*samples[0]).nbytes)
-    store.put(*samples[0])
-    store.put(*samples[1])
-    rows("UPDATE Cache SET access_time = access_time + 1e6")
-    store.put(*samples[2])
-    assert [store.contains(key) for key, _ in samples] == [False, True, True]
-
-
-def test_one_large_value_evicts_several_small_ones_but_not_all(open_store, sample):
-    small = [sample(seed, 4) for seed in range(6)]
-    large = sample(9, 10)
-    size = Blob.of(*small[0]).nbytes
-    store = open_store(budget_bytes=6 * size)
-    for each in small:
-        store.put(*each)
-    store.put(*large)
-    needed = -(-Blob.of(*large).nbytes // size)
-    assert [store.contains(key) for key, _ in small] == [False] * needed + [True] * (6 - needed)
-    assert 0 < needed < 6
-
-
-def test_the_order_of_use_survives_a_restart(open_store, sample):
-    samples = [sample(seed) for seed in range(3)]
-    budget = 2 * Blob.of(*samples[0]).nbytes
-    first = open_store(budget)
-    first.put(*samples[0])
-    first.put(*samples[1])
-    assert first.get(samples[0][0], samples[0][1].token_ids)
-    first.close()
-    second = open_store(budget)
-    second.put(*samples[2])
-    assert [second.contains(key) for key, _ in samples] == [True, False, True]
-
-
 def test_a_put_evicts_what_it_needs_and_a_bounded_number_beside(open_store, sample):
     """After the budget was lowered one put once evicted 10,000 values, which took 17 s; the next ones go on with it."""
     samples = [sample(seed) for seed in range(4 * AT_ONCE)]
