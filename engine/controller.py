@@ -163,11 +163,6 @@ def decide(
     if asked is None and work.bytes_by_tier:
         ratio, reason = max((ratio, reason), (hidden_ratio(profile, work), "what loading hides"))
     cheapest = cheapest_tier(profile, work, ratio) if work.bytes_by_tier else None
-    return Decision(
-        ratio,
-        reason,
-        round(ttft_ms(profile, work, ratio), 2),
-        round(load_ms(profile, work), 2),
-        round(compute_ms(profile, work, ratio), 2),
-        cheapest,
-    )
+    times = ttft_ms(profile, work, ratio), load_ms(profile, work), compute_ms(profile, work, ratio)
+    ttft, load, compute = (round(ms, 2) for ms in times)
+    return Decision(ratio, reason, ttft, load, compute, cheapest)

@@ -86,7 +86,7 @@ def _generated(
     """
     from transformers import StoppingCriteriaList
 
-    # transformers' own `stop_strings` compares with entries of the vocabulary: it misses what spans parts of characters.
+    # transformers' own `stop_strings` compares with the vocabulary's entries: it misses parts of characters.
     def stops(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), halted(), dtype=torch.bool, device=input_ids.device)
 

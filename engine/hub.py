@@ -87,23 +87,20 @@ def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) ->
 
     most, lock = 0, threading.Lock()
 
-    def report(done: int) -> None:
-        nonlocal most  # bytes are counted twice, as they come and as they are put together
-        with lock:
-            most = max(most, min(done, missing_bytes))
-            progress(most, missing_bytes)
-
     class Reporting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most
             if stop.is_set():
                 raise DownloadStoppedError("the download was stopped; what has come is kept for next time")
             self.n += n or 0
             if self._counts_bytes:
-                report(int(self.n))
+                with lock:  # bytes are counted twice, as they come and as they are put together
+                    most = max(most, min(int(self.n), missing_bytes))
+                    progress(most, missing_bytes)
             return None
 
     return Reporting

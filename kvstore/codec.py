@@ -71,10 +71,6 @@ def _unpack_raw(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor
         out.copy_(part.view(geometry.torch_dtype).view(out.shape), non_blocking=True)
 
 
-def _int8_nbytes(geometry: Geometry, tokens: int) -> int:
-    return sum(nbytes for nbytes, _ in _int8_parts(geometry, tokens))
-
-
 def _int8_parts(geometry: Geometry, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
     """Bytes and shape of: keys' least and step, values' least and step (float16), keys' and values' codes."""
     heads, key_size, value_size = geometry.kv_heads, geometry.key_size, geometry.value_size
@@ -126,7 +122,13 @@ CODECS: dict[str, Codec] = {
         Codec("raw", 0, lambda geometry, tokens: tokens * geometry.layer_token_bytes, _pack_raw, _unpack_raw),
         # Asymmetric; keys a scale a channel, whose outliers are in few channels, values a scale a token: KIVI (ICML'24,
         # arXiv 2402.02750), section 3, there with 2 bits and groups.
-        Codec("int8", 1, _int8_nbytes, _pack_int8, _unpack_int8),
+        Codec(
+            "int8",
+            1,
+            lambda *shape: sum(nbytes for nbytes, _ in _int8_parts(*shape)),
+            _pack_int8,
+            _unpack_int8,
+        ),
     )
 }
 RAW = CODECS["raw"]

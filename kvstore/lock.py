@@ -44,7 +44,10 @@ class WriterLock(Closing):
     def __init__(self, path: Path, timeout_s: float = 0.0, command: str = "") -> None:
         make_private_file(path)
         self.path, self.timeout_s = path, timeout_s
-        self._holder, self._before = _text(_holder(command or " ".join(sys.argv))), b""
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        self._holder = _text(holder | {"command": command or " ".join(sys.argv)})
+        self.before: dict[str, Any] = {}  # what the file said until the lock was taken
         self._threads = threading.RLock()
         self._depth = 0
         self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -62,7 +65,7 @@ class WriterLock(Closing):
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self._before = os.pread(self._fd, _HOLDER_BYTES, 0)
+                    self.before = _parsed(os.pread(self._fd, _HOLDER_BYTES, 0))
                     self._write(self._holder)
                 yield
             finally:
@@ -71,11 +74,6 @@ class WriterLock(Closing):
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._threads.release()
-
-    @property
-    def before(self) -> dict[str, Any]:
-        """What the file said until the lock was taken."""
-        return _parsed(self._before)
 
     def note(self, value: dict[str, Any]) -> None:
         """Let the file say that, for others to read; a full disk must still let values be deleted."""
@@ -157,12 +155,3 @@ def _parsed(text: bytes) -> dict[str, Any]:
 def _text(value: dict[str, Any]) -> bytes:
     # Padded and cut behind the text: a file that is cut to nothing is written to the disk when it is closed.
     return json.dumps(value).encode().ljust(_SHORTEST_BYTES)
-
-
-def _holder(command: str) -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "command": command,
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }

@@ -11,7 +11,7 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -234,11 +234,10 @@ def _blob(node_id: str) -> bytes:
 
 
 def _text(found: object) -> str:
-    """A row's node id; what damage has made no UTF-8 becomes something else, and its proof fails."""
-    try:
+    """A row's node id; what damage has made no UTF-8 becomes nobody's, and its proof fails."""
+    with suppress(UnicodeDecodeError):
         return found.decode("utf-8", "surrogatepass") if isinstance(found, bytes) else ""
-    except UnicodeDecodeError:
-        return ""
+    return ""
 
 
 def _signed(key: int) -> int:
