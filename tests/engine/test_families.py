@@ -16,50 +16,21 @@ SHAPE = tiny_models.SHAPE | tiny_models.HEAD | {"num_hidden_layers": 2, "vocab_s
 SHAPE |= {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 1024}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+PLAIN = (
+    "apertus arcee cohere diffllama ernie4_5 gemma glm glm4 helium llama nemotron olmo olmo2 phi3 qwen2 qwen3 "
+    "seed_oss stablelm starcoder2"
+)
+SLIDES = "cohere2 cwm exaone4 gemma2 gemma3_text ministral olmo3"
 FUSED: dict[str, dict[str, object]] = {
-    "apertus": {},
-    "arcee": {},
-    "cohere": {},
-    "cohere2": SLIDING,
-    "cwm": SLIDING,
-    "diffllama": {},
-    "ernie4_5": {},
-    "exaone4": SLIDING,
-    "gemma": {},
-    "gemma2": SLIDING,
-    "gemma3_text": SLIDING,
-    "glm": {},
-    "glm4": {},
+    **{name: {} for name in PLAIN.split()},
+    **dict.fromkeys(SLIDES.split(), SLIDING),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), EXPERTS),
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0},
-    "helium": {},
-    "llama": {},
-    "ministral": SLIDING,
     "mistral": {"sliding_window": 24},
-    "mixtral": EXPERTS,
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": SLIDING,
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
-    "stablelm": {},
-    "starcoder2": {},
 }
-REFUSED: dict[str, dict[str, object]] = {
-    "bloom": {},
-    "gpt2": {},
-    "gpt_neox": {},
-    "hunyuan_v1_dense": {},
-    "jamba": {},
-    "mpt": {},
-    "opt": {},
-    "phi": {},
-    "persimmon": {},
-}
+UNFIT = "bloom gpt2 gpt_neox hunyuan_v1_dense jamba mpt opt phi persimmon"
+REFUSED: dict[str, dict[str, object]] = {name: {} for name in UNFIT.split()}
 UNSEEN = ("diffllama", "nemotron", "stablelm")  # they show nobody what their rows look at
 
 

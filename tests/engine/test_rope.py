@@ -55,22 +55,6 @@ def test_a_delta_of_zero_is_the_identity_bit_for_bit(dtype):
     assert torch.equal(move_keys(plain, torch.zeros(TOKENS, dtype=torch.long), Rope(frequencies())), plain)
 
 
-@pytest.mark.parametrize("layout", [HALF, INTERLEAVED])
-def test_moves_add_up(layout):
-    rope, keys = Rope(frequencies(), layout), make_keys()
-    there = move_keys(move_keys(keys, 300, rope), -117, rope)
-    assert torch.allclose(there, move_keys(keys, 183, rope), atol=1e-4)
-    back = move_keys(move_keys(keys, 300, rope), -300, rope)
-    assert torch.allclose(back, keys, atol=1e-4)
-
-
-def test_a_number_and_equal_deltas_are_the_same():
-    rope, keys = Rope(frequencies()), make_keys()
-    assert torch.allclose(
-        move_keys(keys, 55, rope), move_keys(keys, torch.full((TOKENS,), 55), rope), atol=1e-6
-    )
-
-
 def test_moving_in_place_in_a_view_touches_nothing_else():
     """As the loader does it, in the middle of the fused buffers."""
     buffer = torch.randn(HEADS, 20, SIZE, generator=torch.Generator().manual_seed(1))
@@ -87,13 +71,6 @@ def test_bfloat16_is_rounded_once():
     exact = rotated_by_hand(keys, torch.tensor(5000.0, dtype=torch.float64), rope.inv_freq)
     moved = move_keys(keys, 5000, rope).double()
     assert float(((moved - exact).abs() / exact.abs().clamp_min(0.05)).max()) < 2**-8 + 2e-2
-
-
-def test_scores_depend_on_relative_positions_alone():
-    rope, keys, queries = Rope(frequencies()), make_keys(), make_keys().flip(1)
-    near = (move_keys(queries, 9, rope) * move_keys(keys, 4, rope)).sum(-1)
-    far = (move_keys(queries, 905, rope) * move_keys(keys, 900, rope)).sum(-1)
-    assert torch.allclose(near, far, atol=1e-3)
 
 
 def test_a_layer_that_does_not_rotate_moves_nothing():
