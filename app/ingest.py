@@ -89,7 +89,7 @@ def add_kv(workspace: Workspace, report: IngestReport, show: Callable[[KvProgres
 
 
 def ingest_file(
-    workspace: Workspace, path: Path, show: OnProgress = silent, leave: Callable[[], bool] | None = None
+    workspace: Workspace, path: Path, show: OnProgress = silent, leave: Callable[[], bool] = lambda: False
 ) -> IngestReport:
     """Ingest one file, for a caller that holds the writer lock and decides what comes next.
 
@@ -113,14 +113,14 @@ class _Run:
         self.report.skipped = [str(path) for path in found.skipped]
         for path, error in found.failed:
             self._note_failure(path, error)
-        self._meter.expect("parse", len(found.files))
+        self._meter.count("parse", more=len(found.files))
         for path in found.files:
             self._meter.name = path.name
             try:
                 self.one(path)
             except DocumentError as error:
                 self._note_failure(path, error)
-            self._meter.add("parse", 1)
+            self._meter.count("parse", done=1)
         for document in self._gone(found.folders):
             (self.report.pruned if prune else self.report.gone).append(document.path)
             if prune:
@@ -142,7 +142,7 @@ class _Run:
         self._take_in(path, facts, known, cut_before=bool(known and same and known.passages))
 
     def _take_in(self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool) -> None:
-        self._meter.add("parse", 0)
+        self._meter.count("parse")
         document = self._library.begin(self._collection, str(path))
         if not cut_before:
             try:
@@ -181,8 +181,10 @@ class _Run:
         if known and known.passages and known.recipe.endswith(f" {embedder.name}"):
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
-        with self._meter.stage("embed", len(new)) as progress:
-            rows = embedder.embed_passages([p.text for p in new], progress) if new else []
+        self._meter.count("embed", more=len(new))
+        progress = self._meter.within("embed")
+        rows = embedder.embed_passages([p.text for p in new], progress) if new else []
+        self._meter.count("embed", done=len(new))
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
         return [earlier[passage.node_id] for passage in passages]

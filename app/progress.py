@@ -1,8 +1,7 @@
 """How far work is and how fast it goes, for whoever shows it; and leaving it early."""
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from ragblend.kvstore.errors import Cancelled
@@ -29,11 +28,10 @@ class Meter:
     second while a parser works. Cancelled is raised then.
     """
 
-    def __init__(self, show: OnProgress = silent, leave: Callable[[], bool] | None = None) -> None:
+    def __init__(self, show: OnProgress, leave: Callable[[], bool] = lambda: False) -> None:
         self._show, self._leave = show, leave
         self.name = ""
-        self._done: dict[Stage, int] = {"parse": 0, "embed": 0}
-        self._total: dict[Stage, int] = {"parse": 0, "embed": 0}
+        self._done, self._total = Counter[Stage](), Counter[Stage]()
 
     def show(self, stage: Stage, done: int, total: int) -> None:
         """How far one document is, where there is nothing to add up."""
@@ -42,30 +40,19 @@ class Meter:
 
     def check(self) -> None:
         """Raises Cancelled if the file is to be left."""
-        if self._leave is not None and self._leave():
+        if self._leave():
             raise Cancelled("the file was left on request; what is done of it stays")
 
-    def expect(self, stage: Stage, count: int) -> None:
-        """So much more is to be done."""
-        self._total[stage] += count
+    def count(self, stage: Stage, more: int = 0, done: int = 0) -> None:
+        """So much more is to be done, or is done."""
+        self._total[stage] += more
+        self._done[stage] += done
         self.show(stage, self._done[stage], self._total[stage])
 
-    def add(self, stage: Stage, count: int) -> None:
-        """So much more is done."""
-        self._done[stage] += count
-        self.show(stage, self._done[stage], self._total[stage])
-
-    @contextmanager
-    def stage(self, stage: Stage, count: int) -> Iterator[Callable[[int, int], None]]:
-        """One document's share of a stage; gives the callback (done, total) for it."""
-        self.expect(stage, count)
+    def within(self, stage: Stage) -> Callable[[int, int], None]:
+        """The callback (done, total) for one document's share of a stage."""
         before = self._done[stage]
-
-        def progress(done: int, total: int) -> None:
-            self.show(stage, before + done, self._total[stage])
-
-        yield progress
-        self.add(stage, count)
+        return lambda done, _: self.show(stage, before + done, self._total[stage])
 
 
 class Pace:
