@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result
 
+Stop = list[str] | None
 Asked = tuple[Call, "Prompt"]
 Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
 ChunkOf = Callable[

@@ -13,6 +13,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from ragblend.integrations.calls import Call
 from ragblend.integrations.langchain.answers import (
     Asked,
+    Stop,
     astreamed,
     response_metadata,
     streamed,
@@ -24,8 +25,6 @@ from ragblend.integrations.langchain.parameters import Parameters
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
-
-Stop = list[str] | None
 
 
 class ChatRAGBlend(Parameters, BaseChatModel):

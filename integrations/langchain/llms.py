@@ -10,14 +10,12 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from ragblend.integrations.backend import usage
 from ragblend.integrations.calls import Call
-from ragblend.integrations.langchain.answers import Asked, astreamed, response_metadata, streamed
+from ragblend.integrations.langchain.answers import Asked, Stop, astreamed, response_metadata, streamed
 from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.parameters import Parameters
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
-
-Stop = list[str] | None
 
 
 class RAGBlendLLM(Parameters, BaseLLM):

@@ -103,22 +103,17 @@ def test_documents_of_a_stock_retriever_become_known(make_tiny, store, documents
     assert asked(restarted, documents) == (["tides", "bell", "lamp"], 3)
 
 
-def test_documents_become_known_to_their_collection_only(make_tiny, store, documents, tmp_path):
-    model, other = make_tiny(), make_tiny(collection="other")
+def test_who_learns_documents(make_tiny, place, store, documents, tmp_path):
+    """The living models that want to, of either kind, each for its home and collection."""
+    text_model = RAGBlendLLM(**place, max_tokens=1)
     silent = make_tiny(register_retrieved=False, home=str(tmp_path / "silent"))
-    del other
+    gone = make_tiny(collection="gone").backend
     gc.collect()
     store.as_retriever().invoke(QUESTION)
-    assert len(asked(model, documents)[0]) == 3
-    assert asked(silent, documents)[0] == []
-    assert asked(make_tiny(collection="other"), documents)[0] in ([], ["tides", "bell", "lamp"])
-
-
-def test_the_text_model_listens_too(place, store, documents):
-    model = RAGBlendLLM(**place, max_tokens=1)
-    store.as_retriever().invoke(QUESTION)
-    [[generation]] = model.generate([documents[0].page_content]).generations
+    [[generation]] = text_model.generate([documents[0].page_content]).generations
     assert generation.generation_info["kv"]["chunks"] == ["tides"]
+    assert asked(silent, documents)[0] == []
+    assert (len(text_model.backend.registry), len(gone.registry)) == (3, 0)
 
 
 # --- reading beforehand
@@ -137,8 +132,5 @@ def test_encode_documents_stores_their_kv_once(make_tiny, documents, capsys):
     assert len(list(model.backend.engine.store.keys())) == stored
     assert capsys.readouterr().err == ""
     assert asked(model, documents) == (["tides", "bell", "lamp"], 3)
-
-
-def test_what_is_no_document(make_tiny):
     with pytest.raises(ValueError, match="not int"):
-        encode_documents([7], make_tiny(), show_progress=False)
+        encode_documents([7], model, show_progress=False)

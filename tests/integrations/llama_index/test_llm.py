@@ -63,6 +63,9 @@ def test_metadata_is_true_to_the_model_and_loads_no_weights(llm):
     assert metadata.is_chat_model
     assert not metadata.is_function_calling_model
     assert metadata.model_name == llm.model == llm.model_name
+    tokenizer = llm.backend.engine.tokenizer
+    assert llm.tokenize("two ledgers") == tokenizer.encode("two ledgers", add_special_tokens=False)
+    assert llm.tokenize("") == []
     assert "loaded" not in llm.backend.engine.runtime.__dict__
 
 
@@ -198,20 +201,10 @@ def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):
     assert "user\nHello?<|im_end|>" in text
     base = make_llm(system_prompt="Be brief.", is_chat_model=False)
     assert prompt_text(base, base._text_request("Hello?", False, {})) == "Be brief.\n\nHello?"
-
-
-def test_a_base_model_is_asked_by_completion(make_llm):
-    """`predict` asks `metadata.is_chat_model`; the passages reach the engine on that way too."""
-    llm = make_llm(is_chat_model=False)
+    # `predict` asks `metadata.is_chat_model`; the passages reach the engine on that way too.
     template = PromptTemplate("{context}\n\n{question}")
-    llm.predict(template, context=STORIES[0], question=QUESTION, passages=[Passage(STORIES[0], "one")])
-    assert llm.last_stats["kv"]["chunks"] == ["one"]
-
-
-def test_tokens_are_the_models_own(llm):
-    tokenizer = llm.backend.engine.tokenizer
-    assert llm.tokenize("two ledgers") == tokenizer.encode("two ledgers", add_special_tokens=False)
-    assert llm.tokenize("") == []
+    base.predict(template, context=STORIES[0], question=QUESTION, passages=[Passage(STORIES[0], "one")])
+    assert base.last_stats["kv"]["chunks"] == ["one"]
 
 
 def test_a_passage_may_be_named_in_a_call(llm):
