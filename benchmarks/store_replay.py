@@ -38,6 +38,9 @@ POLICIES = kvstore_policy.POLICIES | {
 }
 
 
+Ranking = tuple[float, float, str]
+
+
 @dataclass(frozen=True)
 class Machine:
     """What times come from: a prefill profile, the bytes of a token's KV, and how fast they are loaded."""
@@ -74,9 +77,7 @@ class PolicyCache:
         self.nbytes = 0
         self._gone: OrderedDict[str, Entry] = OrderedDict()
         self._uses = self._clock = 0.0
-        self._heap: list[
-            tuple[float, float, str]
-        ] = []  # an item a ranking; of a value only the last one counts
+        self._heap: list[Ranking] = []  # of a value only the last one counts
 
     def find(self, name: str) -> bool:
         """Count a retrieval; whether the value is there."""
@@ -221,7 +222,5 @@ def default_profile() -> PrefillProfile:
 
 
 def _ms(cached: int, new: int) -> float:
-    pairs = new * (
-        2 * cached + new
-    )  # twice the scores: new rows against all before them, and half of themselves
+    pairs = new * (2 * cached + new)  # twice the scores: against all before them, and half of themselves
     return TOKEN_MS * new + PAIR_MS * pairs

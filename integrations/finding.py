@@ -105,9 +105,8 @@ class TextIndex:
     """The hashes of many texts: at most 24 bytes a text, and no text. Not safe for threads."""
 
     def __init__(self) -> None:
-        self._heads: Keys = np.zeros(
-            0, dtype=np.uint64
-        )  # in order, a row for each length that a head goes with
+        # In order, a row for each length that a head goes with.
+        self._heads: Keys = np.zeros(0, dtype=np.uint64)
         self._lengths: Numbers = np.zeros(0, dtype=np.int64)
         self._wholes: Keys = self._heads
 

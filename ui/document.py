@@ -20,9 +20,8 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    "x-ragblend-start": secrets.token_hex(
-        8
-    ),  # of this process: an open page sees by it that there is another one
+    # Of this process: an open page sees by it that there is another one.
+    "x-ragblend-start": secrets.token_hex(8),
 }
 SCRIPT_TAG = re.compile(rb"<script(?=[\s>])")
 FOREIGN_META = re.compile(rb"\s*<meta\b[^>]*(?:og:|twitter:)[^>]*>")

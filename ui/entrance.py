@@ -91,15 +91,11 @@ class Entrance:
         client = (scope.get("client") or ("unknown", 0))[0]
         wait_s = self.attempts.wait_s(client)
         if wait_s > 0:
-            headers = {"Retry-After": str(int(wait_s) + 1)}
-            return HTMLResponse(
-                views.entrance.page(True, f"Too many attempts. Try again in {int(wait_s) + 1} s."),
-                429,
-                headers,
-            )
-        self.attempts.note_failure(
-            client
-        )  # before the check, which takes a while: many at once count as many
+            wait = str(int(wait_s) + 1)
+            page = views.entrance.page(True, f"Too many attempts. Try again in {wait} s.")
+            return HTMLResponse(page, 429, {"Retry-After": wait})
+        # Before the check, which takes a while: many at once count as many.
+        self.attempts.note_failure(client)
         if not matches(form.get("password", [""])[0], self.password_hash or ""):
             return HTMLResponse(views.entrance.page(True, "That is not the password."), 401)
         self.attempts.forget(client)
@@ -107,14 +103,8 @@ class Entrance:
 
     def _let_in(self) -> Response:
         response = RedirectResponse("/", 303)
-        response.set_cookie(
-            self.cookie_name,
-            self.new_cookie(),
-            max_age=COOKIE_SECONDS,
-            httponly=True,
-            samesite="lax",
-            path="/",
-        )
+        cookie = self.cookie_name, self.new_cookie()
+        response.set_cookie(*cookie, max_age=COOKIE_SECONDS, httponly=True, samesite="lax", path="/")
         return response
 
 

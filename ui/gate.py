@@ -21,10 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.ui.guard import LONGEST_TEXT, MOST_VALUES, kind_of
 from ragblend.ui.safety import SAFE_METHODS, UPLOAD_PATH
 
-CALLS = {
-    "/gradio_api/queue/join": True,
-    "/gradio_api/run/predict": False,
-}  # whether its functions are queued ones
+# Whether its functions are queued ones.
+CALLS = {"/gradio_api/queue/join": True, "/gradio_api/run/predict": False}
 READ = re.compile(
     r"/|/theme\.css|/(assets|static|ragblend)/.+|"
     r"/gradio_api/(app_id|queue/data|upload_progress|heartbeat/[0-9a-z]{1,32})"
@@ -54,10 +52,8 @@ class Gate:
         elif method == "POST" and path == UPLOAD_PATH:
             await self._upload(scope, receive, send)
         elif method in SAFE_METHODS and READ.fullmatch(path):
-            without_query = (
-                {**scope, "query_string": b""} if path == "/" else scope
-            )  # Gradio restores states by it
-            await self.app(without_query, receive, send)
+            # Gradio restores states by the query.
+            await self.app({**scope, "query_string": b""} if path == "/" else scope, receive, send)
         else:
             await PlainTextResponse("There is nothing at that path.", 404)(scope, receive, send)
 

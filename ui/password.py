@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import secrets
 import threading
 import time
@@ -11,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import replace_durably
 
 COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms a guess
 LEAST_LENGTH = 10
 FREE_ATTEMPTS = 5
 LONGEST_WAIT_S = 900.0
-FILE_MODE = 0o600
 
 
 def hash_password(password: str) -> str:
@@ -39,10 +38,7 @@ def matches(password: str, kept: str) -> bool:
 
 def save_password(path: Path, password: str) -> None:
     """Write the hash for this user only. Raises UsageError for a password that is too short."""
-    line = hash_password(password)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(line)
+    replace_durably(path, hash_password(password))
 
 
 def read_password(path: Path) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import FOLDER_MODE, replace_durably
 from ragblend.kvstore.lock import writer_lock
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ragblend.app.desk import Desk
     from ragblend.ui.context import Context
 
-FOLDER_MODE = 0o700
 PORTS_TRIED = 20
 GRADIO_ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -122,11 +122,9 @@ def gradio_environment(home: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _sweep(parent: Path) -> None:
@@ -170,9 +168,7 @@ def password_path(home: Path) -> Path:
 def write_landing(folder: Path, url: str) -> Path:
     """A file that leads to the page: a browser is started with its path, so that no process list shows the token."""
     path = folder / "open.html"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(views.entrance.landing(url))
+    replace_durably(path, views.entrance.landing(url))
     return path
 
 

@@ -35,10 +35,8 @@ TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 t
 # No images at all: one that is fetched tells its server that the document was read.
 ATTRIBUTES = {"a": {"href"}, "ol": {"start"}}
 SCHEMES = {"http", "https", "mailto"}
-OPEN_MARK, CLOSE_MARK = (
-    "\ue000",
-    "\ue001",
-)  # private use: around the number of an insert, until the text is safe
+# Private use: around the number of an insert, until the text is safe.
+OPEN_MARK, CLOSE_MARK = "\ue000", "\ue001"
 MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
 MARKED = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
 COMMAND = re.compile(r"`([^`\n]{1,200})`")

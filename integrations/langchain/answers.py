@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 Stop = list[str] | None
 Asked = tuple[Call, "Prompt"]
 Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
-ChunkOf = Callable[
-    ["str | Result", Call], Chunk
-]  # a piece of text, or the end with all that is known by then
+# From a piece of text, or from the end with all that is known by then.
+ChunkOf = Callable[["str | Result", Call], Chunk]
 
 
 def usage_metadata(result: "Result") -> UsageMetadata:

@@ -85,9 +85,8 @@ def test_found_where_it_stands(home, registry):
 
 def test_add_counts_what_is_new_and_replaces(registry):
     assert registry.add([]) == 0
-    assert (
-        registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "h"), Passage(CRANE, "h")]) == 1
-    )  # the last counts
+    # The last counts.
+    assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "h"), Passage(CRANE, "h")]) == 1
     assert names(registry.find(HARBOUR + CRANE)) == ["h"]
     assert registry.add([Passage(CRANE, "h")]) == 0
     assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")]) == 2

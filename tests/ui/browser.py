@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WAIT_MS = int(
-    os.environ.get("RAGBLEND_TEST_WAIT_MS", "120000")
-)  # nothing here is about speed: other work may have the machine
+# Nothing here is about speed: other work may have the machine.
+WAIT_MS = int(os.environ.get("TEST_WAIT_MS", "120000"))
 PRESSES = 4
 UPLOADED = "/upload_progress?"  # Gradio asks how far a file is that is there already
 TEXT_TURNS = ".rb-turn.answer"

@@ -13,9 +13,8 @@ from ragblend.app import samples
 
 QUESTION = "How long is the causeway under water at every high tide?"
 CANARY = "zanzibarcanary"
-PRINTABLE = [
-    text for text in HUNDRED if "\0" not in text
-]  # with it a file is taken for a binary one, and refused
+# With a null a file is taken for a binary one, and refused.
+PRINTABLE = [text for text in HUNDRED if "\0" not in text]
 DRAWN = {  # what a tab shows when it is whole
     "Library": "#rb-documents .rb-documents",
     "Compare": "#rb-compare-go",

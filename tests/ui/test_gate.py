@@ -171,9 +171,8 @@ def test_no_function_reads_a_file_that_was_not_uploaded(page, fifo) -> None:
     for number in callable_functions(page):
         values = [plain(each) for each in page.functions[number].inputs]
         for turn, (name, form) in enumerate(tried.items()):
-            place = (turn + number) % (
-                len(values) + 1
-            )  # each of its inputs in turn, and what the event carries
+            # Each of its inputs in turn, and what the event carries.
+            place = (turn + number) % (len(values) + 1)
             data = [form if n == place else value for n, value in enumerate(values)]
             status, text = page.call(number, data, form if place == len(values) else None)
             if status != 422 or CANARY in text or "SQLite format" in text:

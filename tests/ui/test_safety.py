@@ -118,9 +118,8 @@ def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
     assert ask("GET", "/file", headers=cross).status_code == 403
     assert ask("GET", "/file", headers={"sec-fetch-site": "same-site"}).status_code == 403
     assert ask("GET", "/file", headers=cross | {"sec-fetch-mode": "navigate"}).status_code == 403
-    assert (
-        ask("GET", "/", headers=cross | {"sec-fetch-mode": "navigate"}).status_code == 200
-    )  # a link may open the page
+    # A link may open the page.
+    assert ask("GET", "/", headers=cross | {"sec-fetch-mode": "navigate"}).status_code == 200
     assert ask("GET", "/file", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 

@@ -99,9 +99,8 @@ def html_of(name, *values):
 def test_nothing_hostile_becomes_more_than_text(text) -> None:
     for ours, theirs in zip(drawn("plain words"), drawn(text), strict=True):
         plain, html = html_of(*ours), html_of(*theirs)
-        allowed = (
-            faults(plain) if ours[0] == "entrance.page" else []
-        )  # a whole page, with its own style and form
+        # The entrance is a whole page, with its own style and form.
+        allowed = faults(plain) if ours[0] == "entrance.page" else []
         assert faults(html) == allowed, (ours[0], html[:2000])
         assert set(acts(html)) <= {"cite", *acts(plain)}, ours[0]
         if "cite" not in acts(plain):  # a text may hold any number of citations
