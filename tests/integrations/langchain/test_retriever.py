@@ -107,13 +107,14 @@ def test_who_learns_documents(make_tiny, place, store, documents, tmp_path):
     """The living models that want to, of either kind, each for its home and collection."""
     text_model = RAGBlendLLM(**place, max_tokens=1)
     silent = make_tiny(register_retrieved=False, home=str(tmp_path / "silent"))
-    gone = make_tiny(collection="gone").backend
+    papers, gone = make_tiny(collection="papers"), make_tiny(collection="gone").backend
     gc.collect()
     store.as_retriever().invoke(QUESTION)
     [[generation]] = text_model.generate([documents[0].page_content]).generations
     assert generation.generation_info["kv"]["chunks"] == ["tides"]
     assert asked(silent, documents)[0] == []
-    assert (len(text_model.backend.registry), len(gone.registry)) == (3, 0)
+    known = (each.registry for each in (text_model.backend, papers.backend, gone))
+    assert [len(registry) for registry in known] == [3, 3, 0]
 
 
 # --- reading beforehand
