@@ -1,13 +1,15 @@
 """What both frameworks' adapters stand on: an engine, the passages it knows, and prompts with both."""
 
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragblend.integrations.passages import Passage, PassageRegistry, node_id_of
-from ragblend.integrations.resolve import Piece, resolve
+from ragblend.integrations.passages import Found, Passage, PassageRegistry, learnt_id, node_id_of
+from ragblend.integrations.resolve import Piece, cut, found_in, segments
+from ragblend.kvstore.errors import StoreError
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt, Segment
     from ragblend.engine.results import Result
 
+log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -88,28 +91,71 @@ class Backend:
 
     # --- prompts
 
-    def chat_prompt(self, turns: Sequence[Turn], named: Sequence[Passage] = ()) -> "Prompt":
-        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError."""
+    def chat_prompt(
+        self, turns: Sequence[Turn], named: Sequence[Passage] = (), learn: bool = False
+    ) -> "Prompt":
+        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError.
+
+        learn: what comes back from an earlier prompt that was learnt from is a passage from now on.
+        """
         from ragblend.engine.prompt import Message
 
-        messages = [Message(turn.role, resolve(turn.pieces, self.registry, named)) for turn in turns]
+        found = [list(found_in(turn.pieces, self.registry, named)) for turn in turns]
+        if learn and turns:  # what the model said before comes back with every question, and is no passage
+            others = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
+            learnt = self._learn([found[number] for number in others], turns[-1].role != "tool")
+            found = [learnt.pop(0) if number in others else pieces for number, pieces in enumerate(found)]
+        messages = [Message(turn.role, segments(pieces)) for turn, pieces in zip(turns, found, strict=True)]
         return self.engine.tokenize(self.engine.chat(messages))
 
-    def text_prompt(self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = ()) -> "Prompt":
+    def text_prompt(
+        self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
+    ) -> "Prompt":
         """The text as it is, with the chunks that were found in it; it is trusted, so its control tokens count.
 
         parts: the same as `parts_of` has it; where that is known, only the control tokens of the template count.
+        learn: as in `chat_prompt`.
         """
         from ragblend.engine.prompt import Prompt
 
         controls = self.engine.control_tokens
         if not parts or controls(text) == [i for words in parts[::2] for i in controls(words)]:
             parts = [text]  # a template may have done more with what it was given than to put it somewhere
-        segments: list[Segment] = []
-        for number, part in enumerate(parts):
-            found = resolve([part], self.registry, named)
-            segments += found if number % 2 else [_trusted(segment) for segment in found]
-        return self.engine.tokenize(Prompt(segments))
+        found = [list(found_in([part], self.registry, named)) for part in parts]
+        if learn:
+            found = self._learn(found, True, lambda words: not controls(words))
+        said: list[Segment] = []
+        for number, pieces in enumerate(found):
+            made = segments(pieces)
+            said += made if number % 2 else [_trusted(segment) for segment in made]
+        return self.engine.tokenize(Prompt(said))
+
+    def _learn(
+        self,
+        prompt: Sequence[Sequence[Piece]],
+        is_asking: bool,
+        may: Callable[[str], bool] = lambda _: True,
+    ) -> list[list[Piece]]:
+        """The same with what came back from earlier prompts as passages, registered; `may` says what can be one."""
+        texts = [piece for pieces in prompt for piece in pieces if isinstance(piece, str)]
+        places = iter(self.registry.recurring.recall(texts, is_asking))
+        came: list[str] = []
+
+        def parts(piece: Piece) -> Iterable[Piece]:
+            if not isinstance(piece, str):
+                return [piece]
+            found = [place for place in next(places) if may(piece[slice(*place)])]
+            came.extend(piece[slice(*place)] for place in found)
+            return cut(piece, [Found(*place, learnt_id(piece[slice(*place)])) for place in found])
+
+        result = [[part for piece in pieces for part in parts(piece)] for pieces in prompt]
+        if came:
+            try:
+                if too_many := self.registry.learn(came):
+                    self.forget(too_many)
+            except StoreError as error:
+                log.warning("what came back in this prompt is not kept for the next: %s", error)
+        return result
 
 
 def marks(count: int) -> list[str]:

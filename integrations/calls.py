@@ -59,17 +59,22 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 class Call:
     """Where and how one prompt is answered. named: passages that the caller says are in the prompt.
 
+    learn: whether what comes back from an earlier prompt becomes a passage.
     arguments: method, ratio, and those of the engine's `DecodeOptions`.
     """
 
     backend: Backend
     named: tuple[Passage, ...]
+    learn: bool
     timeout: float | None
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, backend: Backend, named: Sequence[Passage], *layers: Mapping[str, Any]) -> Self:
-        """The last layer that says something wins. Raises UsageError for a name nobody knows, and a timeout of none."""
+    def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
+        """The last layer that says something wins. Raises UsageError for a name nobody knows, and a timeout of none.
+
+        Of prompts that are read in full nothing is learnt, so that they are tokenized as any other model would.
+        """
         from ragblend.engine.config import DecodeOptions
 
         merged: dict[str, Any] = {}
@@ -79,14 +84,14 @@ class Call:
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout must be a number of seconds above 0, not {timeout!r}")
         DecodeOptions.of({name: value for name, value in merged.items() if name not in ("method", "ratio")})
-        return cls(backend, tuple(named), timeout, merged)
+        return cls(backend, tuple(named), learn and merged.get("method") != "full", timeout, merged)
 
     def chat_prompt(self, turns: Sequence[Turn], named: Sequence[Passage] = ()) -> "Prompt":
         """May load the tokenizer and read the registry: not for an event loop."""
-        return self._noted(self.backend.chat_prompt(turns, (*self.named, *named)))
+        return self._noted(self.backend.chat_prompt(turns, (*self.named, *named), self.learn))
 
     def text_prompt(self, text: str, parts: Sequence[str] = ()) -> "Prompt":
-        return self._noted(self.backend.text_prompt(text, self.named, parts))
+        return self._noted(self.backend.text_prompt(text, self.named, parts, self.learn))
 
     def _noted(self, prompt: "Prompt") -> "Prompt":
         """Says once for each model and collection that nothing can be reused."""

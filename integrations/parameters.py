@@ -91,6 +91,8 @@ class Parameters(BaseModel):
     """Seconds after which an answer is given up."""
     register_retrieved: bool = True
     """Whether what the framework's own retrievers find in this process becomes known to this model."""
+    learn_from_prompts: bool = True
+    """Whether text that comes back in a second prompt is kept as a passage, whoever put it there."""
 
     @model_validator(mode="before")
     @classmethod
@@ -147,4 +149,4 @@ class Parameters(BaseModel):
     ) -> Call:
         """The fields, then more options, then the call's own arguments. Raises UsageError."""
         fields = {name: getattr(self, name) for name in (*PER_CALL, "timeout")}
-        return Call.of(self.backend, passages, fields, more, arguments)
+        return Call.of(self.backend, passages, self.learn_from_prompts, fields, more, arguments)

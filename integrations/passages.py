@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from ragblend.integrations.finding import MINIMUM, Known, TextIndex, known
+from ragblend.integrations.recurring import RecurringText
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.files import discard
 from ragblend.kvstore.nodes import NodeIndex, Print
@@ -21,6 +22,8 @@ from ragblend.kvstore.sqlite import DamagedFileError
 log = logging.getLogger(__name__)
 FILE_NAME = "nodes.sqlite"
 FORMER = ("passages.sqlite", "passages.sqlite-wal", "passages.sqlite-shm")
+LEARNT = "seen-"  # how the node ids of passages begin that were learnt from prompts
+MOST_LEARNT = 10_000
 _STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
 T = TypeVar("T")
 
@@ -52,6 +55,8 @@ class PassageRegistry:
         self.path, self.collection = path, collection
         self._lock = threading.RLock()
         self._nodes: NodeIndex | None = None
+        self.recurring = RecurringText()
+        self._learnt: dict[str, None] | None = None  # those in the file, what was found last at the end
         self._forget_index()
 
     @classmethod
@@ -71,6 +76,29 @@ class PassageRegistry:
         """
         latest = {node_id_of(passage): passage.text for passage in passages}
         return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
+
+    def learn(self, texts: Iterable[str], most: int = MOST_LEARNT) -> list[str]:
+        """Register texts that came back in a prompt, by their own hashes; returns node ids that are too many now.
+
+        Those are what was found in no prompt for longest; the caller forgets them with their KV.
+        """
+        passages = [Passage(text, learnt_id(text)) for text in texts]
+        self.add(passages)
+        with self._lock:
+            self._touch(passage.node_id for passage in passages)
+            learnt = list(self._learnt or ())
+            over = learnt[: max(0, len(learnt) - most)]
+            self._learnt = dict.fromkeys(learnt[len(over) :])
+        return over
+
+    def _touch(self, node_ids: Iterable[str | None]) -> None:
+        """These were found just now."""
+        if self._learnt is None:
+            self._learnt = dict.fromkeys(self._run(lambda nodes: nodes.named(self.collection, LEARNT)))
+        for node_id in node_ids:
+            if node_id is not None and node_id.startswith(LEARNT):
+                self._learnt.pop(node_id, None)
+                self._learnt[node_id] = None
 
     def remove(self, node_ids: Iterable[str]) -> int:
         """Remove passages, leaving nothing of them in the file; how many there were."""
@@ -132,7 +160,9 @@ class PassageRegistry:
             said = (node_id for node_id, proof in claims if _proof(node_id, text[start:stop]) == proof)
             return next(said, None)
 
-        return [Found(*found) for found in self._index.find(text, confirm)]
+        found = [Found(*place) for place in self._index.find(text, confirm)]
+        self._touch(place.node_id for place in found)
+        return found
 
     def _forget_index(self) -> None:
         self._index, self._last_id, self._held = TextIndex(), 0, 0
@@ -171,6 +201,11 @@ def _proof(node_id: str, text: str) -> bytes:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
+
+
+def learnt_id(text: str) -> str:
+    """The node id of a text that was learnt from prompts."""
+    return f"{LEARNT}{hashlib.sha256(_utf8(text)).hexdigest()[:32]}"
 
 
 def node_id_of(passage: Passage) -> str:

@@ -1,6 +1,6 @@
 """From the text that a framework made of its passages back to segments: chunks, and what is written around them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ragblend.engine.prompt import Chunk, Literal, Segment
@@ -14,25 +14,31 @@ Piece = str | Passage
 def resolve(
     pieces: Sequence[Piece], registry: PassageRegistry | None, named: Sequence[Passage] = ()
 ) -> tuple[Segment, ...]:
-    """The pieces as segments whose texts, concatenated, are the pieces' texts, concatenated.
+    """The pieces, with the passages in them, as segments."""
+    return segments(found_in(pieces, registry, named))
 
-    A passage is a chunk as it stands. Adjacent texts are one text, in which `named` passages are looked for first,
-    the longest first, wherever they occur, and the registry's in what is left. Named passages that are not there are
+
+def segments(pieces: Iterable[Piece]) -> tuple[Segment, ...]:
+    """A passage is a chunk, a text is a literal; what has no text is left out."""
+    return tuple(segment for piece in pieces if (segment := _segment(piece)))
+
+
+def found_in(
+    pieces: Sequence[Piece], registry: PassageRegistry | None, named: Sequence[Passage] = ()
+) -> Iterator[Piece]:
+    """The pieces, cut so that every passage in their texts is a piece; concatenated they are what they were.
+
+    A passage is one as it stands. Adjacent texts are one text, in which `named` passages are looked for first, the
+    longest first, wherever they occur, and the registry's in what is left. Named passages that are not there are
     ignored, and so are those of fewer than 16 characters: they would be found inside other words.
     """
-    return tuple(segment for piece in _found(pieces, registry, named) if (segment := _segment(piece)))
-
-
-def _found(
-    pieces: Sequence[Piece], registry: PassageRegistry | None, named: Sequence[Passage]
-) -> Iterator[Piece]:
     for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece, str)):
         if not is_text:
             yield from group
             continue
         text = "".join(piece for piece in group if isinstance(piece, str))
-        for piece in _cut(text, _named_in(text, named)):
-            yield from _cut(piece, _known_in(piece, registry)) if isinstance(piece, str) else [piece]
+        for piece in cut(text, _named_in(text, named)):
+            yield from cut(piece, _known_in(piece, registry)) if isinstance(piece, str) else [piece]
 
 
 def _segment(piece: Piece) -> Segment | None:
@@ -55,7 +61,7 @@ def _named_in(text: str, named: Sequence[Passage]) -> list[Found]:
     return [Found(start, stop, passage.node_id) for start, stop, passage in found]
 
 
-def _cut(text: str, places: Sequence[Found]) -> Iterator[Piece]:
+def cut(text: str, places: Sequence[Found]) -> Iterator[Piece]:
     """The literals between two chunks stay one literal each, and may be empty."""
     at = 0
     for place in places:

@@ -201,6 +201,16 @@ class NodeIndex(RebuildableFile):
             select = "SELECT COUNT(*) FROM Passages WHERE collection = ?"
             return int(sql.execute(select, (collection,)).fetchone()[0])
 
+    def named(self, collection: str, beginning: str) -> list[str]:
+        """Node ids of texts that are looked for and begin like that, in the order in which they came."""
+        select = (
+            "SELECT node_id FROM Passages WHERE collection = ? AND node_id >= ? AND node_id < ? ORDER BY id"
+        )
+        first = _blob(beginning)
+        with self.connection() as sql:
+            rows = sql.execute(select, (collection, first, first + b"\xff")).fetchall()
+        return [_text(node_id) for (node_id,) in rows]
+
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
         """Row id, head, length and whole of what has a larger row id, ascending; without damaged rows."""
         # The plus keeps SQLite from an index, after which it would have to sort.

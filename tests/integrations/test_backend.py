@@ -37,7 +37,7 @@ def prompts(backend):
 
 @pytest.fixture
 def short(backend):
-    return Call.of(backend, (), {"max_new_tokens": 6})
+    return Call.of(backend, (), True, {"max_new_tokens": 6})
 
 
 async def collect(call, prompt):
@@ -139,7 +139,7 @@ def test_cancelling_a_task_ends_the_work_within_a_layer(backend, short, prompts,
 
 def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held):
     async def leave():
-        endless = Call.of(backend, (), {"max_new_tokens": 1000})
+        endless = Call.of(backend, (), True, {"max_new_tokens": 1000})
         async with aclosing(endless.astream(prompts[0])) as items:
             assert await anext(items)
             device = held(0)

@@ -8,7 +8,7 @@ from ragblend.kvstore.errors import UsageError
 
 
 def call(*layers):
-    return Call.of(Backend(), (), *layers)
+    return Call.of(Backend(), (), True, *layers)
 
 
 def test_the_last_layer_that_says_something_wins():
