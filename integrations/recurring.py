@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragblend.integrations.finding import MINIMUM, Hashed
 
 LEAST = 160  # characters, some 40 tokens: what is shorter costs more to fetch than to read
-MOST = 12_000  # characters, some 3,000 tokens, of one passage; what is longer is several
+MOST = 12_000  # characters, some 3,000 tokens, of one passage; what is longer is several, cut after a line
 LINES = 1_500_000  # remembered: 30 MB, and as much again for a moment; of more, the older half goes
 LINES_A_PROMPT = 20_000  # looked at: far beyond any but texts made to be hard
 _RECENT = 1 << 15  # lines that are not yet in the table
@@ -80,7 +80,7 @@ class RecurringText:
             self._lines = np.concatenate([self._lines, np.zeros_like(self._lines)])
         self._lines[self._count : self._count + len(keys)] = keys
         self._lines[self._count + len(keys)] = _END
-        for number in np.flatnonzero(full).tolist():
+        for number in np.flatnonzero(full)[::-1].tolist():  # of a line that is there twice, the first
             self._recent[int(keys[number])] = self._count + number
         self._count += len(keys) + 1
         if len(self._recent) > _RECENT:
@@ -121,7 +121,7 @@ def _passages(
 ) -> Iterator[tuple[int, int]]:
     """Runs of lines as places of passages: not too short, and the long ones cut between lines."""
     for first, last in runs:
-        part = (stops[first:last] - starts[first]) // MOST  # where passages of that length follow each other
+        part = (starts[first:last] - starts[first]) // (MOST // 2)
         for lines in np.split(np.arange(first, last), np.flatnonzero(np.diff(part)) + 1):
             start, stop = int(starts[lines[0]]), int(stops[lines[-1]])
             stop = start + len(text[start:stop].rstrip())

@@ -100,7 +100,9 @@ def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     """In a bare text they count: text that holds one is not a passage, which would make it words."""
     model = RAGBlendLLM(**place, max_tokens=4)
     mark = next(iter(model.backend.engine.tokenizer.all_special_tokens))
-    control = f"A line of the template with {mark} in it, as long as a passage, and the same in every prompt. " * 3
+    control = (
+        f"A line of the template with {mark} in it, as long as a passage, and the same in every prompt. " * 3
+    )
     answers = []
     for question in QUESTIONS:
         text = f"{control}\n\n{notes(store, question)}\n\nQuestion: {question}\nAnswer:"
