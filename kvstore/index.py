@@ -6,6 +6,7 @@ remove it only names, because inside a transaction it removes before the commit.
 
 import re
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ class Index(Closing):
     """
 
     def __init__(self, root: Path, timeout_s: float) -> None:
-        self.root, self.path = root, root / INDEX_NAME
+        self.root, self.path, self._checked = root, root / INDEX_NAME, threading.local()
         with self._named_errors():
             self._cache: Any = Cache(
                 str(root),
@@ -85,6 +86,7 @@ class Index(Closing):
                 sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
                 sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
             )
+            self._check_writable()
         self._identity = identity(self.path.stat())
 
     @contextmanager
@@ -98,13 +100,28 @@ class Index(Closing):
                 raise CorruptBlobError(f"the index {self.path} has an unreadable row: {error}") from error
             raise index_failed(error, self.path) from error
 
+    def _check_writable(self) -> None:
+        """Once for each thread's connection: where a file could not be opened for writing, SQLite opens it for reading.
+
+        Without a word, and for as long as the connection lives; so that one is closed, and the next use makes another.
+        """
+        if not hasattr(self._checked, "connection"):
+            try:
+                self._cache.reset("cull_limit", 0)
+            except SQL_ERRORS:
+                self._cache.close()
+                raise
+            self._checked.connection = True
+
     @contextmanager
     def changing(self) -> Iterator[list[str]]:
         """All or nothing. When it was all, the list has the files that no row names any more."""
         unnamed: list[str] = []
-        with self._named_errors(), self._cache.transact():
-            self._cache.disk.unnamed = unnamed
-            yield unnamed
+        with self._named_errors():
+            self._check_writable()
+            with self._cache.transact():
+                self._cache.disk.unnamed = unnamed
+                yield unnamed
 
     def filename(self, digest: str) -> str | None:
         """The value's file, below `root`; None if there is none. CorruptBlobError for a row that cannot be true."""
