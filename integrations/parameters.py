@@ -91,7 +91,7 @@ class Parameters(BaseModel):
     """Seconds after which an answer is given up."""
     register_retrieved: bool = True
     """Whether what the framework's own retrievers find in this process becomes known to this model."""
-    learn_from_prompts: bool = True
+    learn_from_prompts: bool = False
     """Whether text that comes back in a second prompt is kept as a passage, whoever put it there."""
 
     @model_validator(mode="before")

@@ -219,8 +219,13 @@ class KVStore(Closing):
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the index has this key; the value is not looked at."""
-        return upkeep.name_in(self._live_index(), key.digest) is not None
+        """Whether the index has this key; the value is not looked at. False where the index cannot be read."""
+        index = self._live_index()
+        try:
+            return upkeep.name_in(index, key.digest) is not None
+        except StoreError as error:
+            log.warning("%s", error)
+            return False
 
     def open_chunk(
         self,

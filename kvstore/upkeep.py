@@ -106,10 +106,13 @@ def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]
 
 
 def name_in(index: Index, digest: str) -> str | None:
-    """The value's file, below the root; None also where the index cannot tell."""
+    """The value's file, below the root; None for none, or a damaged row. StoreError where the index cannot be read:
+
+    what it names is not to be taken for what no row names.
+    """
     try:
         return index.filename(digest)
-    except StoreError as error:
+    except CorruptBlobError as error:
         log.warning("%s", error)
         return None
 

@@ -72,7 +72,7 @@ def kv(answer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", [as_graph, as_chain, as_middleware])
 def test_what_comes_back_is_reused_from_the_third_prompt_on(form, make_tiny, store) -> None:
-    model = make_tiny()
+    model = make_tiny(learn_from_prompts=True)
     ask, engine = form(model, store), model.backend.engine
     found = []
     for question in QUESTIONS:
@@ -83,8 +83,8 @@ def test_what_comes_back_is_reused_from_the_third_prompt_on(form, make_tiny, sto
     assert found[2]["reused"] + found[2]["recomputed"] > retrieved / 2
 
 
-def test_the_switch_and_full_prefill_learn_nothing(make_tiny, store) -> None:
-    for model in (make_tiny(learn_from_prompts=False), make_tiny(method="full")):
+def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, store) -> None:
+    for model in (make_tiny(), make_tiny(learn_from_prompts=True, method="full")):
         ask = as_chain(model, store)
         assert not any(kv(ask(question))["chunks"] for question in QUESTIONS)
     assert not len(model.backend.registry)
@@ -92,13 +92,15 @@ def test_the_switch_and_full_prefill_learn_nothing(make_tiny, store) -> None:
 
 def test_another_collection_knows_nothing_of_it(make_tiny, store) -> None:
     for question in QUESTIONS[:2]:
-        as_chain(make_tiny(), store)(question)
-    assert not kv(as_chain(make_tiny(collection="theirs"), store)(QUESTIONS[2]))["chunks"]
+        as_chain(make_tiny(learn_from_prompts=True), store)(question)
+    assert not kv(as_chain(make_tiny(learn_from_prompts=True, collection="theirs"), store)(QUESTIONS[2]))[
+        "chunks"
+    ]
 
 
 def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     """In a bare text they count: text that holds one is not a passage, which would make it words."""
-    model = RAGBlendLLM(**place, max_tokens=4)
+    model = RAGBlendLLM(**place, max_tokens=4, learn_from_prompts=True)
     mark = next(iter(model.backend.engine.tokenizer.all_special_tokens))
     control = (
         f"A line of the template with {mark} in it, as long as a passage, and the same in every prompt. " * 3
