@@ -1,12 +1,15 @@
 """KVStore: what put promises, who is evicted, what check sees, what gc and delete leave (nothing)."""
 
 import os
+import sqlite3
 import stat
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from diskcache import Cache
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV
@@ -410,6 +413,18 @@ def test_an_open_that_was_interrupted_early_can_be_repeated(open_store, root):
     (root / "write.lock").touch()
     (root / "FORMAT.tmp").write_bytes(b"rag")
     assert open_store().stats().entries == 0
+
+
+def test_an_open_that_cannot_read_the_index_removes_nothing(open_store, sample, same, monkeypatch):
+    """What the index did not tell was taken for what it does not name, and the value was swept away."""
+    key, chunk = sample(1)
+    with open_store() as store:
+        store.put(key, chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "get", Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+        with pytest.raises(StoreError, match="disk I/O error"):
+            open_store()
+    assert same(open_store().get(key, chunk.token_ids), chunk)
 
 
 def test_a_file_in_the_folders_place(open_store, root):
