@@ -245,12 +245,12 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     page = open_page(running).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
-    while not page.locator("#rb-transcript .rb-turn.answer").count():
+    # What has come so far is there before the server knows that nobody listens.
+    while "Stopped." not in page.inner_text("#rb-transcript"):
         page.click("#rb-new")
         page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open")
         page.wait_for_selector(".rb-turn.user")
-    assert "Stopped." in page.inner_text("#rb-transcript")
 
 
 def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
