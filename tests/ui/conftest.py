@@ -55,10 +55,16 @@ def open_page(chromium, request):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """Four layers of random weights: it answers nonsense, which is all that the queue and the store need."""
-    return load(TESTS / "engine" / "tiny_models.py").save_model(
-        "llama", tmp_path_factory.mktemp("tiny") / "llama"
-    )
+    """Four layers of random weights: it answers nonsense, and never ends by itself, for answers that are cut off."""
+    import torch
+
+    folder, models = tmp_path_factory.mktemp("tiny") / "llama", load(TESTS / "engine" / "tiny_models.py")
+    model = models.make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[model.config.eos_token_id] = 0
+    model.save_pretrained(folder)
+    models.make_tokenizer(adds_bos=True).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
