@@ -275,7 +275,7 @@ def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
     page = mine.page
     page.click(".rb-chat-open")
     page.wait_for_selector("#rb-transcript .rb-note:has-text('ended while this answer was being written')")
-    assert page.inner_text("#rb-transcript .rb-prose").startswith(shown)
+    assert shown in page.inner_text("#rb-transcript .rb-prose")
     page.click("button:has-text('Ask again')")
     page.wait_for_selector("#rb-stop")
     page.keyboard.press("Escape")
