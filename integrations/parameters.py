@@ -122,9 +122,8 @@ class Parameters(BaseModel):
     @field_validator("method")
     @classmethod
     def _known_method(cls, method: str | None) -> str | None:
-        if (
-            method is not None
-        ):  # here, because LlamaIndex's `Refine` would make an "Empty Response" of the error
+        # Here, because LlamaIndex's `Refine` would make an "Empty Response" of the error.
+        if method is not None:
             from ragblend.engine.selection import policy_named
 
             policy_named(method)

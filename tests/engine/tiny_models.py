@@ -157,8 +157,12 @@ def make_model(name: str, seed: int = 0) -> Any:
     return model
 
 
-def save_model(name: str, folder: Path, seed: int = 0) -> Path:
+def save_model(name: str, folder: Path, seed: int = 0, is_endless: bool = False) -> Path:
+    """is_endless: no answer ends by itself; the logit of the end token is 0."""
     model = make_model(name, seed)
+    if is_endless:
+        with torch.no_grad():
+            model.lm_head.weight[model.config.eos_token_id] = 0
     model.save_pretrained(folder)
     make_tokenizer(name in WITH_BOS).save_pretrained(folder)
     return folder

@@ -9,21 +9,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import tiny_models
-import torch
 
 from ragblend.integrations.backend import Backend
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random model of four layers, which never ends an answer by itself: the logit of its end token is 0."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    model = tiny_models.make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[model.config.eos_token_id] = 0
-    model.save_pretrained(folder)
-    tiny_models.make_tokenizer(adds_bos=False).save_pretrained(folder)
-    return folder
+    """A random model of four layers, which never ends an answer by itself."""
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama", is_endless=True)
 
 
 @pytest.fixture(scope="session")

@@ -56,15 +56,9 @@ def open_page(chromium, request):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """Four layers of random weights: it answers nonsense, and never ends by itself, for answers that are cut off."""
-    import torch
-
-    folder, models = tmp_path_factory.mktemp("tiny") / "llama", load(TESTS / "engine" / "tiny_models.py")
-    model = models.make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[model.config.eos_token_id] = 0
-    model.save_pretrained(folder)
-    models.make_tokenizer(adds_bos=True).save_pretrained(folder)
-    return folder
+    return load(TESTS / "engine" / "tiny_models.py").save_model(
+        "llama", tmp_path_factory.mktemp("tiny") / "llama", is_endless=True
+    )
 
 
 @pytest.fixture(scope="session")
