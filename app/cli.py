@@ -61,7 +61,7 @@ def ingest(
 ) -> int:
     """Read documents and make them askable, then store each passage's KV. What is unchanged costs nothing."""
     from ragblend.app.cli_progress import encoding_bar, progress_bars
-    from ragblend.app.ingest import add_kv, take_in
+    from ragblend.app.ingest import add_kv, embed_in_full, take_in
 
     with cli.open(collection=collection) as workspace:
         workspace.check_engine()
@@ -71,6 +71,9 @@ def ingest(
             count = workspace.library.count_passages(workspace.settings.collection)
             cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
             cli_models.name_better_ones(cli, workspace)
+        if not report.interrupted:
+            with progress_bars() as show:
+                report.interrupted = not embed_in_full(workspace, show)
         if not (no_encode or report.interrupted):
             with encoding_bar(cli.note) as follow:
                 add_kv(workspace, report, follow)

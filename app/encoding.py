@@ -21,11 +21,12 @@ Stopped = Literal["", "budget", "left", "elsewhere", "model"]
 class KvProgress:
     """How far one collection is; the plan comes first, with done 0.
 
-    phase: `converting` is the model's first use, which takes a minute; total, tokens and nbytes: of all that is to be
-    encoded, room_bytes: what the budget has left for it; document: whose passage is next.
+    phase: `embedding` is what `embed_in_full` does; `converting` is the model's first use, which takes a minute; total,
+    tokens and nbytes: of all that is to be encoded, room_bytes: what the budget has left for it; document: whose
+    passage is next.
     """
 
-    phase: Literal["converting", "loading", "encoding"]
+    phase: Literal["embedding", "converting", "loading", "encoding"]
     collection: str
     done: int = 0
     total: int = 0

@@ -3,10 +3,12 @@
 The order of writes is what makes it safe to stop anywhere:
 registry row "pending" -> passages and embeddings (one transaction) -> Chroma, node ids -> stale ones out -> "done".
 Whatever is not "done" is taken up by the next run, from the passages if those are there already. What is "done" can be
-asked; its KV follows (`encoding.py`), and until then a question reads it in its context.
+asked; its KV follows (`encoding.py`), and until then a question reads it in its context. Where many files wait, a
+passage is embedded by a third of its windows first, and in full (`embed_in_full`) when all of them can be asked.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,18 @@ from ragblend.app.library import Embeddings
 from ragblend.app.progress import Meter, OnProgress, silent
 from ragblend.app.removal import remove_document
 from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import DocumentError, EmptyDocumentError, UnreadableDocumentError
+from ragblend.integrations.embeddings import Part, joined
+from ragblend.kvstore.errors import (
+    Cancelled,
+    DamagedDocumentError,
+    DocumentError,
+    EmptyDocumentError,
+    UnreadableDocumentError,
+)
+
+MANY_FILES = 16  # where so many wait behind a document, or it has so many passages,
+MANY_PASSAGES = 200  # its passages are sketched first
+SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
 
 
 @dataclass
@@ -55,6 +68,7 @@ class IngestReport:
 def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
     """Ingest files and folders, and encode what has no KV. Raises as `take_in` and `add_kv` do."""
     report = take_in(workspace, paths, on_progress)
+    report.interrupted = report.interrupted or not embed_in_full(workspace, on_progress)
 
     def show(kv: KvProgress) -> None:
         on_progress("encode", kv.done, kv.total)
@@ -79,6 +93,43 @@ def take_in(
     return run.report
 
 
+def embed_in_full(
+    workspace: Workspace, on_progress: OnProgress = silent, leave: Callable[[], bool] = lambda: False
+) -> bool:
+    """Embed the windows that sketches left out; False where Ctrl-C or leave() ended that, and what is done stays.
+
+    The writer lock is held for a moment a document.
+    """
+    found = workspace.library.documents(workspace.settings.collection)
+    waiting = [document for document in found if document.recipe.endswith(SKETCHED)]
+    meter = Meter(on_progress, leave)
+    try:
+        if waiting:
+            meter.count("embed", more=sum(document.passages for document in waiting))
+        for document in waiting:
+            meter.name = document.name
+            with suppress(DamagedDocumentError):  # it is marked, and ingested anew
+                _embed_rest(workspace, document, meter)
+            meter.count("embed", done=document.passages)
+    except (Cancelled, KeyboardInterrupt):
+        return False
+    return True
+
+
+def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
+    library = workspace.library
+    passages, (nodes, sketches) = library.passages_of(document.id), library.embeddings_of(document.id)
+    texts = [passage.text for passage in passages]
+    rest = workspace.embedder.embed_passages(texts, meter.within("embed"), "rest")
+    rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
+    with workspace.workspaces.writing():
+        if library.documents_with([document.id]).get(document.id) != document:
+            return  # deleted or read anew meanwhile
+        workspace.index.upsert(nodes, rows)  # first: killed after it, this is done again
+        recipe = document.recipe.removesuffix(SKETCHED)
+        library.replace_passages(document.id, document.facts, recipe, passages, rows)
+
+
 def add_kv(workspace: Workspace, report: IngestReport, show: Callable[[KvProgress], None]) -> IngestReport:
     """Encode what has no KV and add that to the report. The writer lock is not held: others may delete and ask."""
     report.kv = kv = encode_missing(workspace, show)
@@ -89,14 +140,19 @@ def add_kv(workspace: Workspace, report: IngestReport, show: Callable[[KvProgres
 
 
 def ingest_file(
-    workspace: Workspace, path: Path, show: OnProgress = silent, leave: Callable[[], bool] = lambda: False
+    workspace: Workspace,
+    path: Path,
+    show: OnProgress = silent,
+    leave: Callable[[], bool] = lambda: False,
+    behind: int = 0,
 ) -> IngestReport:
     """Ingest one file, for a caller that holds the writer lock and decides what comes next.
 
+    behind: how many files wait behind it; where they are many, `embed_in_full` has work to do later.
     Raises DocumentError, Cancelled when leave() says so, and what stops a whole run.
     """
     run = _Run(workspace, Meter(show, leave))
-    run.one(path)
+    run.one(path, behind)
     return run.report
 
 
@@ -114,10 +170,10 @@ class _Run:
         for path, error in found.failed:
             self._note_failure(path, error)
         self._meter.count("parse", more=len(found.files))
-        for path in found.files:
+        for number, path in enumerate(found.files, 1):
             self._meter.name = path.name
             try:
-                self.one(path)
+                self.one(path, len(found.files) - number)
             except DocumentError as error:
                 self._note_failure(path, error)
             self._meter.count("parse", done=1)
@@ -126,27 +182,30 @@ class _Run:
             if prune:
                 remove_document(self._workspace, document)
 
-    def one(self, path: Path) -> None:
+    def one(self, path: Path, behind: int = 0) -> None:
         name = str(path)
         known = self._library.document(self._collection, name)
-        current = known is not None and known.state is State.DONE and known.recipe == self._recipe
+        recipe = known.recipe.removesuffix(SKETCHED) if known else ""
+        current = known is not None and known.state is State.DONE and recipe == self._recipe
         if known and current and _same_stat(known.facts, path):
             self.report.unchanged.append(name)
             return
         facts = self._facts(path, name)
-        same = known is not None and known.facts.sha256 == facts.sha256 and known.recipe == self._recipe
+        same = known is not None and known.facts.sha256 == facts.sha256 and recipe == self._recipe
         if known and current and same:  # touched, copied back, checked out again
             self._library.set_facts(known.id, facts)
             self.report.unchanged.append(name)
             return
-        self._take_in(path, facts, known, cut_before=bool(known and same and known.passages))
+        self._take_in(path, facts, known, bool(known and same and known.passages), behind)
 
-    def _take_in(self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool) -> None:
+    def _take_in(
+        self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool, behind: int
+    ) -> None:
         self._meter.count("parse")
         document = self._library.begin(self._collection, str(path))
         if not cut_before:
             try:
-                self._cut_and_embed(path, document, facts, known)
+                self._cut_and_embed(path, document, facts, known, behind)
             except DocumentError as error:
                 self._library.fail(document, _with_earlier(error, known))
                 raise
@@ -155,7 +214,9 @@ class _Run:
         kind = "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
         getattr(self.report, kind).append(str(path))
 
-    def _cut_and_embed(self, path: Path, document: str, facts: FileFacts, known: Document | None) -> None:
+    def _cut_and_embed(
+        self, path: Path, document: str, facts: FileFacts, known: Document | None, behind: int
+    ) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
         cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
 
@@ -166,15 +227,18 @@ class _Run:
         passages = cut_document(document, readers.read_document(path, self._show_pages), count, cut)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
-        embeddings = self._embed(passages, known)
-        self._library.replace_passages(document, facts, self._recipe, passages, embeddings)
+        is_new = not (known and known.passages)  # what has not changed has all its vectors already
+        is_sketch = is_new and (behind >= MANY_FILES or len(passages) >= MANY_PASSAGES)
+        embeddings = self._embed(passages, known, "sketch" if is_sketch else "whole")
+        recipe = self._recipe + (SKETCHED if is_sketch else "")
+        self._library.replace_passages(document, facts, recipe, passages, embeddings)
 
     def _show_pages(self, done: int, total: int) -> None:
         if total:  # readers of other formats call only to be asked to stop
             self._meter.show("recognise", done, total)
         self._meter.check()
 
-    def _embed(self, passages: Sequence[Passage], known: Document | None) -> list[Embeddings]:
+    def _embed(self, passages: Sequence[Passage], known: Document | None, part: Part) -> list[Embeddings]:
         """Embeddings, (W, E) each; those of passages that did not change come from the registry."""
         embedder = self._workspace.embedder
         earlier: dict[str, Embeddings] = {}
@@ -183,7 +247,7 @@ class _Run:
         new = [passage for passage in passages if passage.node_id not in earlier]
         self._meter.count("embed", more=len(new))
         progress = self._meter.within("embed")
-        rows = embedder.embed_passages([p.text for p in new], progress) if new else []
+        rows = embedder.embed_passages([p.text for p in new], progress, part) if new else []
         self._meter.count("embed", done=len(new))
         self.report.embedded += len(new)
         earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}

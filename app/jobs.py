@@ -1,9 +1,9 @@
 """The ingest queue: files and folders in, progress, pause, cancel, retry; it outlives the process.   <- START HERE
 
-`JobQueue.add` -> `JobStore`; one thread works it off, file by file (`ingest.ingest_file`), and encodes KV when no file
-waits (`encoding.encode_missing`). It leaves a file within two seconds when it is cancelled, paused or when somebody
-else wants to write; what is done of the file stays. It leaves a passage between two layers when it is paused or a file
-has come; a question it lets pass.
+`JobQueue.add` -> `JobStore`; one thread works it off, file by file (`ingest.ingest_file`). When no file waits it embeds
+in full what was sketched (`ingest.embed_in_full`), and encodes KV (`encoding.encode_missing`). It leaves a file within
+two seconds when it is cancelled, paused or when somebody else wants to write; what is done of the file stays. It leaves
+a passage between two layers when it is paused or a file has come; a question it lets pass.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from ragblend.app.discovery import discover, shown
 from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.guards import check_file
-from ragblend.app.ingest import ingest_file
+from ragblend.app.ingest import embed_in_full, ingest_file
 from ragblend.app.job_store import OPEN, RUNNING, FileJob, JobPage, JobStore, State
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.removal import Removed, erase_removed, remove_document
@@ -243,7 +243,7 @@ class JobQueue:
             self._ending.wait(RETRY_S)
 
     def _encode(self) -> None:
-        """Encode what has no KV, in all collections, until a file comes; then wait for what there is to do next."""
+        """Embed and encode what is left, in all collections, until a file comes; then wait for what comes next."""
         settings = self.workspaces.settings
 
         def leave() -> bool:
@@ -253,11 +253,17 @@ class JobQueue:
         def show(progress: KvProgress) -> None:
             self._kv, self._waiting = progress, None
 
+        def show_embedding(stage: Stage, done: int, total: int, name: str = "") -> None:
+            show(KvProgress("embedding", collection, done, total, document=name))
+
         reports = []
-        for name in self.workspaces.names():
+        for collection in self.workspaces.names():
             if leave():
                 return
-            reports.append(encode_missing(self.workspaces.of(name), show, leave))
+            workspace = self.workspaces.of(collection)
+            if not embed_in_full(workspace, show_embedding, leave):
+                return
+            reports.append(encode_missing(workspace, show, leave))
         self._kv, self._waiting = None, None
         if leave():
             return
@@ -314,7 +320,8 @@ class JobQueue:
             return self._disturbed or self._left == job.id
 
         try:
-            report = ingest_file(self.workspaces.of(job.collection), Path(job.path), show, leave)
+            behind = self.store.counts()["queued"] - 1  # itself has not begun
+            report = ingest_file(self.workspaces.of(job.collection), Path(job.path), show, leave, behind)
         except DocumentError as error:
             return "failed", str(error)
         except (RagBlendError, OSError, MemoryError):

@@ -18,6 +18,8 @@ REPO = Path(__file__).parents[1]
 RECORDED = REPO / "benchmarks" / "recorded.json"
 RESULTS = REPO / "docs" / "results.md"
 README = REPO / "README.md"
+PROGRAMS = REPO / "benchmarks" / "programs.json"
+FRAMEWORKS = REPO / "docs" / "frameworks.md"
 Run = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -127,6 +129,31 @@ def with_table(readme: str, runs: list[Run]) -> str:
     return text
 
 
+def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
+    """docs/frameworks.md with a table of each framework's programs. Raises ValueError where the marks are missing."""
+    for framework, rows in recorded.items():
+        marks = re.compile(
+            rf"(?<=<!-- programs of {framework} -->\n).*?(?=<!-- end of programs -->)", re.DOTALL
+        )
+        kept = [_of_program(row) for row in rows]
+        lines = [list(kept[0]), ["---"] * len(kept[0]), *(list(row.values()) for row in kept)]
+        shown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        text, found = marks.subn(shown.replace("\\", r"\\"), text, count=1)
+        if found != 1:
+            raise ValueError(
+                f"{FRAMEWORKS.name} must hold one `<!-- programs of {framework} -->` and an end of it"
+            )
+    return text
+
+
+def _of_program(row: Row) -> dict[str, str]:
+    """Its cells, by their headings."""
+    counts = {"reused": "reused", "recomputed": "computed again", "fresh": "fresh"}
+    cells = {"program": row["program"], **{heading: f"{row[name]:,}" for name, heading in counts.items()}}
+    cells["of what was retrieved"] = percent(row["found"] / row["retrieved"])
+    return cells | ({"first question": f"{row['first']:.2f}"} if "first" in row else {})
+
+
 def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
     """What a bench left in its output folder, as runs. Raises FileNotFoundError if that is nothing."""
     found = [folder / name for name in ("quality.json", "ttft.json") if (folder / name).exists()]
@@ -176,6 +203,8 @@ def main() -> None:
         runs += taken(chosen.add, chosen.title, chosen.command, chosen.says)
         RECORDED.write_text(dumped(runs), encoding="utf-8")
     RESULTS.write_text(results_page(runs), encoding="utf-8")
+    programs = json.loads(PROGRAMS.read_text(encoding="utf-8"))
+    FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), programs), encoding="utf-8")
     README.write_text(with_table(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 

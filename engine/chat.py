@@ -1,7 +1,8 @@
 """From messages to one prompt: the model's own chat template around segments, which stay segments."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,10 +13,11 @@ from ragblend.kvstore.errors import PromptError
 _TURN_GAP = "\n\n"
 
 
-def chat(tokenizer: Any, messages: Sequence[Message]) -> Prompt:
+def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
     """The messages in the tokenizer's chat template, up to where the assistant is to speak.
 
-    The template's control tokens are the only ones: what messages say is text, whoever wrote it.
+    tools: shown where the template shows them (`tools.call_format` says whether it does). The template's control tokens
+    are the only ones: what messages, tools and calls say is text, whoever wrote it.
     A template that refuses them (Gemma's and Mistral's know no system role, and want roles to alternate) gets them
     folded: system words at the head of the next user message, neighbours of one role as one. A tokenizer without a
     template is a base model's: question and answer, in words. Raises PromptError where nothing helps.
@@ -25,15 +27,15 @@ def chat(tokenizer: Any, messages: Sequence[Message]) -> Prompt:
     for message in messages:
         if not re.fullmatch(r"[\w-]+", message.role):  # a template prints it as it is
             raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
-    messages = [Message(m.role, tuple(map(_as_text, m.segments))) for m in messages]
+    messages = [replace(m, segments=tuple(map(_as_text, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(joined(_in_words(messages)))
     try:
-        return Prompt(joined(_templated(tokenizer, messages)))
+        return Prompt(joined(_templated(tokenizer, messages, tools)))
     except Exception:  # templates raise whatever they like
         pass
     try:
-        return Prompt(joined(_templated(tokenizer, folded(messages))))
+        return Prompt(joined(_templated(tokenizer, folded(messages), tools)))
     except Exception as error:
         roles = ", ".join(message.role for message in messages)
         raise PromptError(
@@ -73,18 +75,68 @@ def _as_text(segment: Segment) -> Segment:
     return replace(segment, verbatim=True) if isinstance(segment, Literal) else segment
 
 
-def _templated(tokenizer: Any, messages: Sequence[Message]) -> list[Segment]:
+def _templated(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[Segment]:
     """The template runs over marks that stand for the contents, so that no content can act as template."""
     marks = [f"\x00message {number}\x00" for number in range(len(messages))]
-    turns = [{"role": m.role, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-    rest = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    harmless = _Harmless(tokenizer)
+    turns = [_turn(m, mark, harmless) for m, mark in zip(messages, marks, strict=True)]
+    shown = [harmless.of(tool) for tool in tools] or None
+    rest = str(tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=True))
     segments: list[Segment] = []
-    for message, mark in zip(messages, marks, strict=True):
+    for message, turn, mark in zip(messages, turns, marks, strict=True):
+        if not turn["content"]:
+            continue
         before, found, rest = rest.partition(mark)
         if not found:
             raise PromptError(f"the chat template drops messages of the role {message.role}")
-        segments += [Literal(before), *message.segments]
-    return [*segments, Literal(rest)]
+        segments += [*harmless.restored(before), *message.segments]
+    return [*segments, *harmless.restored(rest)]
+
+
+def _turn(message: Message, mark: str, harmless: "_Harmless") -> dict[str, Any]:
+    """A message as templates know it. An assistant that calls a tool may say nothing beside it."""
+    said = mark if message.segments or not message.calls else ""
+    turn: dict[str, Any] = {"role": message.role, "content": said}
+    if message.calls:
+        calls = [{"name": each.name, "arguments": each.arguments} for each in message.calls]
+        ids = [each.id for each in message.calls]
+        turn["tool_calls"] = [
+            {"type": "function", "id": harmless.of(i), "function": harmless.of(call)}
+            for i, call in zip(ids, calls, strict=True)
+        ]
+    named = {"tool_call_id": message.call_id, "name": message.name}
+    return turn | {key: harmless.of(value) for key, value in named.items() if value is not None}
+
+
+class _Harmless:
+    """Values for a template in which words stand for texts that hold control tokens, and the way back.
+
+    They have to survive `tojson` and be found again, so they are words, and not the marks that messages have.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        controls = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
+        self._texts: list[str] = []
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {self.of(key): self.of(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(part) for part in value]
+        if not isinstance(value, str) or not self._controls.search(value):
+            return value
+        self._texts.append(value)
+        return f"ragblendtext{len(self._texts) - 1}end"
+
+    def restored(self, text: str) -> list[Segment]:
+        """What a template made of the values, as JSON has them: verbatim where they stood."""
+        known = "|".join(map(str, range(len(self._texts)))) or "(?!)"
+        parts = re.split(f"ragblendtext({known})end", text)
+        texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._texts]
+        return [Literal(texts[int(p)], None, True) if n % 2 else Literal(p) for n, p in enumerate(parts)]
 
 
 def _in_words(messages: Sequence[Message]) -> list[Segment]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
+from ragblend.engine.grammar import Grammar
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
 from ragblend.kvstore.policy import policy_named
@@ -79,7 +80,9 @@ class DecodeOptions:
 
     repetition_penalty: what has been said already counts less by that factor (CTRL, arXiv 1909.05858), the prompt left
     out; 1 is off. one_sentence: end behind the first sentence, or line. keep_tokens: of the passages each key head
-    keeps so many once the first token is out (`eviction.py`); None: all.
+    keeps so many once the first token is out (`eviction.py`); None: all. grammar: what the answer may be
+    (`grammar.py`). logprobs: how many other tokens' log-probabilities to tell beside each token's own; None: no such
+    thing.
     """
 
     max_new_tokens: int = 256
@@ -91,11 +94,17 @@ class DecodeOptions:
     one_sentence: bool = False
     seed: int | None = None
     keep_tokens: int | None = None
+    grammar: Grammar | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.grammar, Grammar | None):
+            raise UsageError(
+                f"grammar must be a Grammar, as json_grammar() makes it, not {self.grammar!r:.80}"
+            )
         for name, declared in self.__dataclass_fields__.items():
             value, kind = getattr(self, name), Real if isinstance(declared.default, float) else Integral
-            if name == "stop" or value is declared.default is None:
+            if name in ("stop", "grammar") or value is declared.default is None:
                 continue
             if not isinstance(value, kind) or not math.isfinite(value):
                 raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
@@ -109,6 +118,7 @@ class DecodeOptions:
                 self.keep_tokens is None or self.keep_tokens >= 1,
                 "at least 1, or None to keep all",
             ),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "from 0 to 20, or None for none"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
         ):
             if not sound:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DecodeOptions, Report
+from ragblend.engine.constrained import Constraint
 from ragblend.engine.eviction import evict
-from ragblend.engine.results import Prefilled, Result
+from ragblend.engine.model import end_ids
+from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
@@ -38,11 +40,17 @@ def answered(
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
     clock = _Clock(time.perf_counter() if begun is None else begun)
     stream = TextStream(tokenizer, options.stop, options.one_sentence)
+    constraint, likely = None, None if options.logprobs is None else _Likely(options.logprobs)
+    if options.grammar is not None:
+        tokens = runtime.token_grammars
+        constraint = Constraint(options.grammar, tokens, len(prompt.token_ids), options.max_new_tokens)
     reads_text = on_text is not None or options.stop or options.one_sentence
 
     def on_token(token_id: int) -> None:
         first = clock.first is None
         clock.tick()
+        if likely is not None:
+            likely.chose(token_id)
         if reads_text and (piece := stream.feed(token_id)) and on_text is not None:
             on_text(piece)
         if first and options.keep_tokens is not None and options.max_new_tokens > 1:
@@ -57,7 +65,8 @@ def answered(
 
     if cache is not None:
         cache.truncate()
-    ids = _generated(model, tokenizer, prefilled, options, on_token, halted)
+    processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
+    ids = _generated(model, tokenizer, prefilled, options.max_new_tokens, processors, on_token, halted)
     if cancel is not None and cancel.is_set():
         raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
     if on_text is not None and (piece := stream.finish()):
@@ -66,16 +75,21 @@ def answered(
     if cache is not None:
         report = replace(report, evicted_tokens=cache.evicted_tokens)
     # `generate` ends an answer early for no other reasons than its end token and our own criterion.
-    stopped = stream.stopped or len(ids) < options.max_new_tokens or ids[-1] in _end_ids(model)
+    ended = ids[-1] in end_ids(model)
+    stopped = stream.stopped or len(ids) < options.max_new_tokens or ended
+    if constraint is not None and constraint.was_closed:  # the model had not ended it yet
+        stopped = False
     text = text_of(tokenizer, ids, options.stop, options.one_sentence)
-    return Result(text, tuple(ids), report, prompt, stopped)
+    told = None if likely is None else tuple(likely.tokens[: len(ids) - ended])
+    return Result(text, tuple(ids), report, prompt, stopped, told)
 
 
 def _generated(
     model: Any,
     tokenizer: Any,
     prefilled: Prefilled,
-    options: DecodeOptions,
+    max_new_tokens: int,
+    processors: Any,
     on_token: OnToken,
     halted: Callable[[], bool],
 ) -> list[int]:
@@ -98,8 +112,8 @@ def _generated(
             **({} if cache is None else {"past_key_values": cache}),
             streamer=_Streamer(on_token),
             stopping_criteria=StoppingCriteriaList([stops]),
-            logits_processor=_processors(options, ids),
-            **_settings(model, tokenizer, options.max_new_tokens),
+            logits_processor=processors,
+            **_settings(model, tokenizer, max_new_tokens),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
@@ -159,8 +173,31 @@ class Draw:
         return scores - waiting.clamp_min_(torch.finfo(torch.float32).tiny).log_()
 
 
-def _processors(options: DecodeOptions, prompt_ids: Tensor) -> Any:
-    """The logits processors that penalise repetition, and make greedy search sample above temperature 0.
+class _Likely:
+    """Log-probabilities, as the first logits processor sees them; tokens: of those that were chosen from them."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens: list[TokenLogprob] = []
+        self._count, self._row = count, torch.empty(0)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._row = scores[0].float().log_softmax(-1)
+        return scores
+
+    def chose(self, token_id: int) -> None:
+        values, ids = self._row.topk(self._count)
+        most_likely = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        self.tokens.append(TokenLogprob(token_id, float(self._row[token_id]), most_likely))
+
+
+def _processors(
+    options: DecodeOptions,
+    prompt_tokens: int,
+    device: torch.device,
+    constraint: Constraint | None,
+    likely: _Likely | None,
+) -> Any:
+    """The logits processors that keep to a grammar, penalise repetition, and make greedy search sample.
 
     The prompt's own tokens are not penalised, as transformers would do by itself: an answer from passages is made of
     their words.
@@ -173,10 +210,12 @@ def _processors(options: DecodeOptions, prompt_ids: Tensor) -> Any:
         TopPLogitsWarper,
     )
 
-    processors = LogitsProcessorList()
+    processors = LogitsProcessorList([likely] if likely is not None else [])
     if options.repetition_penalty != 1:
-        penalty, behind = float(options.repetition_penalty), prompt_ids.shape[1]
-        processors.append(RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=behind))
+        penalty = float(options.repetition_penalty)
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=prompt_tokens))
+    if constraint is not None:
+        processors.append(constraint.mask)
     if options.temperature > 0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
         if options.top_k > 0:
@@ -185,14 +224,16 @@ def _processors(options: DecodeOptions, prompt_ids: Tensor) -> Any:
             processors.append(TopPLogitsWarper(options.top_p))
         # Without a seed torch's own is followed, so that `torch.manual_seed` still makes a program repeatable.
         seed = int(torch.randint(1 << 62, ())) if options.seed is None else options.seed
-        processors.append(Draw(torch.Generator(prompt_ids.device).manual_seed(seed)))
+        processors.append(Draw(torch.Generator(device).manual_seed(seed)))
+    if constraint is not None:
+        processors.append(constraint.close)
     return processors
 
 
 def _settings(model: Any, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
     # A checkpoint's own generation config may name the Nones; they mean nothing to greedy search and would warn.
     unused = dict.fromkeys(("temperature", "top_p", "top_k"))
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *_end_ids(model), 0)
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *end_ids(model), 0)
     pad_id = next(int(found) for found in known if found is not None)
     lengths = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
     return {"do_sample": False, "repetition_penalty": 1.0, **unused, **lengths}
@@ -214,11 +255,6 @@ class _Streamer:
 
     def end(self) -> None:
         pass
-
-
-def _end_ids(model: Any) -> list[int]:
-    found = model.generation_config.eos_token_id
-    return found if isinstance(found, list) else [found]
 
 
 class _Clock:

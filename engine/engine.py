@@ -28,6 +28,7 @@ from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, St
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.session import Session
+from ragblend.engine.tools import CallFormat, Tool
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.store import KVStore
 
@@ -105,6 +106,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's tokenizer; loading it does not load the weights."""
         return self.runtime.tokenizing.tokenizer
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How this model calls tools. Raises UnsupportedModelError, with the reason, where it calls none."""
+        return self.runtime.call_format
 
     @property
     def context_window(self) -> int:
@@ -202,9 +208,14 @@ class Engine:
 
     # --- prompts
 
-    def chat(self, messages: Sequence[Message]) -> Prompt:
-        """Any messages in the model's chat template; chunks may stand anywhere in them. Raises PromptError."""
-        return chat(self.tokenizer, messages)
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """Any messages in the model's chat template; chunks may stand anywhere in them. Raises PromptError.
+
+        tools: what the model may call, which it is shown. Raises UnsupportedModelError where it calls none.
+        """
+        if tools:
+            assert self.call_format
+        return chat(self.tokenizer, messages, tools)
 
     def chat_prompt(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from ragblend.kvstore.errors import PromptError
 
@@ -43,14 +44,27 @@ Segment = Literal | Chunk
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the assistant; id: what the tool's answer names it by."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True)
 class Message:
     """One message of a chat, before the model's template is put around it.
 
-    role: `system`, `user`, `assistant`, or whatever else the template knows.
+    role: `system`, `user`, `assistant`, `tool`, or whatever else the template knows. calls: of the assistant's; call_id
+    and name: of a tool's answer, which call it answers and what the tool is called.
     """
 
     role: str
     segments: tuple[Segment, ...]
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,23 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token that was chosen, the logarithm of its probability, and the same of the most likely ones.
+
+    The model's own probabilities: before temperature, penalties and grammars.
+    """
+
+    token_id: int
+    logprob: float
+    most_likely: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Result:
     """An answer: its text, the ids of its tokens (the end token included), what it took, and to which prompt.
 
-    stopped: by its end token or a stop string, rather than by the most tokens that were wanted.
+    stopped: by its end token or a stop string, rather than by the most tokens that were wanted. logprobs: of each token
+    but the end token, where they were asked for.
     """
 
     text: str
@@ -63,6 +76,7 @@ class Result:
     report: Report
     prompt: Prompt
     stopped: bool = False
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 Work = Callable[[Callable[[str], None], threading.Event], Result]  # (on_text, cancel) -> the whole answer

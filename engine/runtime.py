@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ragblend.engine import model
 from ragblend.engine.config import EngineConfig
+from ragblend.engine.constrained import token_grammars
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import TransferStream, memory_tiers, pick_device, pick_dtype, transfer_stream
@@ -17,6 +18,7 @@ from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.engine.tokenizing import Tokenizing
+from ragblend.engine.tools import CallFormat, call_format
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
@@ -146,6 +148,13 @@ class Runtime:
     def loaded(self) -> LoadedModel:
         return model.load(self.folder, self.device, self.dtype)
 
+    @once
+    def token_grammars(self) -> Any:
+        """What grammars are compiled with. Raises UsageError where the library for that is not installed."""
+        loaded, tokenizer = self.loaded.model, self.tokenizing.tokenizer
+        vocabulary = loaded.get_output_embeddings().weight.shape[0]
+        return token_grammars(tokenizer, vocabulary, model.end_ids(loaded))
+
     @property
     def decoder(self) -> Decoder:
         decoder = self.loaded.decoder
@@ -178,6 +187,10 @@ class Runtime:
     @light
     def tokenizing(self) -> Tokenizing:
         return Tokenizing(model.load_tokenizer(self._tokenizer_folder))
+
+    @light
+    def call_format(self) -> CallFormat:
+        return call_format(self.tokenizing.tokenizer, self.config.model)
 
     @light
     def canonical_prefix(self) -> tuple[int, ...]:

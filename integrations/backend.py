@@ -9,25 +9,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.integrations.passages import Found, Passage, PassageRegistry, learnt_id, node_id_of
 from ragblend.integrations.resolve import Piece, cut, found_in, segments
-from ragblend.kvstore.errors import StoreError
+from ragblend.kvstore.errors import StoreError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt, Segment
+    from ragblend.engine.prompt import Message, Prompt, Segment, ToolCall
     from ragblend.engine.results import Result
+    from ragblend.engine.tools import Tool
 
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
+INSTRUCTIONS = 1000  # characters; of a system message below that nothing is a passage because it came back
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; role: `system`, `user`, `assistant`, `tool`, or what else the model's template knows."""
+    """One message; role: `system`, `user`, `assistant`, `tool`, or what else the model's template knows.
+
+    calls, call_id and name: as in the engine's `Message`.
+    """
 
     role: str
     pieces: tuple[Piece, ...]
+    calls: "tuple[ToolCall, ...]" = ()
+    call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,21 +100,50 @@ class Backend:
     # --- prompts
 
     def chat_prompt(
-        self, turns: Sequence[Turn], named: Sequence[Passage] = (), learn: bool = False
+        self,
+        turns: Sequence[Turn],
+        named: Sequence[Passage] = (),
+        learn: bool = False,
+        tools: "Sequence[Tool]" = (),
     ) -> "Prompt":
         """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError.
 
+        tools: that the model is shown; raises UnsupportedModelError where it calls none.
         learn: what comes back from an earlier prompt that was learnt from is a passage from now on.
         """
-        from ragblend.engine.prompt import Message
-
         found = [list(found_in(turn.pieces, self.registry, named)) for turn in turns]
         if learn and turns:  # what the model said before comes back with every question, and is no passage
             others = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
-            learnt = self._learn([found[number] for number in others], turns[-1].role != "tool")
+            said = [_text_of(turn) for turn in turns if turn.role == "system"]
+            orders = "\0".join(text for text in said if len(text) < INSTRUCTIONS)
+            learnt = self._learn(
+                [found[number] for number in others],
+                turns[-1].role != "tool",
+                lambda words: words not in orders,
+            )
             found = [learnt.pop(0) if number in others else pieces for number, pieces in enumerate(found)]
-        messages = [Message(turn.role, segments(pieces)) for turn, pieces in zip(turns, found, strict=True)]
-        return self.engine.tokenize(self.engine.chat(messages))
+        messages = self._messages(turns, [segments(pieces) for pieces in found])
+        return self.engine.tokenize(self.engine.chat(messages, tools))
+
+    def _messages(self, turns: Sequence[Turn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
+        """To a model without tools calls are not shown, and a message that holds nothing else is left out."""
+        from ragblend.engine.prompt import Message
+
+        called = any(turn.calls for turn in turns)
+        shows = called and self.calls_tools
+        return [
+            Message(turn.role, said, turn.calls if shows else (), turn.call_id, turn.name)
+            for turn, said in zip(turns, found, strict=True)
+            if said or shows or not turn.calls
+        ]
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model's chat template has tools; reads the tokenizer, not the weights."""
+        try:
+            return bool(self.engine.call_format)
+        except UnsupportedModelError:
+            return False
 
     def text_prompt(
         self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
@@ -170,6 +207,10 @@ def parts_of(marked: str, texts: Sequence[T]) -> list[str | T]:
     return [texts[int(part)] if number % 2 else part for number, part in enumerate(parts)]
 
 
+def _text_of(turn: Turn) -> str:
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in turn.pieces)
+
+
 def _trusted(segment: "Segment") -> "Segment":
     from ragblend.engine.prompt import Literal
 
@@ -180,6 +221,28 @@ def usage(report: "Report") -> dict[str, int]:
     """Token counts by the names that both frameworks know from OpenAI's interface."""
     prompt, completion = report.tokens.prompt, report.tokens.generated
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
+    """Of every token, in the form of OpenAI's interface; None where nobody asked. The end token is left out.
+
+    bytes: None for a token that is part of a character.
+    """
+    if result.logprobs is None:
+        return None
+
+    def said(token_id: int, logprob: float) -> dict[str, Any]:
+        token = tokenizer.decode([token_id])
+        return {
+            "token": token,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in token else list(token.encode()),
+        }
+
+    return [
+        said(each.token_id, each.logprob) | {"top_logprobs": [said(*likely) for likely in each.most_likely]}
+        for each in result.logprobs
+    ]
 
 
 def kv_statistics(result: "Result") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, Self
@@ -12,19 +12,44 @@ from typing import TYPE_CHECKING, Any, Self
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.passages import Passage
 from ragblend.integrations.threads import in_thread, items_of_thread
+from ragblend.integrations.tools import Wanted
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result, Stream
+    from ragblend.engine.tools import Said, Words
 
 log = logging.getLogger("ragblend")
-_said: set[Backend] = set()
+_said: set[tuple[Backend, str]] = set()
+_ROOM = 1000  # characters: a shorter prompt (a title's, a condensed question's) holds no passage by design
+# Why nothing of a prompt is reused, and what helps; each is said once for a model and collection.
+REASONS = {
+    "named": "passages that this call names (passages=, nodes=, documents of a tool) do not stand in its prompt "
+    "unchanged; name the texts as they stand there",
+    "changed": "passages were retrieved, and none of them stands in this prompt unchanged: they were cut, or written "
+    "in another form. In LlamaIndex configure(llm) keeps them from being cut, and RegisterNodes as the last "
+    "postprocessor tells what others made of them; elsewhere encode_documents(), or passages= in the call, tells the "
+    "texts as they stand in prompts",
+    "unknown": "nothing is known in this collection, and learn_from_prompts is off. A text becomes known through a "
+    "retriever, encode_index() or encode_documents(), or passages= in the call",
+}
 # The engine's names for what users of other models write.
 OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "stop_sequences": "stop",
+    "request_timeout": "timeout",
+}
+# What models of services take besides, each with the values that say what is the case here anyway.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stream_usage": (True, False),
 }
 
 
@@ -44,14 +69,29 @@ def one_name_each(arguments: Mapping[str, Any], other_names: Mapping[str, str]) 
     return result
 
 
+def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what says nothing here. Raises UsageError for a value of those that cannot be had."""
+    for name, value in options.items():
+        if (same := NEUTRAL.get(name)) and value is not None and value not in same:
+            raise UsageError(
+                f"{name}={value!r} cannot be done by this model; leave it out, or pass {same[0]!r}"
+            )
+    return {name: value for name, value in options.items() if name not in NEUTRAL}
+
+
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same by the engine's names; None says nothing. Raises UsageError."""
-    named = {name: value for name, value in one_name_each(options, OTHER_NAMES).items() if value is not None}
+    told = without_neutral(options)
+    named = {name: value for name, value in one_name_each(told, OTHER_NAMES).items() if value is not None}
     sampled = named.pop("do_sample", None)
     if sampled is False:  # transformers' way of saying temperature 0
         named["temperature"] = 0.0
     elif sampled and not named.get("temperature"):
         named["temperature"] = 1.0
+    # OpenAI's two parameters; ours is the second.
+    likely, wants = named.pop("top_logprobs", None), named.get("logprobs")
+    if isinstance(wants, bool) or (wants is None and likely is not None):
+        named["logprobs"] = (likely or 0) if wants or wants is None else None
     return named
 
 
@@ -59,7 +99,7 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 class Call:
     """Where and how one prompt is answered. named: passages that the caller says are in the prompt.
 
-    learn: whether what comes back from an earlier prompt becomes a passage.
+    learn: whether what comes back from an earlier prompt becomes a passage. wanted: tools and schemas.
     arguments: method, ratio, and those of the engine's `DecodeOptions`.
     """
 
@@ -68,6 +108,7 @@ class Call:
     learn: bool
     timeout: float | None
     arguments: dict[str, Any]
+    wanted: Wanted = field(default_factory=Wanted)
 
     @classmethod
     def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
@@ -83,27 +124,36 @@ class Call:
         timeout = merged.pop("timeout", None)
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout must be a number of seconds above 0, not {timeout!r}")
+        told = (
+            merged.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls", "json_schema")
+        )
+        wanted = Wanted.of(*told)
         DecodeOptions.of({name: value for name, value in merged.items() if name not in ("method", "ratio")})
-        return cls(backend, tuple(named), learn and merged.get("method") != "full", timeout, merged)
+        return cls(backend, tuple(named), learn and merged.get("method") != "full", timeout, merged, wanted)
 
     def chat_prompt(self, turns: Sequence[Turn], named: Sequence[Passage] = ()) -> "Prompt":
         """May load the tokenizer and read the registry: not for an event loop."""
-        return self._noted(self.backend.chat_prompt(turns, (*self.named, *named), self.learn))
+        named = (*self.named, *named)
+        prompt = self.backend.chat_prompt(turns, named, self.learn, self.wanted.tools)
+        return self._noted(prompt, bool(named))
 
     def text_prompt(self, text: str, parts: Sequence[str] = ()) -> "Prompt":
-        return self._noted(self.backend.text_prompt(text, self.named, parts, self.learn))
+        return self._noted(self.backend.text_prompt(text, self.named, parts, self.learn), bool(self.named))
 
-    def _noted(self, prompt: "Prompt") -> "Prompt":
-        """Says once for each model and collection that nothing can be reused."""
-        if not prompt.chunks and self.backend not in _said:
-            _said.add(self.backend)
-            log.warning(
-                "no known passage stands in this prompt, so it is read in full, as by any other model (%d are known in "
-                "the collection %r). A passage is found where its text stands unchanged; it becomes known through a "
-                "retriever, encode_index() or encode_documents(), or passages= in the call. This is said once.",
-                len(self.backend.registry),
-                self.backend.collection,
-            )
+    def _noted(self, prompt: "Prompt", is_named: bool) -> "Prompt":
+        """Says once for each reason that nothing of the prompt is reused, where passages were to be expected in it."""
+        registry = self.backend.registry
+        if prompt.chunks:
+            registry.awaited = 0
+            return prompt
+        length = sum(len(segment.text or "") for segment in prompt.segments)
+        is_unknown = not self.learn and length >= _ROOM and not len(registry)
+        expected = {"named": is_named, "changed": 0 < registry.awaited <= length, "unknown": is_unknown}
+        reason = next((reason for reason, is_so in expected.items() if is_so), None)
+        if reason and (self.backend, reason) not in _said and self.arguments.get("method") != "full":
+            _said.add((self.backend, reason))
+            collection = self.backend.collection
+            log.warning("a prompt is read in full (collection %r): %s", collection, REASONS[reason])
         return prompt
 
     def generate(self, prompt: "Prompt") -> "Result":
@@ -111,12 +161,37 @@ class Call:
 
     def stream(self, prompt: "Prompt") -> Generator["str | Result", None, None]:
         """The pieces, then the result. The device begins at once; closing it stops the device within one layer."""
-        return self._items(self.backend.engine.stream(prompt, **self.arguments))
+        return self._items(self.backend.engine.stream(prompt, **self._options()))
+
+    def said(self, result: "Result") -> "Said":
+        """The answer's words, and the tools that it calls."""
+        from ragblend.engine.tools import Said, said_in
+
+        if not self.wanted.tools:
+            return Said(result.text)
+        return said_in(result.text, self.backend.engine.call_format, self.wanted.tools)
+
+    def _options(self) -> dict[str, Any]:
+        grammar = self.wanted.grammar(self.backend.engine)
+        return self.arguments if grammar is None else self.arguments | {"grammar": grammar}
 
     def _items(self, stream: "Stream") -> Generator["str | Result", None, None]:
         with _limited(self.timeout, stream.close), closing(stream):
-            yield from stream
-            yield stream.result
+            words = _Words(self)
+            for piece in stream:
+                yield from words.of(piece)
+            result = self._checked(stream.result)
+            yield from words.of(result)
+            yield result
+
+    def _checked(self, result: "Result") -> "Result":
+        if self.wanted.schema is not None and not result.stopped:
+            log.warning(
+                "the answer reached its most tokens (%d), and its JSON was closed there: what it says last may be cut "
+                "short; allow more with max_tokens",
+                len(result.token_ids),
+            )
+        return result
 
     async def agenerate(self, prompt: "Prompt") -> "Result":
         """In a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
@@ -132,11 +207,14 @@ class Call:
 
     async def astream(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
         """As `stream`, in an event loop; it begins when its first item is asked for."""
-        cancel = Event()
+        cancel, words = Event(), _Words(self)
         try:
             async with aclosing(items_of_thread(partial(self._work, prompt, cancel))) as items:
                 async for item in items:
-                    yield item
+                    for piece in words.of(item):
+                        yield piece
+                    if not isinstance(item, str):
+                        yield item
         finally:
             cancel.set()
 
@@ -144,7 +222,30 @@ class Call:
         self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None = None
     ) -> "Result":
         with _limited(self.timeout, cancel.set):
-            return self.backend.engine.generate(prompt, cancel=cancel, on_text=on_text, **self.arguments)
+            options = self._options()
+            return self._checked(
+                self.backend.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
+            )
+
+
+class _Words:
+    """Of a call's stream the words alone: what calls a tool comes with the result."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._words: Words | None = None
+
+    def of(self, item: "str | Result") -> Iterator[str]:
+        """What is said with this piece, or what is left to say when all is known."""
+        from ragblend.engine.tools import Words
+
+        if not self._call.wanted.tools:
+            yield from [item] if isinstance(item, str) else []
+            return
+        words = self._words = self._words or Words(self._call.backend.engine.call_format)
+        piece = words.feed(item) if isinstance(item, str) else words.finish(self._call.said(item).text)
+        if piece:
+            yield piece
 
 
 @contextmanager

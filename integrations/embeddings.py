@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,13 @@ from ragblend.kvstore.errors import ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
+DIMENSIONS = 384
 BATCH_WINDOWS = 64
 WINDOW_PIECES = 64
+SKETCH_WINDOWS = 3  # a sketch has one window of so many
+Part = Literal["whole", "sketch", "rest"]
+"""Which windows of a text: all, every third from the first on, or those that a sketch leaves out."""
 
 
 class Embedder(Protocol):
@@ -25,7 +30,9 @@ class Embedder(Protocol):
         """Load the weights now, so that the first question need not wait for them."""
         ...
 
-    def embed_passages(self, texts: Sequence[str], progress: Progress | None = None) -> list[Embeddings]:
+    def embed_passages(
+        self, texts: Sequence[str], progress: Progress | None = None, part: Part = "whole"
+    ) -> list[Embeddings]:
         """For each text (W, E) float32, normalised, a row a window of it; progress gets (texts done, texts in all)."""
         ...
 
@@ -56,13 +63,15 @@ class MiniLMEmbedder:
         with self._queue.turn():
             self._load()
 
-    def embed_passages(self, texts: Sequence[str], progress: Progress | None = None) -> list[Embeddings]:
+    def embed_passages(
+        self, texts: Sequence[str], progress: Progress | None = None, part: Part = "whole"
+    ) -> list[Embeddings]:
         """For each text (W, 384) float32, normalised. Safe for threads: a question passes between two batches."""
         done: list[Embeddings] = []
         while len(done) < len(texts):
             with self._queue.turn():  # its tokenizer must not be used by two threads at once
                 self._load()
-                done += self._embed(self._batch(texts[len(done) :]))
+                done += self._embed(self._batch(texts[len(done) :], part))
             if progress is not None:
                 progress(len(done), len(texts))
         return done
@@ -80,11 +89,11 @@ class MiniLMEmbedder:
         if self._model is None:
             self._model = _load_model(self._dtype)
 
-    def _batch(self, texts: Sequence[str]) -> list[list[str]]:
+    def _batch(self, texts: Sequence[str], part: Part) -> list[list[str]]:
         """The windows of the first whole texts, together about BATCH_WINDOWS."""
         batch: list[list[str]] = []
         for text in texts:
-            batch.append(self._windows(text))
+            batch.append(chosen(self._windows(text), part))
             if sum(map(len, batch)) >= BATCH_WINDOWS:
                 break
         return batch
@@ -103,10 +112,27 @@ class MiniLMEmbedder:
     def _embed(self, windows: Sequence[Sequence[str]]) -> list[Embeddings]:
         """windows: for each text, its windows -> for each text (W, 384)."""
         flat = [window for group in windows for window in group]
+        if not flat:
+            return [np.zeros((0, DIMENSIONS), dtype=np.float32) for _ in windows]
         vectors = self._model.encode(flat, show_progress_bar=False, convert_to_numpy=True).astype(np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         edges = np.cumsum([len(group) for group in windows])
         return np.split(vectors, edges[:-1])
+
+
+def chosen(windows: Sequence[T], part: Part) -> list[T]:
+    """The windows of that part, in order."""
+    return [
+        w for n, w in enumerate(windows) if part == "whole" or (n % SKETCH_WINDOWS == 0) == (part == "sketch")
+    ]
+
+
+def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
+    """The vectors of both parts of a text in the order of its windows: (S, E) and (R, E) -> (S + R, E)."""
+    total = len(sketch) + len(rest)
+    whole = np.empty((total, sketch.shape[1]), dtype=sketch.dtype)
+    whole[chosen(range(total), "sketch")], whole[chosen(range(total), "rest")] = sketch, rest
+    return whole
 
 
 def _load_model(dtype: str | None) -> Any:

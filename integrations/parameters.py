@@ -10,12 +10,15 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ragblend.integrations.backend import Backend
-from ragblend.integrations.calls import Call, one_name_each
+from ragblend.integrations.calls import Call, one_name_each, without_neutral
 from ragblend.integrations.passages import Passage
 
 log = logging.getLogger("ragblend")
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "stop", "seed")
 PER_CALL = ("max_new_tokens", *SAMPLING, "method", "ratio")
+# Models of services take these. Here they mean nothing, and a key must not end up in what is shown.
+FOR_SERVICES = ("base_url", "api_base", "max_retries")
+KEY = "api_key"  # openai_api_key, ...
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -44,6 +47,7 @@ class Learners:
         for backend in {(model.home, model.collection): model.backend for model in models}.values():
             try:
                 backend.remember(passages)
+                backend.registry.awaited = min((len(passage.text) for passage in passages), default=0)
             except Exception:
                 log.warning(
                     "retrieved passages could not be registered; they will not be reused", exc_info=True
@@ -87,21 +91,26 @@ class Parameters(BaseModel):
     """Texts that end an answer."""
     seed: int | None = None
     """Of the sampling; None for another each time."""
+    logprobs: bool = False
+    """Whether answers tell their tokens' log-probabilities."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Of how many of the most likely tokens as well."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds after which an answer is given up."""
     register_retrieved: bool = True
     """Whether what the framework's own retrievers find in this process becomes known to this model."""
-    learn_from_prompts: bool = False
+    learn_from_prompts: bool = True
     """Whether text that comes back in a second prompt is kept as a passage, whoever put it there."""
 
     @model_validator(mode="before")
     @classmethod
     def _known_by_one_name(cls, values: Any) -> Any:
-        """Synonyms, None for the default; what is unknown is for each framework to judge."""
+        """Synonyms, None for the default, and what says nothing here; of the unknown each framework judges."""
         if not isinstance(values, dict):
             return values
         told = {name: value for name, value in values.items() if value is not None}
-        told = one_name_each(told, cls.other_names)
+        told = {n: value for n, value in told.items() if n not in FOR_SERVICES and not n.endswith(KEY)}
+        told = one_name_each(without_neutral(told), cls.other_names)
         unknown = {name: told.pop(name) for name in list(told) if name not in cls.model_fields}
         return cls._with_unknown(told, unknown) if unknown else told
 
@@ -118,6 +127,12 @@ class Parameters(BaseModel):
     @classmethod
     def _stop_as_list(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
+
+    @classmethod
+    def _checked_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """More options of the engine. Raises UsageError where they are said, not at the first call."""
+        Call.of(Backend(), (), False, options)
+        return options
 
     @field_validator("method")
     @classmethod
@@ -147,5 +162,7 @@ class Parameters(BaseModel):
         self, passages: Sequence[Passage], more: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> Call:
         """The fields, then more options, then the call's own arguments. Raises UsageError."""
-        fields = {name: getattr(self, name) for name in (*PER_CALL, "timeout")}
+        fields = {name: getattr(self, name) for name in (*PER_CALL, "timeout", "logprobs")}
+        if self.logprobs:
+            fields["top_logprobs"] = self.top_logprobs
         return Call.of(self.backend, passages, self.learn_from_prompts, fields, more, arguments)

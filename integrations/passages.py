@@ -56,6 +56,7 @@ class PassageRegistry:
         self._lock = threading.RLock()
         self._nodes: NodeIndex | None = None
         self.recurring = RecurringText()
+        self.awaited = 0  # characters of the shortest passage that was retrieved since a prompt held any
         self._learnt: dict[str, None] | None = None  # those in the file, what was found last at the end
         self._forget_index()
 
@@ -94,7 +95,7 @@ class PassageRegistry:
     def _touch(self, node_ids: Iterable[str | None]) -> None:
         """These were found just now."""
         if self._learnt is None:
-            self._learnt = dict.fromkeys(self._run(lambda nodes: nodes.named(self.collection, LEARNT)))
+            self._learnt = dict.fromkeys(self.named(LEARNT))
         for node_id in node_ids:
             if node_id is not None and node_id.startswith(LEARNT):
                 self._learnt.pop(node_id, None)
@@ -104,6 +105,10 @@ class PassageRegistry:
         """Remove passages, leaving nothing of them in the file; how many there were."""
         gone = list(node_ids)
         return self._run(lambda nodes: nodes.unregister(self.collection, gone))
+
+    def named(self, beginning: str) -> list[str]:
+        """The node ids that begin with that."""
+        return self._run(lambda nodes: nodes.named(self.collection, beginning))
 
     def find(self, text: str) -> list[Found]:
         """The registered texts in `text`: disjoint, ascending, chosen longest first, of equally long ones the earliest.

@@ -1,7 +1,8 @@
-"""Passages that nobody announced: text that comes back in a later prompt is one. Hashes of lines, and no text.
+"""Passages that nobody announced: text that comes back in a later prompt is one. Hashes of sentences, and no text.
 
 A framework's own tutorial may fetch its passages in a way that no callback sees. They stand in the prompt all the same,
-in whole lines, and what is retrieved once is retrieved again, between other neighbours and in another order.
+in whole sentences (a template may put a word before them on the same line), and what is retrieved once is retrieved
+again, between other neighbours and in another order: so every long paragraph is a passage by itself.
 """
 
 import threading
@@ -14,38 +15,41 @@ from ragblend.integrations.finding import MINIMUM, Hashed
 
 LEAST = 160  # characters, some 40 tokens: what is shorter costs more to fetch than to read
 MOST = 12_000  # characters, some 3,000 tokens, of one passage; what is longer is several, cut after a line
-LINES = 1_500_000  # remembered: 30 MB, and as much again for a moment; of more, the older half goes
-LINES_A_PROMPT = 20_000  # looked at: far beyond any but texts made to be hard
-_RECENT = 1 << 15  # lines that are not yet in the table
+QUESTION = 250  # characters: no line of a question is longer
+SENTENCES = 1_500_000  # remembered: 30 MB, and as much again for a moment; of more, the older half goes
+SENTENCES_A_PROMPT = 50_000  # looked at: far beyond any but texts made to be hard
+_RECENT = 1 << 15  # sentences that are not yet in the table
+_ENDERS, _WIDE_ENDERS = (np.array([ord(mark) for mark in marks]) for marks in (".!?:;", "。！？"))
 _END = np.uint64(0)  # between two texts
 Places = list[tuple[int, int]]
 
 
 class RecurringText:
-    """The lines of the prompts of one collection. Safe for threads."""
+    """The sentences of the prompts of one collection. Safe for threads."""
 
-    def __init__(self, lines: int = LINES) -> None:
-        self._most, self._lock = lines, threading.Lock()
-        self._lines: NDArray[np.uint64] = np.zeros(1 << 12, dtype=np.uint64)
+    def __init__(self, sentences: int = SENTENCES) -> None:
+        self._most, self._lock = sentences, threading.Lock()
+        self._said: NDArray[np.uint64] = np.zeros(1 << 12, dtype=np.uint64)
         self._count = 0
-        self._recent: dict[int, int] = {}  # key of a line -> where it stood last
-        self._keys: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)  # of older lines, in order
+        self._recent: dict[int, int] = {}  # key of a sentence -> where it stood last
+        self._keys: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)  # of older sentences, in order
         self._at: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def recall(self, texts: Sequence[str], is_asking: bool) -> list[Places]:
-        """For each text of a prompt, where something stands that also stood, in whole lines, in an earlier prompt.
+        """For each text of a prompt, where something stands that also stood, in whole sentences, in an earlier prompt.
 
-        Disjoint, ascending (start, stop), in characters: longest runs of lines that stood together once, without blank
-        ones at the ends. is_asking: the last text ends with the question: its last two lines are read anew.
+        Disjoint, ascending (start, stop), in characters: the paragraphs in longest runs of sentences that stood so
+        once. is_asking: the last text ends with the question: its last two lines are read anew, unless they are long.
         The texts are remembered: in time for the next prompt, so what is repeated within one is nothing.
         """
-        split = [_lines_of(text) for text in texts]
+        split = [_sentences_of(text) for text in texts]
         hashed = [Hashed(text).keys(*places) for text, places in zip(texts, split, strict=True)]
         found: list[Places] = []
         with self._lock:
             for number, (text, (starts, lengths), keys) in enumerate(zip(texts, split, hashed, strict=True)):
                 full = lengths >= MINIMUM
-                last = _before_question(lengths) if is_asking and number == len(texts) - 1 else len(keys)
+                is_last = is_asking and number == len(texts) - 1
+                last = starts.searchsorted(_before_question(text)) if is_last else len(keys)
                 runs = self._runs(keys[:last], full[:last])
                 found.append(list(_passages(text, starts, starts + lengths, runs)))
             for (_, lengths), keys in zip(split, hashed, strict=True):
@@ -53,19 +57,19 @@ class RecurringText:
         return found
 
     def _runs(self, keys: NDArray[np.uint64], full: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-        """Lines [first, last) that stood like this before; each begins with a line that is long enough to say so."""
+        """Sentences [first, last) that stood like this before; each begins with one that is long enough to say so."""
         places = self._places(keys, full)
         first = 0
         for known in np.flatnonzero(places >= 0).tolist():
             if known < first:
                 continue
-            before = self._lines[places[known] : min(places[known] + len(keys) - known, self._count)]
+            before = self._said[places[known] : min(places[known] + len(keys) - known, self._count)]
             same = before == keys[known : known + len(before)]
             first = known + (len(same) if same.all() else int(same.argmin()))
             yield known, first
 
     def _places(self, keys: NDArray[np.uint64], full: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Where each line stood last; -1 for a short one, and where it never did."""
+        """Where each sentence stood last; -1 for a short one, and where it never did."""
         places = np.full(len(keys), -1, dtype=np.int64)
         if len(self._keys):
             at = np.minimum(self._keys.searchsorted(keys), len(self._keys) - 1)
@@ -76,11 +80,11 @@ class RecurringText:
     def _remember(self, keys: NDArray[np.uint64], full: NDArray[np.bool_]) -> None:
         if self._count + len(keys) + 1 > self._most:
             self._drop_older_half()
-        while self._count + len(keys) + 1 > len(self._lines):
-            self._lines = np.concatenate([self._lines, np.zeros_like(self._lines)])
-        self._lines[self._count : self._count + len(keys)] = keys
-        self._lines[self._count + len(keys)] = _END
-        for number in np.flatnonzero(full)[::-1].tolist():  # of a line that is there twice, the first
+        while self._count + len(keys) + 1 > len(self._said):
+            self._said = np.concatenate([self._said, np.zeros_like(self._said)])
+        self._said[self._count : self._count + len(keys)] = keys
+        self._said[self._count + len(keys)] = _END
+        for number in np.flatnonzero(full)[::-1].tolist():  # of one that is there twice, the first
             self._recent[int(keys[number])] = self._count + number
         self._count += len(keys) + 1
         if len(self._recent) > _RECENT:
@@ -94,36 +98,67 @@ class RecurringText:
         self._recent = {}
 
     def _drop_older_half(self) -> None:
-        kept = self._lines[self._count // 2 : self._count].copy()
-        self._lines, self._count = kept, len(kept)
+        kept = self._said[self._count // 2 : self._count].copy()
+        self._said, self._count = kept, len(kept)
         self._keys, self._at, self._recent = self._keys[:0], self._at[:0], {}
         newest = kept[::-1]
         self._enter(newest, np.arange(len(kept) - 1, -1, -1, dtype=np.int32))
 
 
-def _lines_of(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of the text's first lines; after a last newline there is none."""
+def _sentences_of(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and lengths of the text's first sentences, without what separates them; a blank line is an empty one."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))[:LINES_A_PROMPT]
+    after_end = np.zeros(len(codes), dtype=bool)
+    after_end[1:] = np.isin(codes[:-1], _ENDERS)
+    separates = (codes == ord("\n")) | (codes == ord(" ")) & after_end
+    ends = np.append(np.flatnonzero(separates | np.isin(codes, _WIDE_ENDERS)), len(codes))[
+        :SENTENCES_A_PROMPT
+    ]
     starts = np.append(0, ends[:-1] + 1)
     inside = starts < len(codes)
     return starts[inside], (ends - starts)[inside]
 
 
-def _before_question(lengths: NDArray[np.int64]) -> int:
-    """How many lines stand before the last two that are not empty."""
-    written = np.flatnonzero(lengths)
-    return int(written[-2]) if len(written) >= 2 else 0
+def _before_question(text: str) -> int:
+    """Where the last two lines begin that are not empty; a line that is too long for a question is none of them."""
+    at = len(text)
+    for _ in range(2):
+        before = text[:at].rstrip()
+        start = before.rfind("\n") + 1
+        if len(before) - start > QUESTION:
+            break
+        at = start
+    return at
 
 
 def _passages(
     text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], runs: Iterator[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Runs of lines as places of passages: not too short, and the long ones cut between lines."""
+    """Runs of sentences as places of passages: long paragraphs, and as many short ones together as make a long one."""
     for first, last in runs:
-        part = (starts[first:last] - starts[first]) // (MOST // 2)
-        for lines in np.split(np.arange(first, last), np.flatnonzero(np.diff(part)) + 1):
-            start, stop = int(starts[lines[0]]), int(stops[lines[-1]])
-            stop = start + len(text[start:stop].rstrip())
-            if LEAST <= stop - start <= MOST:
-                yield start, stop
+        held: tuple[int, int] | None = None
+        for start, stop in _paragraphs(text, starts[first:last].tolist(), stops[first:last].tolist()):
+            is_long = stop - start >= LEAST
+            held = (start if is_long or held is None else held[0], stop)
+            if held[1] - held[0] >= LEAST:
+                if stop - start <= MOST:
+                    yield held
+                held = None
+
+
+def _paragraphs(text: str, starts: Sequence[int], stops: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What stands between blank lines, and in parts where it is too long for one passage.
+
+    It begins with a sentence that says something: a word before it ("Source 2:") is another one next time.
+    """
+    begin, end = 0, 0
+    for start, stop in zip(starts, stops, strict=True):
+        is_empty = not text[start:stop].strip()
+        is_line = text[start - 1 : start] in ("", "\n") and text[stop : stop + 1] in ("", "\n")
+        if end > begin and ((is_empty and is_line) or stop - begin > MOST // 2):
+            yield begin, end
+            begin = end = stop
+        if (end > begin and not is_empty) or stop - start >= MINIMUM:
+            begin, end = begin if end > begin else start, start + len(text[start:stop].rstrip())
+    if end > begin:
+        yield begin, end

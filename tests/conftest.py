@@ -19,6 +19,17 @@ if WORKERS > 1:
 # A folder that keeps the converted SmolLM2 between sessions. Taken out of the environment, where the app's settings
 # would find an unknown RAGBLEND_* variable, here and in subprocesses.
 KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None)
+# A model that was trained to call tools (a folder or a .gguf file), and a home in which it was converted.
+CALLER = os.environ.pop("RAGBLEND_TEST_CALLER", None)
+CALLER_HOME = os.environ.pop("RAGBLEND_TEST_CALLER_HOME", None)
+
+
+@pytest.fixture(scope="session")
+def caller() -> dict[str, str]:
+    """What opens that model; tests of it are skipped where nobody named one."""
+    if CALLER is None:
+        pytest.skip("RAGBLEND_TEST_CALLER names no model that calls tools (Qwen2.5-0.5B-Instruct, say)")
+    return {"model": CALLER} | ({"home": CALLER_HOME} if CALLER_HOME else {})
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 
-from ragblend.integrations.backend import kv_statistics, usage
+from ragblend.integrations.backend import kv_statistics, logprobs, usage
 from ragblend.integrations.calls import Call
 from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.parameters import PROVIDER
@@ -37,7 +37,9 @@ def usage_metadata(result: "Result") -> UsageMetadata:
 
 def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
     """How the answer was made. It holds numbers, so in a stream only one chunk may carry it."""
+    likely = logprobs(result, call.backend.engine.tokenizer)
     return {
+        **({} if likely is None else {"logprobs": {"content": likely}}),
         "model_name": call.backend.engine.model_name,
         "model_provider": PROVIDER,
         "finish_reason": "stop" if result.stopped else "length",

@@ -9,6 +9,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 
 from ragblend.integrations.calls import Call
 from ragblend.integrations.langchain.answers import (
@@ -22,6 +23,16 @@ from ragblend.integrations.langchain.answers import (
 from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.messages import named_in, turns_of
 from ragblend.integrations.langchain.parameters import Parameters
+from ragblend.integrations.langchain.tools import (
+    called,
+    called_chunks,
+    openai_tools,
+    response_format,
+    structured,
+    wanted_schema,
+)
+from ragblend.integrations.tools import Wanted
+from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -44,15 +55,73 @@ class ChatRAGBlend(Parameters, BaseChatModel):
         return "ragblend-chat"
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """What is known without loading anything: the window is the model's own."""
-        return ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
+        """What is known without loading anything: window and tools are the model's own."""
+        return ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, structured_output=True)
+
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, AIMessage]:
+        """The model with tools; what it answers are words, or calls whose arguments keep to the tools' schemas.
+
+        tools: functions, classes, LangChain's tools or OpenAI's dictionaries. tool_choice: `auto`, `none`, `any`, or a
+        tool's name. Raises InvalidRequest for what is no tool and schemas that cannot be kept to, and
+        UnsupportedModelError for a model without tools; that reads the tokenizer.
+        """
+        with framework_errors():
+            formatted = openai_tools(tools)
+            Wanted.of(formatted, tool_choice, parallel_tool_calls, wanted_schema(response_format))
+            if formatted:
+                assert self.backend.engine.call_format
+        told = {
+            "tools": formatted,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+        }
+        return self.bind(**{name: value for name, value in told.items() if value is not None}, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, Any]:
+        """The model, whose answers are JSON of a schema, and come parsed: a pydantic class's objects, or dictionaries.
+
+        method: `json_schema` holds every model to the schema; `json_mode` to JSON alone; `function_calling` makes a
+        tool of the schema, for models with tools. The model is shown the schema by the last only: say in words what you
+        want. An answer of the first two always parses: near its most tokens it is closed, with a warning. Raises
+        InvalidRequest for what is no schema.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        with framework_errors():
+            if kwargs:
+                raise UsageError(f"with_structured_output knows no {', '.join(kwargs)}")
+            wanted = response_format(schema, method)
+            Wanted.of(schema=wanted_schema(wanted))
+        bound = self.bind(
+            response_format=wanted,
+            ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
+        )
+        return structured(bound, schema, include_raw)
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
         """Tokens of the prompt that these messages make, the chat template's included."""
         with framework_errors():
-            return len(self.backend.chat_prompt(turns_of(messages)).token_ids)
+            shown = openai_tools(tools or ())
+            return len(self.backend.chat_prompt(turns_of(messages), tools=shown).token_ids)
 
     def _generate(
         self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any
@@ -85,14 +154,16 @@ class ChatRAGBlend(Parameters, BaseChatModel):
 
 
 def _whole(result: "Result", call: Call) -> ChatResult:
-    message = AIMessage(result.text, **_known(result, call))
+    said = call.said(result)
+    message = AIMessage(said.text, **called(said), **_known(result, call))
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
 def _chunk(item: "str | Result", call: Call) -> ChatGenerationChunk:
     if isinstance(item, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=item))
-    message = AIMessageChunk(content="", chunk_position="last", **_known(item, call))
+    calls = called_chunks(call.said(item))
+    message = AIMessageChunk(content="", chunk_position="last", **calls, **_known(item, call))
     return ChatGenerationChunk(message=message)
 
 

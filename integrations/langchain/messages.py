@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
+from ragblend.engine.prompt import ToolCall
 from ragblend.integrations.backend import Turn
 from ragblend.integrations.langchain.documents import passages_of, pieces_of
 from ragblend.integrations.passages import Passage
@@ -31,9 +32,17 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
     """A turn for every message with something in it. Raises UsageError for what the model cannot read."""
     if not messages:
         raise UsageError("there is no message to answer; pass at least one")
-    turns = [Turn(role_of(message), tuple(pieces_in(message))) for message in messages]
-    # An assistant's message that only calls a tool has no words, and a template would print an empty turn.
-    return [turn for turn in turns if turn.pieces or turn.role != "assistant"]
+    turns = [_turn(message) for message in messages]
+    # A template would print an empty turn.
+    return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
+
+
+def _turn(message: BaseMessage) -> Turn:
+    pieces = tuple(pieces_in(message))
+    if isinstance(message, ToolMessage):
+        return Turn(role_of(message), pieces, (), message.tool_call_id, message.name)
+    made = message.tool_calls if isinstance(message, AIMessage) else []
+    return Turn(role_of(message), pieces, tuple(ToolCall(c["name"], c["args"], c["id"] or "") for c in made))
 
 
 def named_in(messages: Sequence[BaseMessage]) -> list[Passage]:

@@ -5,21 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from langchain_core.language_models.base import LangSmithParams
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ragblend.integrations import parameters
 from ragblend.integrations.calls import Call, one_name_each
 from ragblend.integrations.langchain.documents import passages_of
 from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.listener import LEARNERS
-from ragblend.kvstore.errors import UsageError
+from ragblend.integrations.langchain.tools import openai_tools, wanted_schema
 
 PROVIDER = "ragblend"
-# Chat models of services take these. Here they mean nothing, and a key must not end up in `model_kwargs`.
-FOR_SERVICES = ("base_url", "max_retries")
-KEY = "api_key"  # openai_api_key, ...
-TOOLS = ("tools", "tool_choice", "functions", "function_call")
-FRAMEWORKS_OWN = ("stream",)  # LangChain's own switches, which it hands on to the model
+FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it hands on to the model
 
 
 class Parameters(parameters.Parameters):
@@ -30,6 +26,7 @@ class Parameters(parameters.Parameters):
         "max_new_tokens": "max_tokens",
         "max_completion_tokens": "max_tokens",
         "stop_sequences": "stop",
+        "request_timeout": "timeout",
     }
     learners = LEARNERS
 
@@ -42,27 +39,31 @@ class Parameters(parameters.Parameters):
 
     @classmethod
     def _with_unknown(cls, told: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
-        """To `model_kwargs` with a warning, as in LangChain; what only services take is forgotten."""
-        extra = {n: value for n, value in unknown.items() if n not in FOR_SERVICES and not n.endswith(KEY)}
-        if not extra:
-            return told
+        """To `model_kwargs` with a warning, as in LangChain."""
         warnings.warn(
-            f"{cls.__name__} has no parameter {', '.join(extra)}; transferred to model_kwargs. Please confirm that "
+            f"{cls.__name__} has no parameter {', '.join(unknown)}; transferred to model_kwargs. Please confirm that "
             "this is what you intended.",
             stacklevel=5,
         )
-        return told | {"model_kwargs": {**told.get("model_kwargs", {}), **extra}}
+        return told | {"model_kwargs": {**told.get("model_kwargs", {}), **unknown}}
+
+    @field_validator("model_kwargs")
+    @classmethod
+    def _known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return cls._checked_options(options)
 
     @property
     def max_new_tokens(self) -> int:
         return self.max_tokens
 
     def _settle(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
-        """The call's own arguments go over the parameters. Raises UsageError for tools."""
+        """The call's own arguments go over the parameters."""
         given = one_name_each(arguments, self.other_names)
-        if refused := [name for name in TOOLS if given.get(name)]:
-            raise UsageError(f"{', '.join(refused)}: this model calls no tools; leave them out")
-        given = {name: value for name, value in given.items() if name not in (*TOOLS, *FRAMEWORKS_OWN)}
+        given = {name: value for name, value in given.items() if name not in FRAMEWORKS_OWN}
+        if tools := given.pop("tools", None):
+            given["tools"] = openai_tools(tools)
+        if wanted := given.pop("response_format", None):
+            given["json_schema"] = wanted_schema(wanted)
         if stop is not None:
             given["stop"] = stop
         passages = passages_of(given.pop("passages", None) or ())

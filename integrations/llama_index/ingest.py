@@ -9,7 +9,7 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
-from ragblend.integrations.llama_index.nodes import passages_of
+from ragblend.integrations.llama_index.nodes import further_passages_of, passages_of
 from ragblend.kvstore.errors import UsageError
 
 
@@ -45,6 +45,7 @@ def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = 
 
 def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
     """The same for nodes in hand."""
+    llm.backend.remember(further_passages_of(nodes))
     return llm.backend.encode(passages_of(nodes), show_progress)
 
 

@@ -10,7 +10,7 @@ from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from ragblend.integrations.llama_index.nodes import passages_of
+from ragblend.integrations.llama_index.nodes import further_passages_of, passages_of
 from ragblend.integrations.parameters import Learners
 
 
@@ -23,7 +23,7 @@ class RetrievalListener(BaseEventHandler):
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         if isinstance(event, RetrievalEndEvent):
-            LEARNERS.learn(passages_of(event.nodes))
+            LEARNERS.learn([*passages_of(event.nodes), *further_passages_of(event.nodes)])
 
 
 LEARNERS = Learners(lambda: dispatcher.root.add_event_handler(RetrievalListener()))

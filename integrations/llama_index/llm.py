@@ -22,27 +22,39 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    LogProb,
     MessageRole,
+    TextBlock,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM, default_completion_to_prompt
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.tools.types import BaseTool
 
-from ragblend.engine.config import DecodeOptions
 from ragblend.engine.prompt import Literal, Prompt
-from ragblend.integrations.backend import Turn, kv_statistics, marks, parts_of, usage
-from ragblend.integrations.calls import OTHER_NAMES, Call, engine_options
+from ragblend.integrations.backend import Turn, kv_statistics, logprobs, marks, parts_of, usage
+from ragblend.integrations.calls import OTHER_NAMES, Call
 from ragblend.integrations.llama_index.errors import in_llama_index_words
 from ragblend.integrations.llama_index.learning import LEARNERS
 from ragblend.integrations.llama_index.messages import (
     FilledMessages,
     FilledText,
+    arguments_of,
     text_of,
     turns_of,
     with_text,
 )
-from ragblend.integrations.llama_index.nodes import Nodes, named_passages, passages_of
+from ragblend.integrations.llama_index.nodes import (
+    FORM,
+    Nodes,
+    further_passages_of,
+    named_passages,
+    passages_of,
+)
+from ragblend.integrations.llama_index.prediction import StructuredPrediction
 from ragblend.integrations.llama_index.streams import astops_when_closed, begun, stops_when_closed
 from ragblend.integrations.parameters import PER_CALL, Parameters
 from ragblend.integrations.passages import Passage
@@ -50,10 +62,21 @@ from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:  # torch comes with it
     from ragblend.engine.results import Result
+    from ragblend.engine.tools import Said
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 Raw = dict[str, Any]
-Respond = Callable[[str, str | None, Raw | None], Response]  # (the text so far, what is new in it, raw)
+# (the text so far, what is new in it, and at the end all that is known)
+Respond = Callable[[str, str | None, "Known | None"], Response]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is told of a whole answer beside its text."""
+
+    raw: Raw
+    said: "Said"
+    logprobs: list[list[LogProb]] | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class Request:
         return in_llama_index_words(self.from_template)
 
 
-class RAGBlendLLM(Parameters, LLM):
+class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
     """A local LLM that reuses the stored KV of the passages in its prompts; any prompt works, with or without them.
 
     Responses carry `raw = {"usage": ..., "kv": ...}` (in streams, the last one). Further keyword arguments of every
@@ -103,8 +126,7 @@ class RAGBlendLLM(Parameters, LLM):
     @field_validator("generate_kwargs")
     @classmethod
     def _check_generate_kwargs(cls, options: dict[str, Any]) -> dict[str, Any]:
-        DecodeOptions.of(engine_options(options))
-        return options
+        return cls._checked_options(options)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
         """LlamaIndex copies components at will, callbacks and all."""
@@ -125,7 +147,7 @@ class RAGBlendLLM(Parameters, LLM):
             context_window=self.context_window or self.backend.engine.context_window,
             num_output=self.max_new_tokens,
             is_chat_model=self._chats,
-            is_function_calling_model=False,
+            is_function_calling_model=self._chats and self.backend.calls_tools,
             model_name=self.model,
         )
 
@@ -160,12 +182,18 @@ class RAGBlendLLM(Parameters, LLM):
         return len(self.backend.engine.tokenize(empty).token_ids)
 
     def remember(self, nodes: Nodes, encode: bool = False) -> None:
-        """Register nodes, so that their texts are found in prompts; encode: store their KV now, rather than on use."""
+        """Register nodes, so that their texts are found in prompts, with their metadata or without.
+
+        encode: store their KV (with their metadata) now, rather than on use.
+        """
+        nodes = list(nodes)
+        self.backend.remember(further_passages_of(nodes))
         self.backend.remember(passages_of(nodes), encode=encode)
 
     def forget(self, node_ids: list[str]) -> int:
         """Forget nodes that were deleted: their registration and the KV that no other node shares."""
-        return self.backend.forget(node_ids)
+        forms = (form for node_id in node_ids for form in self.backend.registry.named(node_id + FORM))
+        return self.backend.forget([*node_ids, *forms])
 
     # --- chat
 
@@ -186,6 +214,44 @@ class RAGBlendLLM(Parameters, LLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         return await self._astream(self._chat_request(messages, kwargs), _chat_response)
+
+    # --- tools
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `chat` takes. tool_choice: as OpenAI's interface has it; `tool_required` is another word for `any`."""
+        said = ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg
+        chosen = tool_choice if tool_choice is not None else "any" if tool_required else None
+        return {
+            "messages": [*(chat_history or []), *([] if said is None else [said])],
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": chosen,
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in an answer. Raises UsageError for an answer without, where one has to be."""
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not calls and error_on_no_tool_call:
+            cut = (response.raw or {}).get("finish_reason") == "length"
+            why = "it reached max_new_tokens: allow more" if cut else repr(response.message.content)[:200]
+            raise UsageError(f"the answer calls no tool: {why}")
+        return [
+            ToolSelection(tool_id=b.tool_call_id or "", tool_name=b.tool_name, tool_kwargs=arguments_of(b))
+            for b in calls
+        ]
 
     # --- completion
 
@@ -268,13 +334,13 @@ class RAGBlendLLM(Parameters, LLM):
     def _answer(self, request: Request, respond: Respond[Response]) -> Response:
         with request.errors():
             result = request.call.generate(request.make_prompt())
-        return respond(result.text, None, self._finished(result))
+        return self._whole(result, request, respond, None)
 
     async def _aanswer(self, request: Request, respond: Respond[Response]) -> Response:
         with request.errors():
             prompt = await asyncio.to_thread(request.make_prompt)
             result = await request.call.agenerate(prompt)
-        return respond(result.text, None, self._finished(result))
+        return self._whole(result, request, respond, None)
 
     def _stream(self, request: Request, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device begins at once; wrong arguments raise here."""
@@ -294,7 +360,7 @@ class RAGBlendLLM(Parameters, LLM):
                     continue
                 text += item
                 yield respond(text, item, None)
-        yield respond(result.text, "", self._finished(result))
+        yield self._whole(result, request, respond, "")
 
     async def _astream(self, request: Request, respond: Respond[Response]) -> AsyncGenerator[Response, None]:
         with request.errors():
@@ -314,12 +380,18 @@ class RAGBlendLLM(Parameters, LLM):
                     else:
                         result = piece
         assert result is not None, "the result is the last item of a stream that ends"
-        yield respond(result.text, "", self._finished(result))
+        yield self._whole(result, request, respond, "")
 
-    def _finished(self, result: "Result") -> Raw:
-        raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
+    def _whole(
+        self, result: "Result", request: Request, respond: Respond[Response], delta: str | None
+    ) -> Response:
+        raw: Raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
+        raw["finish_reason"] = "stop" if result.stopped else "length"
         self._last_stats = raw
-        return raw
+        said = request.call.said(result)
+        likely = logprobs(result, self.backend.engine.tokenizer)
+        told = None if likely is None else [_log_probs(token) for token in likely]
+        return respond(said.text, delta, Known(raw, said, told))
 
 
 def _taken(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Passage, ...]:
@@ -332,10 +404,26 @@ def _taken(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Pas
     return named_passages(named.get("passages"), named.get("nodes"))
 
 
-def _chat_response(text: str, delta: str | None, raw: Raw | None) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, raw=raw)
+def _chat_response(text: str, delta: str | None, known: Known | None) -> ChatResponse:
+    if known is None:
+        return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta)
+    calls = [
+        ToolCallBlock(tool_call_id=c.id, tool_name=c.name, tool_kwargs=c.arguments) for c in known.said.calls
+    ]
+    words = [TextBlock(text=text)] if text or not calls else []
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*words, *calls])
+    return ChatResponse(message=message, delta=delta, raw=known.raw, logprobs=known.logprobs)
 
 
-def _completion(text: str, delta: str | None, raw: Raw | None) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=delta, raw=raw)
+def _completion(text: str, delta: str | None, known: Known | None) -> CompletionResponse:
+    if known is None:
+        return CompletionResponse(text=text, delta=delta)
+    return CompletionResponse(text=text, delta=delta, raw=known.raw, logprobs=known.logprobs)
+
+
+def _log_probs(token: dict[str, Any]) -> list[LogProb]:
+    """The most likely tokens where they were asked for, else the one that was said, as LlamaIndex's OpenAI has it."""
+    return [
+        LogProb(token=each["token"], logprob=each["logprob"], bytes=each["bytes"] or [])
+        for each in token["top_logprobs"] or [token]
+    ]

@@ -1,6 +1,8 @@
 """LlamaIndex's messages as turns, and prompts that remember which passages were put into them."""
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     CachePoint,
@@ -9,8 +11,10 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
     ThinkingBlock,
+    ToolCallBlock,
 )
 
+from ragblend.engine.prompt import ToolCall
 from ragblend.integrations.backend import Turn
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
@@ -25,8 +29,8 @@ ROLES = {
     MessageRole.TOOL: "tool",
     MessageRole.FUNCTION: "tool",
 }
-# A hint for hosted models' caches, and what a reasoning model thought last time: neither is ever sent back as text.
-SILENT = (CachePoint, ThinkingBlock)
+# A hint for hosted models' caches, what a reasoning model thought last time, and calls: none is sent back as text.
+SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 class FilledMessages(list[ChatMessage]):
@@ -60,7 +64,29 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Raises UsageError (a ValueError) for no message at all, and for content that is not text."""
     if not messages:
         raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
-    return [Turn(ROLES[message.role], (text_of(message),)) for message in messages]
+    turns = [_turn(message) for message in messages]
+    # A template would print an empty turn.
+    return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
+
+
+def _turn(message: ChatMessage) -> Turn:
+    text, told = text_of(message), message.additional_kwargs
+    made = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    calls = tuple(ToolCall(b.tool_name, arguments_of(b), b.tool_call_id or "") for b in made)
+    pieces = (text,) if text or not calls else ()
+    return Turn(ROLES[message.role], pieces, calls, told.get("tool_call_id"), told.get("name"))
+
+
+def arguments_of(block: ToolCallBlock) -> dict[str, Any]:
+    """A dictionary, or its JSON."""
+    given = block.tool_kwargs
+    try:
+        found = json.loads(given or "{}") if isinstance(given, str) else given
+    except ValueError as error:
+        raise UsageError(
+            f"the arguments of a call of {block.tool_name} are no JSON: {given!r:.200}"
+        ) from error
+    return dict(found)
 
 
 def with_text(message: ChatMessage, text: str) -> ChatMessage:

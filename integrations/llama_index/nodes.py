@@ -1,6 +1,6 @@
 """From LlamaIndex's nodes to passages: a node's text exactly as it stands in the prompts that LlamaIndex makes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
@@ -9,6 +9,7 @@ from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
 Nodes = Iterable[BaseNode | NodeWithScore]
+FORM = "#"  # between a node's id and the name of another form of it
 
 
 def passage_of(node: BaseNode | NodeWithScore) -> Passage:
@@ -20,6 +21,24 @@ def passage_of(node: BaseNode | NodeWithScore) -> Passage:
 def passages_of(nodes: Nodes) -> list[Passage]:
     """The nodes' passages, in order; nodes without text (images) are left out."""
     return [passage for node in nodes if (passage := passage_of(node)).text]
+
+
+def further_passages_of(nodes: Nodes) -> list[Passage]:
+    """What else of nodes comes to stand in prompts, stripped: their text without metadata, as `node.get_content()` has
+    it, and metadata that holds all of it, which takes its place (the window around a sentence).
+    """
+    bare = (node.node if isinstance(node, NodeWithScore) else node for node in nodes)
+    return [passage for node in bare for passage in _further(node)]
+
+
+def _further(node: BaseNode) -> Iterator[Passage]:
+    text = node.get_content(MetadataMode.NONE).strip()
+    held = {name: value.strip() for name, value in node.metadata.items() if isinstance(value, str)}
+    known = {"", passage_of(node).text}
+    for name, form in {"text": text, **held}.items():
+        if text in form and form not in known:
+            known.add(form)
+            yield Passage(form, f"{node.node_id}{FORM}{name}")
 
 
 Named = Passage | str | BaseNode | NodeWithScore

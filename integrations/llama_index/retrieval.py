@@ -58,9 +58,8 @@ class PrefetchingRetriever(BaseRetriever):
         return nodes
 
     def _found(self, nodes: list[NodeWithScore]) -> None:
-        passages = passages_of(nodes)
-        self._llm.backend.remember(passages)
-        self._llm.backend.prefetch(passages)
+        self._llm.remember(nodes)
+        self._llm.backend.prefetch(passages_of(nodes))
 
     def _get_prompt_modules(self) -> PromptMixinType:
         return {"retriever": self._retriever}

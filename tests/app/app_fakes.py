@@ -13,6 +13,7 @@ from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import Missing, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.integrations.embeddings import chosen
 from ragblend.kvstore.errors import Cancelled
 
 SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
@@ -45,14 +46,17 @@ class FakeEmbedder:
     def load(self):
         pass
 
-    def embed_passages(self, texts, progress=None):
+    def embed_passages(self, texts, progress=None, part="whole"):
         for start in range(0, len(texts), BATCH_TEXTS):
             batch = texts[start : start + BATCH_TEXTS]
             self.on_embed(batch)
             self.embedded += batch
             if progress:
                 progress(start + len(batch), len(texts))
-        return [np.stack([self.embed_question(half) for half in _halves(text)]) for text in texts]
+        return [self._vectors(chosen(_halves(text), part)) for text in texts]
+
+    def _vectors(self, halves):
+        return np.array([self.embed_question(half) for half in halves]).reshape(-1, WORDS)
 
     def embed_question(self, text):
         vector = np.full(WORDS, 1e-3, dtype=np.float32)

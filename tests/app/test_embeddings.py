@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import MiniLMEmbedder, joined
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,17 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     assert np.linalg.norm(rows["bfloat16"], axis=1) == pytest.approx(1, abs=1e-5)
     near = (rows["bfloat16"] * rows["float32"]).sum(axis=1)
     assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])
+
+
+def test_a_sketch_and_the_rest_are_the_whole(embedder):
+    """Of one window, of two, of many; in one batch with others and across batches."""
+    texts = [f"Ship {n} sails to port {n} with herring. " * n for n in (1, 8, 60, 500, 2)]
+    whole, sketch, rest = (embedder.embed_passages(texts, part=part) for part in ("whole", "sketch", "rest"))
+    counts = [len(rows) for rows in whole]
+    assert counts[0] == 1 and 1 < counts[1] < 4 and counts[3] > 64
+    assert [len(rows) for rows in sketch] == [-(-count // 3) for count in counts]
+    for all_rows, *both in zip(whole, sketch, rest, strict=True):
+        np.testing.assert_allclose(joined(*both), all_rows, atol=1e-4)
 
 
 def test_no_texts(embedder):

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ragblend.app import readers
 from ragblend.app.discovery import discover
 from ragblend.app.documents import State
 from ragblend.app.encoding import encode_missing
-from ragblend.app.ingest import ingest, take_in
+from ragblend.app.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
 from ragblend.app.removal import remove_document
 from ragblend.app.retrieval import nearest
+from ragblend.app.workspace import Workspaces
 from ragblend.engine.gate import GateVerdict
 from ragblend.integrations.finding import MINIMUM
 from ragblend.kvstore.errors import LibraryError, StoreFullError, StoreLockedError
@@ -205,6 +207,97 @@ def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents)
     assert "Ada" in found[0].text
     encode_missing(workspace)
     assert_consistent(workspace)
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A folder of so many files that the first three are sketched; the second half of each says what no other does."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for n in range(MANY_FILES + 3):
+        text = f"Boat {n} carries herring and salt to quay number{n} whose keeper is called keeper{n} there."
+        (folder / f"boat{n:02}.txt").write_text(text)
+    return folder
+
+
+def vectors_of(workspace):
+    """Of every passage, as the registry has them and as the index does."""
+    rows = {
+        node: row.tolist()
+        for nodes, found in workspace.library.embeddings("default")
+        for node, row in zip(nodes, found, strict=True)
+    }
+    collection = workspace.index._collection()
+    found = collection.get(include=["embeddings"])
+    indexed = dict(zip(found["ids"], found["embeddings"], strict=True))
+    known = {f"{node}#{n}": row for node, rows in rows.items() for n, row in enumerate(rows)}
+    assert indexed.keys() == known.keys()
+    np.testing.assert_allclose([indexed[name] for name in known], list(known.values()), atol=1e-6)
+    return rows
+
+
+def sketched(workspace):
+    found = workspace.library.documents("default")
+    return sorted(document.name for document in found if document.recipe.endswith(SKETCHED))
+
+
+def test_of_many_files_the_first_can_be_asked_by_a_part_and_then_by_all(workspace, many, tmp_path):
+    take_in(workspace, [many])
+    assert sketched(workspace) == ["boat00.txt", "boat01.txt", "boat02.txt"]
+    before = vectors_of(workspace)
+    assert {source.document for source in nearest(workspace, "boat 0 carries herring", 8)} >= {"boat00.txt"}
+    workspace.embedder.embedded.clear()
+    assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
+    after = vectors_of(workspace)
+    assert sum(map(len, after.values())) == sum(map(len, before.values())) + 3
+    assert nearest(workspace, "keeper0 there", 1)[0].document == "boat00.txt"
+    with Workspaces.open(
+        tmp_path / "other", chunk_tokens=16
+    ) as other:  # file by file: none waits behind another
+        for path in sorted(many.iterdir()):
+            take_in(other.first, [path])
+        assert vectors_of(other.first) == after
+    report = take_in(workspace, [many])
+    assert len(report.unchanged) == MANY_FILES + 3 and report.embedded == 0
+    assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3, "nothing is embedded twice"
+
+
+def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
+    first = open_workspace()
+    take_in(first, [many])
+    first.embedder.embedded.clear()
+    assert not embed_in_full(first, leave=lambda: len(first.embedder.embedded) == 2)
+    assert len(sketched(first)) == 2, "left behind the second was embedded and before it was written"
+    second = open_workspace()
+    assert len(ingest(second, [many]).unchanged) == MANY_FILES + 3
+    assert not sketched(second) and len(second.embedder.embedded) == 2
+    assert_consistent(second)
+
+
+def test_what_is_deleted_while_it_is_embedded_in_full_stays_away(workspace, many):
+    take_in(workspace, [many])
+    (document, *_) = workspace.library.documents("default")
+
+    def delete(_):
+        workspace.embedder.on_embed = lambda _: None
+        with workspace.workspaces.writing():
+            remove_document(workspace, document)
+
+    workspace.embedder.on_embed = delete
+    assert embed_in_full(workspace) and not sketched(workspace)
+    assert len(workspace.library.documents("default")) == MANY_FILES + 2
+    assert workspace.index.node_ids() == nodes_of(workspace)
+
+
+def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
+    take_in(workspace, [many])
+    for path in many.iterdir():
+        path.write_text(
+            path.read_text() + " And then it sails home again to the harbour that it came from before."
+        )
+    assert len(take_in(workspace, [many]).updated) == MANY_FILES + 3
+    assert not sketched(workspace)
+    vectors_of(workspace)
 
 
 def test_kv_is_announced_and_encoded_in_the_order_of_ingest(workspace, documents):

@@ -9,7 +9,7 @@ import pytest
 from app_fakes import SOON_S, until
 
 from ragblend.app.documents import State
-from ragblend.app.ingest import ingest, ingest_file
+from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.job_store import STATES, JobStore
 from ragblend.app.jobs import JobQueue
 from ragblend.app.progress import Pace
@@ -245,6 +245,21 @@ def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents)
     gate.set()
     assert jobs.wait_idle(SOON_S) and jobs.overview().kv is None
     assert len(engine.stored()) == overview.kv.total == workspaces.library.count_passages("default")
+
+
+def test_many_files_are_sketched_and_embedded_in_full_when_none_waits(jobs, workspaces, embedder, tmp_path):
+    for n in range(MANY_FILES + 2):
+        (tmp_path / f"{n:02}.txt").write_text(
+            f"Boat {n} carries herring and salt to quay number{n} of the town."
+        )
+    seen = []
+    embedder.on_embed = lambda texts: seen.append((jobs.overview().kv, len(texts)))
+    jobs.add([tmp_path / f"{n:02}.txt" for n in range(MANY_FILES + 2)], "default")
+    finish(jobs)
+    assert [kv.phase for kv, _ in seen if kv] == ["embedding"] * 2
+    assert seen[-1][0].total == 2 and len(seen) == MANY_FILES + 4
+    workspace = workspaces.of("default")
+    assert not any(d.recipe.endswith(SKETCHED) for d in workspace.library.documents("default"))
 
 
 def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents, tmp_path):

@@ -89,3 +89,12 @@ def reference_pair(
     """Logits (T, vocab) and the KV of every layer, through transformers alone."""
     model = tiny_models.load_reference(folder, dtype, attention)
     return tiny_models.reference_logits(model, token_ids), tiny_models.reference_kv(model, token_ids)
+
+
+def assert_grammar_changes_nothing(engine, prompts, grammar):
+    """Answers that are text are the same tokens with the grammar as without; some of them have to be."""
+    free = [engine.generate(prompt, max_new_tokens=4) for prompt in prompts]
+    readable = [each for each in free if len(each.text) > 4 and each.text.isascii()]
+    assert readable, "every answer holds bytes that are no text, which no grammar allows"
+    for each in readable:
+        assert engine.generate(each.prompt, max_new_tokens=4, grammar=grammar).token_ids == each.token_ids

@@ -24,6 +24,16 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Qwen2.5's teaches calls, in fewer words.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}"
+    "{% if message.content or not message.tool_calls %}{{ '\n' + message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -157,14 +167,18 @@ def make_model(name: str, seed: int = 0) -> Any:
     return model
 
 
-def save_model(name: str, folder: Path, seed: int = 0, is_endless: bool = False) -> Path:
+def save_model(
+    name: str, folder: Path, seed: int = 0, is_endless: bool = False, template: str = TEMPLATE
+) -> Path:
     """is_endless: no answer ends by itself; the logit of the end token is 0."""
     model = make_model(name, seed)
     if is_endless:
         with torch.no_grad():
             model.lm_head.weight[model.config.eos_token_id] = 0
     model.save_pretrained(folder)
-    make_tokenizer(name in WITH_BOS).save_pretrained(folder)
+    tokenizer = make_tokenizer(name in WITH_BOS)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -36,8 +36,8 @@ class Embedder:
     def load(self):
         pass
 
-    def embed_passages(self, texts, progress=None):
-        return [self.embed_question(text)[None] for text in texts]
+    def embed_passages(self, texts, progress=None, part="whole"):
+        return [self.embed_question(text)[None][: part != "rest"] for text in texts]
 
     def embed_question(self, text):
         seeds = [int.from_bytes(word.encode()[:8], "little") for word in text.lower().split()]

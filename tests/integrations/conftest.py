@@ -26,6 +26,13 @@ def other_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def caller_folder(tmp_path_factory) -> Path:
+    """A model whose chat template has tools."""
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    return tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
 def judged(tmp_path_factory) -> Path:
     """Where the gate's verdict on the tiny model is kept, so that it is made once a session."""
     return tmp_path_factory.mktemp("judged")

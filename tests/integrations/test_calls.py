@@ -2,8 +2,9 @@
 
 import pytest
 
-from ragblend.integrations.backend import Backend
+from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.calls import Call
+from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
 
@@ -32,6 +33,62 @@ def test_do_sample_is_said_by_the_temperature(told, temperature):
     assert call({"temperature": 0.2}, told).arguments == {"temperature": temperature}
 
 
+NEUTRAL = {
+    "n": 1,
+    "stream_usage": True,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+}
+
+
+def test_what_says_nothing_here_is_taken_and_another_value_of_it_refused_by_name():
+    assert call({"max_tokens": 9}, NEUTRAL, {"request_timeout": 3}).arguments == {"max_new_tokens": 9}
+    for name, value in {"n": 2, "presence_penalty": 0.1, "logit_bias": {"7": 100}}.items():
+        with pytest.raises(UsageError, match=f"{name}=.* cannot be done"):
+            call({name: value})
+
+
+def chat_model(**told):
+    from ragblend.integrations.langchain import ChatRAGBlend
+
+    return ChatRAGBlend(**told)
+
+
+def text_model(**told):
+    from ragblend.integrations.langchain import RAGBlendLLM
+
+    return RAGBlendLLM(**told)
+
+
+def llama_index_model(**told):
+    from ragblend.integrations.llama_index import RAGBlendLLM
+
+    return RAGBlendLLM(**told)
+
+
+@pytest.mark.parametrize("make", [chat_model, text_model, llama_index_model])
+def test_a_constructor_of_another_model_is_taken_as_it_is(make):
+    """And what cannot be done is refused there, not at the first call, in more options too."""
+    told = {
+        "temperature": 0.5,
+        "max_tokens": 12,
+        "request_timeout": 30.0,
+        "api_key": "sk-1",
+        "max_retries": 2,
+    }
+    model = make(**told, **NEUTRAL)
+    assert (model.temperature, model.max_new_tokens, model.timeout) == (0.5, 12, 30.0)
+    more = "model_kwargs" if "model_kwargs" in type(model).model_fields else "generate_kwargs"
+    assert not getattr(model, more) and "sk-1" not in repr(model)
+    for wrong, word in (({"n": 3}, "n=3"), ({"presence_penalty": 0.5}, "presence_penalty=0.5")):
+        for given in (wrong, {more: wrong}):
+            with pytest.raises(ValueError, match=f"{word} cannot be done"):
+                make(**given)
+    with pytest.raises(ValueError, match="'num_beams' is unknown"):
+        make(**{more: {"num_beams": 4}})
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [
@@ -45,3 +102,28 @@ def test_do_sample_is_said_by_the_temperature(told, temperature):
 def test_nonsense_is_named(told, message):
     with pytest.raises(UsageError, match=message):
         call(told)
+
+
+def test_why_nothing_is_reused_is_said_once_for_each_reason_and_only_where_it_is_true(place, caplog):
+    backend, text = Backend(**place), "The bell at the causeway is rung by hand, twice a day. " * 40
+
+    def said(words, named=(), learn=False, **arguments) -> list[str]:
+        caplog.clear()
+        told = Call.of(backend, named, learn, arguments)
+        for _ in range(2):
+            told.chat_prompt([Turn("user", (words,))])
+        return [record.message.partition("): ")[2][:24] for record in caplog.records]
+
+    def retrieved(changed: str) -> None:
+        backend.remember([Passage(changed, "lamp")])
+        backend.registry.awaited = len(changed)
+
+    assert said("Give this chat a title.") == said(text, method="full") == []
+    assert said(text) == ["nothing is known in this"]
+    assert said(text, named=[Passage("A passage that is elsewhere.")]) == ["passages that this call "]
+    assert said(text.upper(), learn=True) == []
+    retrieved(text.replace("bell", "lamp"))
+    assert said("Condense the question.") == []
+    assert said(text.replace("bell", "lamp") + "Who?") == said(text) == []  # found, and then none is awaited
+    retrieved(text.replace("bell", "lamp"))
+    assert said(text, learn=True) == ["passages were retrieved,"]

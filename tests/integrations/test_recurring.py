@@ -1,4 +1,4 @@
-"""Text that comes back in a later prompt: found in whole lines, whatever stands around it, and nothing else."""
+"""Text that comes back in a later prompt: found in whole sentences, whatever stands around it, and nothing else."""
 
 import random
 
@@ -34,6 +34,16 @@ def test_it_is_found_between_other_neighbours_and_in_another_order() -> None:
     ]
 
 
+def test_passages_that_stood_together_come_back_apart_and_behind_a_word_of_the_template() -> None:
+    rope, lamp = (" ".join(each.split("\n")) for each in (ROPE, LAMP))
+    memory = RecurringText()
+    for _ in range(2):
+        found = recalled(memory, prompt(f"Context: {rope}", lamp, question="Who?"))
+    assert found == [rope.strip(), lamp.strip()]
+    sources = prompt(f"Source 1: {lamp}", f"Source 2: {rope}", question="Who?")
+    assert recalled(memory, sources) == [lamp.strip(), rope.strip()]
+
+
 def test_what_is_repeated_within_one_prompt_did_not_come_back() -> None:
     assert recalled(RecurringText(), ROPE * 1000) == []
 
@@ -43,17 +53,17 @@ def test_the_question_is_read_anew_unless_something_follows_it() -> None:
         "Tell me at great length, with all that you know about it, where the rope is sold and who cuts it there? "
         * 2
     )
-    for is_asking, expected in ((True, []), (False, [prompt(question=long)])):
+    for is_asking, expected in ((True, []), (False, [f"{long}\nAnswer:"])):
         memory = RecurringText()
         assert recalled(memory, prompt(question=long), is_asking) == []
         assert recalled(memory, prompt(question=long), is_asking) == expected
 
 
-def test_one_text_without_a_newline_is_a_line_and_a_changed_one_is_another() -> None:
+def test_a_text_without_a_newline_is_known_by_its_sentences_and_a_changed_sentence_is_another() -> None:
     memory, line = RecurringText(), ROPE.replace("\n", " ")
     assert recalled(memory, line, is_asking=False) == []
-    assert recalled(memory, f"{line}And it floats.", is_asking=False) == []
-    assert recalled(memory, line, is_asking=False) == [line.rstrip()]
+    assert recalled(memory, line.replace("tarred", "dry"), is_asking=False) == []
+    assert recalled(memory, f"It floats. {line}It sinks.", is_asking=False) == [line.rstrip()]
 
 
 def test_a_long_run_is_cut_between_lines_and_a_short_one_is_left() -> None:
@@ -68,7 +78,7 @@ def test_a_long_run_is_cut_between_lines_and_a_short_one_is_left() -> None:
 
 
 def test_of_more_than_it_may_remember_the_older_goes() -> None:
-    memory = RecurringText(lines=1_000)
+    memory = RecurringText(sentences=1_000)
     recalled(memory, ROPE)
     for number in range(2_000):
         recalled(memory, f"The {number}th letter is about herring.\n{LAMP if number % 9 == 0 else ''}")
@@ -78,14 +88,14 @@ def test_of_more_than_it_may_remember_the_older_goes() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_found_stood_in_an_earlier_prompt(seed: int) -> None:
-    """Disjoint, ascending, long enough, in whole lines, and in one of the prompts before; whatever the prompts are."""
+    """Disjoint, ascending, long enough, in whole sentences, and in a prompt before; whatever the prompts are."""
     chosen, memory, before = random.Random(seed), RecurringText(), list[str]()
     for _ in range(8):
         text, at = "".join(chosen.choices([ROPE, BELL, LAMP, "x\n", "\n", "   \n", "no end"], k=5)), 0
         for start, stop in memory.recall([text], False)[0]:
             assert at <= start
             assert LEAST <= stop - start <= MOST
-            assert text[start - 1 : start] in ("", "\n")
+            assert text[start - 1 : start] in ("", "\n", " ")
             assert text[stop : stop + 1] in ("", "\n", " ")
             assert any(text[start:stop] in earlier for earlier in before)
             at = stop

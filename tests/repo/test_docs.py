@@ -126,11 +126,15 @@ def test_the_readme_starts_with_the_two_commands_and_is_read_in_five_minutes() -
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    """After `benchmarks/recorded.json` changes: `python -m benchmarks.results`."""
+    """After `benchmarks/recorded.json` or `programs.json` changes: `python -m benchmarks.results`."""
     runs = json.loads(results.RECORDED.read_text(encoding="utf-8"))
     assert results.RESULTS.read_text(encoding="utf-8") == results.results_page(runs)
     assert results.with_table(README, runs) == README
     assert "`probe-shift`" in results.readme_table(runs)
+    programs = json.loads(results.PROGRAMS.read_text(encoding="utf-8"))
+    adapters = results.FRAMEWORKS.read_text(encoding="utf-8")
+    assert results.with_programs(adapters, programs) == adapters
+    assert all(row["found"] >= row["retrieved"] / 2 for rows in programs.values() for row in rows)
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:

@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Iterator
 from operator import itemgetter
 from typing import Any
 
-from langchain.agents import create_agent
-from langchain.agents.middleware import dynamic_prompt
 from langchain_classic.agents import AgentExecutor, create_react_agent
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -70,18 +68,6 @@ def retrieval_qa(chain_type: str) -> Any:
     return make
 
 
-def agent_with_context(llm: Any, retriever: Any) -> Any:
-    """LangChain's own "RAG chain" on its agents: the documents are put into the system prompt by a middleware."""
-
-    @dynamic_prompt
-    def with_context(request: Any) -> str:
-        found = retriever.invoke(request.state["messages"][-1].text)
-        return f"Use the following context in your response:\n\n{joined(found)}"
-
-    agent = create_agent(llm, tools=[], middleware=[with_context])
-    return RunnableLambda(lambda asked: {"messages": [HumanMessage(asked["input"])]}) | agent
-
-
 def retriever_tool(llm: Any, retriever: Any) -> Any:
     """The search is decided on by the chain, not by the model; its answer is an ordinary tool message."""
     tool = create_retriever_tool(
@@ -136,7 +122,6 @@ CHAT_CHAINS = {
     "create_ragblend_stuff_documents_chain": stuff(create_ragblend_stuff_documents_chain),
     "create_retrieval_chain": retrieval_chain(create_stuff_documents_chain),
     "create_retrieval_chain, ours inside": retrieval_chain(create_ragblend_stuff_documents_chain),
-    "agent, context by middleware": agent_with_context,
     "retriever tool, then the model": retriever_tool,
     "classic ReAct agent with a retriever tool": react_agent,
 }

@@ -56,6 +56,13 @@ def tiny(tiny_options) -> ChatRAGBlend:
     return ChatRAGBlend(**tiny_options, **SHORT)
 
 
+@pytest.fixture(scope="session")
+def caller_options(caller_folder, tmp_path_factory) -> dict[str, Any]:
+    """The same of a model with tools."""
+    home = str(tmp_path_factory.mktemp("caller-home"))
+    return {"model": str(caller_folder), "home": home, "device": "cpu", "dtype": "float32"}
+
+
 @pytest.fixture
 def make_tiny(place) -> Callable[..., ChatRAGBlend]:
     """A tiny model on an empty home, for tests that count what is known or stored."""

@@ -1,20 +1,9 @@
-"""Passages that no retriever announces: they reach the model as text alone, and are known when they come back.
+"""Passages that no retriever announces: who learns of them, and who does not (`test_programs.py`: what is reused)."""
 
-The calls, in their order, of LangChain's RAG tutorial (langchain-ai/docs, src/oss/langchain/rag.mdx) in its forms.
-"""
+from typing import Any
 
-from typing import Any, TypedDict
-
-import pytest
-
-pytest.importorskip("langchain", reason="langchain (the dev extra) is not installed")
-pytest.importorskip("langgraph", reason="langchain (the dev extra) is not installed")
-
-from langchain.agents import create_agent
-from langchain.agents.middleware import dynamic_prompt
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langgraph.graph import START, StateGraph
 
 from ragblend.integrations.langchain import RAGBlendLLM
 
@@ -24,28 +13,8 @@ PROMPT = ChatPromptTemplate.from_messages(
 )
 
 
-class Asked(TypedDict, total=False):
-    question: str
-    context: list[Any]
-    answer: Any
-
-
 def notes(store, question: str) -> str:
     return "\n\n".join(found.page_content for found in store.similarity_search(question, k=3))
-
-
-def as_graph(model, store):
-    """Two nodes of a graph: one searches, the other asks."""
-
-    def retrieve(state: Asked) -> Asked:
-        return {"context": store.similarity_search(state["question"], k=3)}
-
-    def generate(state: Asked) -> Asked:
-        text = "\n\n".join(found.page_content for found in state["context"])
-        return {"answer": model.invoke(PROMPT.invoke({"question": state["question"], "context": text}))}
-
-    graph = StateGraph(Asked).add_sequence([retrieve, generate]).add_edge(START, "retrieve").compile()
-    return lambda question: graph.invoke({"question": question})["answer"]
 
 
 def as_chain(model, store):
@@ -54,37 +23,12 @@ def as_chain(model, store):
     return (both | PROMPT | model).invoke
 
 
-def as_middleware(model, store):
-    """An agent whose system message is made of what was found for the last message."""
-
-    @dynamic_prompt
-    def with_context(request) -> str:
-        question = request.state["messages"][-1].text
-        return f"You answer from these notes alone:\n\n{notes(store, question)}"
-
-    agent = create_agent(model, tools=[], middleware=[with_context])
-    return lambda question: agent.invoke({"messages": [("user", question)]})["messages"][-1]
-
-
 def kv(answer) -> dict[str, Any]:
     return answer.response_metadata["kv"]
 
 
-@pytest.mark.parametrize("form", [as_graph, as_chain, as_middleware])
-def test_what_comes_back_is_reused_from_the_third_prompt_on(form, make_tiny, store) -> None:
-    model = make_tiny(learn_from_prompts=True)
-    ask, engine = form(model, store), model.backend.engine
-    found = []
-    for question in QUESTIONS:
-        found.append(kv(ask(question)))
-        assert engine.finish_background(60)
-    assert [each["reused"] + each["recomputed"] for each in found[:2]] == [0, 0]
-    retrieved = len(engine.tokenizer.encode(notes(store, QUESTIONS[2]), add_special_tokens=False))
-    assert found[2]["reused"] + found[2]["recomputed"] > retrieved / 2
-
-
 def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, store) -> None:
-    for model in (make_tiny(), make_tiny(learn_from_prompts=True, method="full")):
+    for model in (make_tiny(learn_from_prompts=False), make_tiny(method="full")):
         ask = as_chain(model, store)
         assert not any(kv(ask(question))["chunks"] for question in QUESTIONS)
     assert not len(model.backend.registry)
@@ -92,15 +36,13 @@ def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, sto
 
 def test_another_collection_knows_nothing_of_it(make_tiny, store) -> None:
     for question in QUESTIONS[:2]:
-        as_chain(make_tiny(learn_from_prompts=True), store)(question)
-    assert not kv(as_chain(make_tiny(learn_from_prompts=True, collection="theirs"), store)(QUESTIONS[2]))[
-        "chunks"
-    ]
+        as_chain(make_tiny(), store)(question)
+    assert not kv(as_chain(make_tiny(collection="theirs"), store)(QUESTIONS[2]))["chunks"]
 
 
 def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     """In a bare text they count: text that holds one is not a passage, which would make it words."""
-    model = RAGBlendLLM(**place, max_tokens=4, learn_from_prompts=True)
+    model = RAGBlendLLM(**place, max_tokens=4)
     mark = next(iter(model.backend.engine.tokenizer.all_special_tokens))
     control = (
         f"A line of the template with {mark} in it, as long as a passage, and the same in every prompt. " * 3
@@ -114,3 +56,19 @@ def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     texts = model.backend.text_prompt(text)
     assert not any(mark in (chunk.text or "") for chunk in texts.chunks)
     assert texts.token_ids.count(model.backend.engine.tokenizer.all_special_ids[0]) >= 3
+
+
+def test_short_instructions_that_come_back_are_no_passage(make_tiny) -> None:
+    """Reading them costs little, and they are what matters most; of long ones, passages among them, it is learnt."""
+    orders = (
+        "You answer from the notes of the keepers alone, in one sentence, and say so where they do not tell. "
+        * 3
+    )
+    model = make_tiny()
+    for question in QUESTIONS:
+        assert not kv(model.invoke([("system", orders), ("user", question)]))["chunks"]
+    longer = "\n".join(f"{n}. {orders.upper()}" for n in range(4))
+    found = [
+        kv(model.invoke([("system", longer), ("user", question)]))["chunks"] for question in QUESTIONS[:2]
+    ]
+    assert [len(each) for each in found] == [0, 1]

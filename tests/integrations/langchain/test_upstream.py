@@ -1,8 +1,8 @@
 """LangChain's own suites for integrations, unmodified (`langchain-tests`).
 
-What they skip, and why: tool calling and structured output (`bind_tools` is not declared: no tool-calling format is
-decoded, and a small local model would not keep to one), JSON mode, images, audio, PDF (the models read text), reading
-parameters from the environment (there are no credentials), VCR recordings (there is no HTTP to record).
+What they skip, and why: images, audio, PDF (the models read text), reading parameters from the environment (there are
+no credentials), VCR recordings (there is no HTTP to record). The models are random, with a chat template that has
+tools: what they call and answer is held to the schemas, so that it parses.
 """
 
 from importlib import import_module
@@ -37,19 +37,23 @@ def listed_by_langchain(monkeypatch):
 
 
 class TestUnit(ChatModelUnitTests):
+    @pytest.fixture(autouse=True)
+    def _opened(self, caller_folder, monkeypatch) -> None:
+        monkeypatch.chdir(caller_folder.parent)  # the snapshot holds the model's name
+
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
         return ChatRAGBlend
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "default", "collection": "notes", "ratio": 0.2}
+        return {"model": "caller", "collection": "notes", "ratio": 0.2}
 
 
 class TestIntegration(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
-    def _opened(self, tiny_options, documents, other_folder) -> None:
-        self.options, self.documents, self.other_folder = tiny_options, documents, other_folder
+    def _opened(self, caller_options, documents, other_folder) -> None:
+        self.options, self.documents, self.other_folder = caller_options, documents, other_folder
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -57,7 +61,7 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {**self.options, "max_tokens": 8}
+        return {**self.options, "max_tokens": 60}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
@@ -81,6 +85,48 @@ class TestIntegration(ChatModelIntegrationTests):
             return model.invoke(asked)
         chunks = list(model.stream(asked))
         return sum(chunks[1:], chunks[0])
+
+    # A random model calls by nobody's wish, of three makes 912, and ends few texts.
+
+    @pytest.mark.xfail(reason="the call is there; its argument is to be 3")
+    async def test_tool_calling_async(self, model: BaseChatModel) -> None:
+        await super().test_tool_calling_async(model)
+
+    @pytest.mark.xfail(reason="the call is there; its argument is to be 3")
+    def test_tool_calling(self, model: BaseChatModel) -> None:
+        super().test_tool_calling(model)
+
+    @pytest.mark.xfail(reason="the model has to call a tool of its own accord")
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="the call's text has to end within the most tokens")
+    def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
+        super().test_bind_runnables_as_tools(model)
+
+    @pytest.mark.xfail(reason="the call's text has to end within the most tokens")
+    def test_unicode_tool_call_integration(self, model: BaseChatModel, **more: Any) -> None:
+        super().test_unicode_tool_call_integration(model, **more)
+
+
+class TestCaller(ChatModelIntegrationTests):
+    """The same with a model that was trained to call tools: all that was declared, and JSON mode."""
+
+    @pytest.fixture(autouse=True)
+    def _opened(self, caller) -> None:
+        self.options = caller
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatRAGBlend
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {**self.options, "max_tokens": 100}
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
 
 
 class TestRetriever(RetrieversIntegrationTests):

@@ -78,7 +78,7 @@ def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_pa
     listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]
     assert len(listeners) == 1
     index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
-    assert (len(one.backend.registry), len(other.backend.registry)) == (2, 2)
+    assert (len(one.backend.registry), len(other.backend.registry)) == (4, 4)
     kept = copy.deepcopy(one)
     assert len(LEARNERS.models) == 3
     del kept

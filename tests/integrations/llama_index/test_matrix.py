@@ -32,10 +32,11 @@ assert len(TEXTS) == len(STORIES) == 3
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder, tmp_path_factory):
-    home = tmp_path_factory.mktemp("llama-index")
+    """Each question is asked in four styles, so the frames of its prompts would be learnt as well."""
     made = RAGBlendLLM(
-        model=str(tiny_folder), home=home, device="cpu", dtype="float32", max_new_tokens=TOKENS
-    )
+        model=str(tiny_folder), home=tmp_path_factory.mktemp("llama-index"), device="cpu", dtype="float32",
+        max_new_tokens=TOKENS, learn_from_prompts=False,
+    )  # fmt: skip
     yield made
     made.backend.engine.close()
     made.backend.registry.close()
@@ -214,8 +215,8 @@ def test_a_chat_without_retrieval_but_for_a_passage_that_was_pasted(llm, index, 
 
 
 def test_the_stock_simple_summarize_shows_the_model_a_list(llm, index):
-    """Upstream's #22392: escaped newlines. What holds one is not found; with it fixed there, drop our own mode."""
+    """Upstream's #22392: escaped newlines, so no node is found with its metadata. Once fixed, drop our mode."""
     with listening() as ear:
         query(query_engine("index.as_query_engine", index, llm, "simple_summarize", False), "sync")
-    assert ear.kv[0]["chunks"] == []
+    assert not IDS & set(ear.kv[0]["chunks"])
     assert "\\n\\n" in ear.ends[0].messages[-1].content

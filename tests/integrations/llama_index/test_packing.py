@@ -66,7 +66,7 @@ def narrowed(make_llm):
     """An LLM with a window in which about three of the six nodes have room, beside LlamaIndex's prompt and padding."""
 
     def make(mode):
-        llm = make_llm(max_new_tokens=4, register_retrieved=False)
+        llm = make_llm(max_new_tokens=4, register_retrieved=False, learn_from_prompts=False)
         beside = {"compact": 1200, "tree_summarize": 500}[mode]
         llm.context_window = beside + int(3.5 * len(llm.tokenize(TEXTS[0])))
         assert llm.context_window < 2048

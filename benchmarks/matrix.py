@@ -1,0 +1,108 @@
+"""What a framework's program reuses: three questions to it, and of the third, where each token's KV came from."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from ragblend.engine.engine import Engine
+from ragblend.engine.results import Result, Stream
+from ragblend.integrations.finding import MINIMUM
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a framework's own documentation, in our words: the same calls in the same order.
+
+    make: from a model and a library to what takes a question. source: repository and file of the original.
+    """
+
+    name: str
+    source: str
+    make: Callable[[Any, Any], Callable[[str], Any]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """Tokens of one question, over all calls of the model.
+
+    reused, recomputed, fresh: as in a report, what was missing being fresh. retrieved: those that belong to what the
+    retrieval returned, in whatever prompt, and those of lines that no prompt holds. found: how many of them came from
+    the store.
+    """
+
+    reused: int
+    recomputed: int
+    fresh: int
+    retrieved: int
+    found: int
+
+    @property
+    def share(self) -> float:
+        """Of the retrieved tokens, how many came from the store."""
+        return self.found / self.retrieved
+
+
+@contextmanager
+def watched() -> Iterator[list[Result | Stream]]:
+    """All answers that any engine makes meanwhile, in the order in which they begin."""
+    seen: list[Result | Stream] = []
+    kept = {name: getattr(Engine, name) for name in ("generate", "stream")}
+
+    def watching(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(answer := method(*args, **kwargs))
+            return answer
+
+        return call
+
+    for name, method in kept.items():
+        setattr(Engine, name, watching(method))
+    try:
+        yield seen
+    finally:
+        for name, method in kept.items():
+            setattr(Engine, name, method)
+
+
+def results_of(answers: Iterable[Result | Stream]) -> list[Result]:
+    return [answer.result if isinstance(answer, Stream) else answer for answer in answers]
+
+
+def served(engine: Engine, results: Iterable[Result], retrieved: Iterable[str]) -> Served:
+    """What became of the retrieved texts in these prompts; counted from the texts, whatever the engine found."""
+    lines = {line.strip() for text in retrieved for line in text.splitlines() if len(line.strip()) >= MINIMUM}
+    all_of, inside, there = Counter[str](), Counter[str](), set[str]()
+    for result in results:
+        words = [engine.tokenizer.decode([token]) for token in result.prompt.token_ids]
+        held = list(_places("".join(words), lines))
+        there |= {line for line, _ in held}
+        all_of.update(result.report.served)
+        inside.update(_letters_at(words, result.report.served, [at for _, at in held]))
+    lost = sum(engine.count_tokens(line) for line in lines - there)
+    found = inside["r"] + inside["c"]
+    return Served(all_of["r"], all_of["c"], all_of["f"] + all_of["m"], inside.total() + lost, found)
+
+
+def _places(text: str, lines: Iterable[str]) -> Iterator[tuple[str, slice]]:
+    for line in lines:
+        at = text.find(line)
+        while at >= 0:
+            yield line, slice(at, at + len(line))
+            at = text.find(line, at + 1)
+
+
+def _letters_at(words: Iterable[str], letters: Iterable[str], places: Iterable[slice]) -> Iterator[str]:
+    """The letters of the words that lie in these places of all words together."""
+    words = list(words)
+    inside = bytearray(sum(map(len, words)))
+    for place in places:
+        inside[place] = b"\1" * (place.stop - place.start)
+    at = 0
+    for word, letter in zip(words, letters, strict=True):
+        if any(inside[at : at + len(word)]):
+            yield letter
+        at += len(word)

@@ -1,0 +1,110 @@
+"""Answers that keep to a grammar: which token may come next, and how an answer ends before its tokens do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragblend.engine.grammar import Grammar, library
+from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+
+MAX_CLOSING_TOKENS = 512  # an end that is further away than that is not looked for
+# What ends a value soonest comes first; the blank is only ever free inside a text, whose quote may not be due yet.
+_SOONEST = ' }]",:0123456789ntf-[{'
+
+
+def token_grammars(tokenizer: Any, vocabulary: int, end_ids: list[int]) -> Any:
+    """What turns grammars into masks of this tokenizer's ids: a second of work, once for a model."""
+    library()
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UnsupportedModelError(
+            "the model's tokenizer has no table that a grammar could be compiled for (it is no fast tokenizer); "
+            "ask without a schema"
+        )
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=end_ids)
+
+
+class Constraint:
+    """Two logits processors for one answer: `mask`, before anything is sampled, and `close`, after it.
+
+    tokens: as `token_grammars` made them. most: the most tokens of the answer. Raises UsageError where those are
+    too few for the shortest answer that there is.
+    """
+
+    def __init__(self, grammar: Grammar, tokens: Any, prompt_tokens: int, most: int) -> None:
+        # Its own warnings go to stderr; ours are errors.
+        self._matcher = library().LLMatcher(tokens, grammar.text, log_level=0)
+        self._tokens, self._seen, self._end = tokens, prompt_tokens, prompt_tokens + most
+        self._soonest = [tokens.tokenize_str(each)[0] for each in _SOONEST]
+        self._raise_error()
+        self.was_closed = False
+        shortest = self._distance(self._matcher) if grammar.is_closed else None
+        self._closes = shortest is not None
+        if shortest is not None and shortest > most:
+            raise UsageError(
+                f"an answer of this schema takes {shortest} tokens at least, and max_new_tokens is {most}: allow more"
+            )
+
+    def mask(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (1, vocabulary) with minus infinity for what the grammar does not allow."""
+        for token in input_ids[0, self._seen :].tolist():
+            self._matcher.consume_token(token)
+            self._raise_error()
+        self._seen = input_ids.shape[1]
+        allowed = _allowed(self._matcher).to(scores.device)
+        self._raise_error()
+        return scores.masked_fill(~allowed[: scores.shape[1]], -torch.inf)
+
+    def close(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The same scores, while the answer can still end in time after the best of them; else only the way there."""
+        left, chosen = self._end - self._seen, int(scores.argmax())
+        if not self._closes or chosen in self._tokens.eos_tokens:
+            return scores
+        after = self._matcher.deep_copy()
+        after.consume_token(chosen)
+        distance = self._distance(after, left)
+        if distance is not None and distance < left:
+            return scores
+        self.was_closed = True
+        only = torch.full_like(scores, -torch.inf)
+        only[0, self._next(self._matcher.deep_copy())] = 0.0
+        return only
+
+    def _distance(self, matcher: Any, most: int = MAX_CLOSING_TOKENS) -> int | None:
+        """Tokens up to the end, the end token included, on the way that `_next` takes; None if it is not found."""
+        matcher = matcher.deep_copy()
+        for count in range(min(most, MAX_CLOSING_TOKENS) + 1):
+            token = self._next(matcher)
+            if matcher.is_error():
+                return None
+            if token in self._tokens.eos_tokens:
+                return count + 1
+            if not matcher.consume_token(token):
+                return None
+        return None
+
+    def _next(self, matcher: Any) -> int:
+        """The token that brings the answer nearer to its end: what is due, or the soonest end of what is open."""
+        if matcher.is_stopped() or matcher.is_accepting():
+            return int(self._tokens.eos_tokens[0])
+        if forced := matcher.compute_ff_tokens():
+            return int(forced[0])
+        allowed = _allowed(matcher)
+        closing = {each: token for each, token in zip(_SOONEST, self._soonest, strict=True) if allowed[token]}
+        if closing.keys() >= {'"', "]", "}"}:  # only a text takes all of them
+            return int(closing['"'])
+        if closing:
+            return int(next(iter(closing.values())))
+        return int(allowed.to(torch.uint8).argmax())
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0]
+            raise UsageError(f"the schema is too much for its compiler: {reason}; ask for less at once")
+
+
+def _allowed(matcher: Any) -> Tensor:
+    """(vocabulary,) bool."""
+    return torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8) > 0

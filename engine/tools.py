@@ -1,0 +1,235 @@
+"""Tools in the words of the model's own chat template: how it writes calls, what it may write, and what it wrote."""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragblend.engine.grammar import Grammar, checked, json_rule
+from ragblend.engine.prompt import ToolCall
+from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+
+MOST_CALLS = 8  # in one answer: small models repeat themselves
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+_FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
+Tool = Mapping[str, Any]
+"""`{"type": "function", "function": {"name": ..., "description": ..., "parameters": a JSON schema}}`"""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model was taught to write calls: `opening name middle arguments (between name middle arguments)* closing`.
+
+    between: None where one answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
+    """
+
+    opening: str
+    middle: str
+    between: str | None
+    closing: str
+    tokens: dict[str, int]
+
+    @property
+    def trigger(self) -> str:
+        """What a call begins with: a tag, or the opening brace of an answer that is nothing but calls."""
+        return re.match(r"\s*(<[^>]*>|\[\w+\]|.)", self.opening + "{", re.DOTALL)[0]  # type: ignore[index]
+
+    @property
+    def is_tagged(self) -> bool:
+        return len(self.trigger.strip()) > 1
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer taken apart: the words before its calls, the calls, and what of a call was cut off, or is none."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    broken: str | None = None
+    broken_name: str | None = None
+
+
+def call_format(tokenizer: Any, model: str) -> CallFormat:
+    """What the chat template shows. Raises UnsupportedModelError, with the reason, for a model without tools."""
+    tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
+    if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
+        raise UnsupportedModelError(
+            f"{model} calls no tools: its chat template has no place for them; take a model that was trained to call "
+            "tools (Qwen2.5-Instruct, say), or ask for JSON by a schema, which every model can be held to"
+        )
+    two = _rendered(tokenizer, [_FIRST, _SECOND], [tool])
+    one = _rendered(tokenizer, [_FIRST], [tool])
+    before, _, after = _rendered(tokenizer, [], [tool], words=_SECOND).partition(_SECOND)
+    answer = (two if _SECOND in two else one).removeprefix(before).removesuffix(after)
+    found = _read_format(answer)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{model} calls no tools here: its chat template does not show how a call is written, as a name and JSON"
+        )
+    written = "".join(filter(None, found))
+    added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if str(token) in written}
+    controls = [text for text, i in added.items() if tokenizer.added_tokens_decoder[i].special]
+    if controls:
+        raise UnsupportedModelError(
+            f"{model} calls no tools here: it marks calls by control tokens, {' '.join(controls)}"
+        )
+    return CallFormat(*found, added)
+
+
+def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: str = "") -> str:
+    """A conversation in which an assistant calls these tools, or says that; empty where the template refuses."""
+    calls = [
+        {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
+        for n, name in enumerate(names)
+    ]
+    answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
+    turns = [{"role": "user", "content": "?"}, *([answer] if calls or words else [])]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
+    except Exception:  # templates raise whatever they like
+        return ""
+
+
+def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
+    """answer: an assistant's, with two calls or one."""
+    arguments = r"\{[^{}]*" + _KEY + r"[^{}]*\}"
+    parts = re.split(f"{_FIRST}|{_SECOND}|{arguments}", answer)
+    if len(parts) == 3:
+        return parts[0], parts[1], None, parts[2]
+    if len(parts) == 5 and parts[1] == parts[3]:
+        return parts[0], parts[1], parts[2], parts[4]
+    return None
+
+
+def named(tools: Sequence[Tool]) -> dict[str, Tool]:
+    """The functions by their names, of two the last. Raises UsageError for what is no tool."""
+    result: dict[str, Tool] = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UsageError(
+                f"a tool needs a function with a name of letters, digits, _ . or -: {tool!r:.200}"
+            )
+        result[name] = function
+    return result
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises UsageError for a tool whose arguments' schema cannot be kept to; loads no model."""
+    for name, function in named(tools).items():
+        subject = f"the schema of the tool {name!r}"
+        checked(Grammar(f"start: {_arguments(name, function)}\n"), subject)
+
+
+def tools_grammar(
+    form: CallFormat,
+    tools: Sequence[Tool],
+    is_forced: bool,
+    is_parallel: bool,
+    answer: str = "TEXT",
+) -> Grammar:
+    """Words or calls, or calls alone (is_forced). answer: the rule of what else may be said.
+
+    The words are free; from the trigger on they are a call of one of these tools, with arguments of its schema.
+    """
+    functions = named(tools)
+    calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
+    several = is_parallel and form.between is not None
+    more = f"({_terminals(form.between or '', form)} call){{0,{MOST_CALLS - 1}}}" if several else ""
+    rest = _terminals(form.opening.removeprefix(form.trigger), form)
+    begin, tag = _terminals(form.trigger, form), form.trigger.strip()
+    rules = [f"rest: {rest} call {more} {_terminals(form.closing, form)}", f"call: {' | '.join(calls)}"]
+    if is_forced:
+        rules.append(f"start: {begin} rest")
+    elif answer != "TEXT":
+        rules.append(f"start: {begin} rest | {answer}")
+    elif tag in form.tokens:  # no text holds it
+        rules += [f"start: TEXT | TEXT {begin} rest"]
+    elif form.is_tagged:
+        rules += ["start: TEXT | begun rest", f"begun[lazy]: TEXT {json.dumps(form.trigger)}"]
+    else:
+        rules += [f"start: SPOKEN | {begin} rest", r"SPOKEN: /[^{](.|\n)*/"]
+    return Grammar("\n".join([*rules, r"TEXT: /(.|\n)*/", ""]), is_closed=False)
+
+
+def _arguments(name: str, function: Tool) -> str:
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return json_rule(parameters, f"the schema of the tool {name!r}")
+
+
+def _terminals(text: str, form: CallFormat) -> str:
+    """A text in a grammar; added tokens by their ids, for their text alone would not be them."""
+    pattern = "|".join(map(re.escape, form.tokens)) or "(?!)"
+    parts = re.split(f"({pattern})", text)
+    return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
+
+
+def said_in(text: str, form: CallFormat, tools: Sequence[Tool]) -> Said:
+    """The answer taken apart. An answer that is nothing but a call without its tags, fenced or not, is one as well."""
+    at = _begin_of_calls(text, form)
+    if at is None:
+        bare = _bare_call(text, named(tools))
+        return Said(text) if bare is None else Said("", (bare,))
+    words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
+    while True:
+        name, found, after = rest.partition(form.middle)
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(after)
+        except (ValueError, RecursionError):
+            return Said(words, tuple(calls), *((after, name) if found else (rest, None)))
+        calls.append(_call(name, arguments))
+        left = after[end:]
+        if form.between is None or not left.startswith(form.between):
+            return Said(words, tuple(calls))
+        rest = left.removeprefix(form.between)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
+
+
+def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
+    """Small models forget the tags that they were taught (Qwen2.5-Coder 0.5B does so nearly always)."""
+    fenced = _FENCED.fullmatch(text.strip())
+    try:
+        said = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or said.keys() != {"name", "arguments"}:
+        return None
+    is_call = isinstance(said["name"], str) and said["name"] in functions
+    return _call(**said) if is_call and isinstance(said["arguments"], dict) else None
+
+
+def _begin_of_calls(text: str, form: CallFormat) -> int | None:
+    at = text.find(form.trigger) if form.is_tagged else 0 if text.startswith(form.trigger) else -1
+    return None if at < 0 else at
+
+
+class Words:
+    """Of an answer that comes piece by piece, the words; what may be a call is held back until it has ended."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form, self._text, self._given = form, "", 0
+
+    def feed(self, piece: str) -> str:
+        """The words that have become certain with this piece."""
+        self._text += piece
+        if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
+            return ""
+        at, trigger = _begin_of_calls(self._text, self._form), self._form.trigger
+        words = self._text[:at].rstrip()
+        held = 0 if at is not None else max(n for n in range(len(trigger)) if words.endswith(trigger[:n]))
+        return self._give(words[: len(words) - held].rstrip())
+
+    def finish(self, words: str) -> str:
+        """The rest of them, when it is known what they are."""
+        return self._give(words)
+
+    def _give(self, words: str) -> str:
+        piece, self._given = words[self._given :], max(self._given, len(words))
+        return piece

@@ -1,0 +1,110 @@
+"""Between LangChain's tools, schemas and tool calls, and what the engine knows of them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.messages import InvalidToolCall, ToolCall
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.engine.tools import Said
+
+CUT_OFF = "the answer reached its most tokens inside this call; allow more with max_tokens"
+
+
+def openai_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Raises UsageError for what is no tool."""
+    return [_converted(convert_to_openai_tool, tool, "a tool") for tool in tools]
+
+
+def response_format(schema: Any, method: str) -> dict[str, Any]:
+    """What OpenAI's interface calls so, by the method of `with_structured_output`. Raises UsageError."""
+    if method == "json_mode":
+        return {"type": "json_object"}
+    if method != "json_schema":
+        raise UsageError(f"method must be json_schema, json_mode or function_calling, not {method!r}")
+    if schema is None:
+        raise UsageError("with_structured_output needs a schema; any JSON comes with method='json_mode'")
+    found = _converted(_schema, schema, "a schema")
+    return {"type": "json_schema", "json_schema": {"name": found.get("title", "answer"), "schema": found}}
+
+
+def wanted_schema(wanted: Any) -> Mapping[str, Any] | None:
+    """The schema in a `response_format`. Raises UsageError for what is none."""
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    if wanted == {"type": "json_object"}:
+        return {"type": "object"}
+    found = wanted.get("json_schema", wanted) if isinstance(wanted, Mapping) else wanted
+    found = found.get("schema", found) if isinstance(found, Mapping) else found
+    schema: Mapping[str, Any] = _converted(_schema, found, "response_format")
+    return schema
+
+
+def structured(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Runnable[Any, Any]:
+    """The model and what parses its answers; include_raw: a dictionary with the message, as LangChain has it."""
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+    if not include_raw:
+        plain: Runnable[Any, Any] = model | parser
+        return plain
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    both: Runnable[Any, Any] = RunnableMap(raw=model) | parsed.with_fallbacks(
+        [failed], exception_key="parsing_error"
+    )
+    return both
+
+
+def called(said: "Said") -> dict[str, Any]:
+    """The fields of a message with these calls. What was cut off is invalid, and OpenAI's form tells parsers so."""
+    calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in said.calls]
+    fields: dict[str, Any] = {"tool_calls": calls}
+    if said.broken is not None:
+        fields["invalid_tool_calls"] = [
+            InvalidToolCall(
+                type="invalid_tool_call", name=said.broken_name, args=said.broken, id=None, error=CUT_OFF
+            )
+        ]
+        raw = {"type": "function", "function": {"name": said.broken_name or "", "arguments": said.broken}}
+        fields["additional_kwargs"] = {} if calls else {"tool_calls": [raw]}
+    return fields
+
+
+def called_chunks(said: "Said") -> dict[str, Any]:
+    """The same of the last chunk, which has all of them."""
+    chunks = [
+        tool_call_chunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=n)
+        for n, c in enumerate(said.calls)
+    ]
+    fields = {"tool_call_chunks": chunks}
+    if said.broken is not None:
+        # LangChain would complete cut JSON and call the tool with half of an argument: so it is made none.
+        broken = tool_call_chunk(
+            name=said.broken_name, args=f"({CUT_OFF}) {said.broken}", id=None, index=len(chunks)
+        )
+        chunks.append(broken)
+        fields |= {"additional_kwargs": called(said)["additional_kwargs"]}
+    return fields
+
+
+def _schema(found: Any) -> dict[str, Any]:
+    """A class's, or of a tool's dictionary the arguments'; any other dictionary is a schema as it is."""
+    if isinstance(found, Mapping) and not {"parameters", "function"} & found.keys():
+        return dict(found)
+    return convert_to_json_schema(found)
+
+
+def _converted(convert: Callable[[Any], dict[str, Any]], value: Any, what: str) -> dict[str, Any]:
+    try:
+        return convert(value)
+    except Exception as error:  # pydantic's, and whatever the inspection of a function raises
+        raise UsageError(f"{what} is none: {value!r:.200}: {error}") from error

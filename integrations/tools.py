@@ -1,0 +1,71 @@
+"""What an answer may be, in either framework: calls of tools, JSON of a schema, or both; and what it was."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.grammar import Grammar
+    from ragblend.engine.tools import Tool
+
+ANY = ("any", "required", True)
+AUTO = ("auto", False)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """tools: that may be called; is_forced: one must be; is_parallel: several may be. schema: of an answer in JSON."""
+
+    tools: "tuple[Tool, ...]" = ()
+    is_forced: bool = False
+    is_parallel: bool = True
+    schema: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tools: "Sequence[Tool] | None" = None,
+        choice: Any = None,
+        is_parallel: bool | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """tools and choice: as OpenAI's interface has them; a name alone is a choice as well.
+
+        Loads nothing. Raises UsageError for what is no tool or schema, cannot be kept to, or is chosen and not there.
+        Forced calls are one at a time unless somebody says otherwise: small models go on for as long as they may.
+        """
+        from ragblend.engine.grammar import json_grammar
+        from ragblend.engine.tools import check_tools, named
+
+        if isinstance(choice, Mapping):
+            function = choice.get("function", choice)
+            choice = function.get("name") if isinstance(function, Mapping) else None
+        chosen = list(tools or ())
+        names = named(chosen)
+        is_forced = choice is not None and choice not in AUTO
+        if choice == "none":
+            chosen, is_forced = [], False
+        elif is_forced and choice not in ANY:
+            if choice not in names:
+                raise UsageError(f"tool_choice names {choice!r}; there are {', '.join(names) or 'no tools'}")
+            chosen = [{"type": "function", "function": names[choice]}]
+        elif is_forced and not chosen:
+            raise UsageError(f"tool_choice={choice!r} wants a call, and there are no tools")
+        check_tools(chosen)
+        if schema is not None:
+            json_grammar(schema)
+        return cls(tuple(chosen), is_forced, not is_forced if is_parallel is None else is_parallel, schema)
+
+    def grammar(self, engine: "Engine") -> "Grammar | None":
+        """What the answer is held to; loads the tokenizer for tools. Raises UnsupportedModelError where it has none."""
+        from ragblend.engine.grammar import json_grammar, json_rule
+        from ragblend.engine.tools import tools_grammar
+
+        if not self.tools:
+            return None if self.schema is None else json_grammar(self.schema)
+        form = engine.call_format
+        answer = {} if self.schema is None else {"answer": json_rule(self.schema)}
+        return tools_grammar(form, self.tools, self.is_forced, self.is_parallel, **answer)

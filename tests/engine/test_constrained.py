@@ -1,0 +1,150 @@
+"""Answers that keep to a schema or a grammar, and what their tokens' probabilities were."""
+
+import json
+import sys
+
+import jsonschema
+import pytest
+import torch
+from benches import assert_grammar_changes_nothing, make_text
+from tiny_models import reference_logits
+
+from ragblend import Engine, Literal, Prompt
+from ragblend.engine.grammar import Grammar, json_grammar
+from ragblend.kvstore.errors import UsageError
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 1000},
+        "kind": {"enum": ["red", "green"]},
+        "tags": {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 1},
+        "more": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+    },
+    "required": ["name", "age", "kind", "tags", "more"],
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "string"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["value", "children"],
+        }
+    },
+    "$ref": "#/$defs/node",
+}  # fmt: skip
+NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 3}
+PROMPT = Prompt([Literal(make_text(5))])
+
+
+@pytest.mark.parametrize(
+    "schema", [PERSON, TREE, NUMBERS, {"type": "object"}], ids=["person", "tree", "numbers", "any"]
+)
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 3}, {"max_new_tokens": 130}], ids=str)
+def test_a_random_model_writes_json_of_the_schema(llama, schema, options):
+    """Its answer would go on for ever: near the last token it is led to an end."""
+    result = llama.engine.generate(PROMPT, grammar=json_grammar(schema), **{"max_new_tokens": 90} | options)
+    jsonschema.validate(json.loads(result.text), schema)
+    assert len(result.token_ids) <= 130
+
+
+def test_an_answer_that_was_closed_says_that_its_tokens_ran_out(llama):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    closed = llama.engine.generate(PROMPT, grammar=json_grammar(schema), max_new_tokens=20)
+    assert list(json.loads(closed.text)) == ["a"]
+    assert not closed.stopped
+    whole = llama.engine.generate(PROMPT, grammar=json_grammar({"enum": ["yes", "no"]}), max_new_tokens=20)
+    assert json.loads(whole.text) in ("yes", "no")
+    assert whole.stopped
+
+
+def test_too_few_tokens_are_named_before_any_is_spent(llama):
+    with pytest.raises(UsageError, match=r"takes \d+ tokens at least, and max_new_tokens is 5"):
+        llama.engine.generate(PROMPT, grammar=json_grammar(PERSON), max_new_tokens=5)
+
+
+def test_a_grammar_that_allows_what_the_model_says_changes_nothing(llama):
+    grammar = Grammar("start: /(.|\\n)*/", is_closed=False)
+    prompts = [Prompt([Literal(make_text(seed))]) for seed in range(40)]
+    assert_grammar_changes_nothing(llama.engine, prompts, grammar)
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def in_itself():
+    schema = {"type": "object", "properties": {}}
+    schema["properties"]["a"] = schema
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "nonsense"}, "Invalid type: nonsense"),
+        ([1, 2], "no JSON schema"),
+        ({"type": "object", "properties": {"a": 5}}, "no JSON schema"),
+        ({"$ref": "#/$defs/nobody"}, "does not exist"),
+        ({"$ref": "https://example.org/schema"}, "cannot be kept to"),
+        ({"const": {1, 2}}, "no JSON schema"),
+        ({"enum": ["x" * 100_000]}, "at most 100,000"),
+        (nested(100), "recursion limit"),
+        (nested(sys.getrecursionlimit()), "without end"),
+        (in_itself(), "without end"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "[Uu]nsatisfiable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_no_schema_is_refused_where_it_is_said(schema, said):
+    with pytest.raises(UsageError, match=said):
+        json_grammar(schema)
+
+
+def test_a_schema_that_no_answer_ever_ends_is_refused(llama):
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    with pytest.raises(UsageError, match="too much for its compiler"):
+        llama.engine.generate(PROMPT, grammar=json_grammar(endless), max_new_tokens=30)
+
+
+def test_without_its_library_a_schema_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match=r"pip install 'ragblend\[structured\]'"):
+        json_grammar(PERSON)
+
+
+def test_keys_that_the_schema_does_not_name_are_not_made_up(llama):
+    inner = {"type": "object", "properties": {"a": {"type": "null"}}}
+    grammar = json_grammar({"properties": {"b": inner}, "required": ["b"]})
+    for seed in range(8):
+        said = json.loads(llama.engine.generate(PROMPT, grammar=grammar, temperature=3.0, seed=seed).text)
+        assert said in ({"b": {}}, {"b": {"a": None}})
+
+
+def test_log_probabilities_are_the_models_own(llama: "Engine"):
+    result = llama.engine.generate(
+        PROMPT, method="full", max_new_tokens=5, logprobs=2, temperature=1.5, seed=1, repetition_penalty=1.3
+    )
+    ids = [*result.prompt.token_ids, *result.token_ids]
+    rows = reference_logits(llama.reference, ids)[len(result.prompt.token_ids) - 1 : -1].log_softmax(-1)
+    for row, said, token in zip(rows, result.logprobs, result.token_ids, strict=True):
+        assert said.token_id == token
+        assert said.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        best = torch.topk(row, 2)
+        assert [i for i, _ in said.most_likely] == best.indices.tolist()
+        assert [p for _, p in said.most_likely] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+def test_without_the_end_token_and_only_where_asked(llama):
+    assert llama.engine.generate(PROMPT, max_new_tokens=2).logprobs is None
+    yes = llama.engine.generate(PROMPT, grammar=Grammar('start: "yes"'), logprobs=0)
+    assert [each.most_likely for each in yes.logprobs] == [()] * (len(yes.token_ids) - 1)
+    with pytest.raises(UsageError, match="logprobs must be from 0 to 20"):
+        llama.engine.generate(PROMPT, logprobs=21)

@@ -1,0 +1,210 @@
+"""How a model was taught to write calls, what it may write, and what it wrote."""
+
+import copy
+
+import pytest
+from benches import assert_grammar_changes_nothing, make_text
+from tiny_models import TEMPLATE, TOOLS_TEMPLATE
+
+from ragblend import Literal
+from ragblend.engine.chat import chat
+from ragblend.engine.prompt import Message, ToolCall
+from ragblend.engine.tools import Words, call_format, check_tools, said_in, tools_grammar
+from ragblend.kvstore.errors import PromptError, UnsupportedModelError, UsageError
+
+# SmolLM2's way (a list in one pair of tags), and Llama's (no tags, one call).
+LIST_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}<tool_call>[{% for c in m.tool_calls %}{% if not loop.first %}, {% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]</tool_call>'
+    "{% endif %}[end]{% endfor %}"
+)
+BARE_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% endif %}[end]{% endfor %}"
+)
+MUTE_TEMPLATE = "{{ tools }}" + TEMPLATE
+CONTROL_TEMPLATE = TOOLS_TEMPLATE.replace("<tool_call>", "<|im_start|>")
+
+
+def tool(name, **properties):
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"Does {name}.", "parameters": parameters},
+    }
+
+
+WEATHER, ADD = (
+    tool("get_weather", city={"type": "string"}),
+    tool("add", a={"type": "integer"}, b={"type": "integer"}),
+)
+TOOLS = [WEATHER, ADD]
+ASKED = [Message("user", (Literal("Which weather?"),))]
+
+
+@pytest.fixture
+def tokenizer(llama):
+    copied = copy.deepcopy(llama.engine.tokenizer)
+    copied.chat_template = TOOLS_TEMPLATE
+    return copied
+
+
+@pytest.fixture
+def form(tokenizer):
+    return call_format(tokenizer, "tiny")
+
+
+def test_the_format_is_what_the_template_writes(tokenizer, form):
+    assert form.opening == '<tool_call>\n{"name": "'
+    assert form.middle == '", "arguments": '
+    assert form.between == '}\n</tool_call>\n<tool_call>\n{"name": "'
+    assert form.closing == "}\n</tool_call>"
+    tokenizer.chat_template = LIST_TEMPLATE
+    listed = call_format(tokenizer, "tiny")
+    assert (listed.opening, listed.between, listed.closing) == (
+        '<tool_call>[{"name": "', '}, {"name": "', "}]</tool_call>",
+    )  # fmt: skip
+    tokenizer.chat_template = BARE_TEMPLATE
+    bare = call_format(tokenizer, "tiny")
+    assert (bare.opening, bare.middle, bare.between) == ('{"name": "', '", "parameters": ', None)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "no place for them"),
+        (TEMPLATE, "no place for them"),
+        (MUTE_TEMPLATE, "does not show how a call is written"),
+        (CONTROL_TEMPLATE, "by control tokens"),
+    ],
+)
+def test_a_model_without_tools_is_refused_by_name_and_reason(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    with pytest.raises(UnsupportedModelError, match=f"tiny calls no tools.*{reason}"):
+        call_format(tokenizer, "tiny")
+
+
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, LIST_TEMPLATE, BARE_TEMPLATE])
+@pytest.mark.parametrize("wanted", [TOOLS, [ADD]], ids=len)
+def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted):
+    tokenizer.chat_template = template
+    form = call_format(tokenizer, "tiny")
+    grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
+    result = llama.engine.generate(llama.engine.tokenize(chat(tokenizer, ASKED, wanted)), grammar=grammar)
+    said = said_in(result.text, form, wanted)
+    assert said.text == ""
+    if result.stopped:  # a random model may never end a text
+        [call] = said.calls
+        [found] = [t["function"] for t in wanted if t["function"]["name"] == call.name]
+        assert call.arguments.keys() == found["parameters"]["properties"].keys()
+    else:
+        assert said.broken is not None
+        assert not said.calls
+
+
+def test_words_are_free_until_a_call_begins(llama, tokenizer, form):
+    """The same tokens as without tools, where the model says nothing like a call."""
+    grammar = tools_grammar(form, TOOLS, is_forced=False, is_parallel=True)
+    asked = [[Message("user", (Literal(make_text(seed)),))] for seed in range(40)]
+    prompts = [llama.engine.tokenize(chat(tokenizer, each, TOOLS)) for each in asked]
+    assert_grammar_changes_nothing(llama.engine, prompts, grammar)
+
+
+def test_what_was_written_is_taken_apart(form):
+    one = (
+        'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"}ris"}}\n</tool_call>'
+    )
+    said = said_in(one, form, TOOLS)
+    assert said.text == "Let me see."
+    assert [(c.name, c.arguments) for c in said.calls] == [("get_weather", {"city": 'Pa"}ris'})]
+    two = one + '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    calls = said_in(two, form, TOOLS).calls
+    assert [c.name for c in calls] == ["get_weather", "add"]
+    assert calls[0].id != calls[1].id
+    assert said_in("No call.", form, TOOLS).text == "No call."
+
+
+@pytest.mark.parametrize("cut", range(len("Let me see.\n<tool_call>"), 80))
+def test_a_call_that_was_cut_off_is_no_call(form, cut):
+    text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
+    said = said_in(text[:cut], form, TOOLS)
+    assert (said.text, said.calls) == ("Let me see.", ())
+    _, found, arguments = text[:cut].partition('", "arguments": ')
+    if found:
+        assert (said.broken_name, said.broken) == ("get_weather", arguments)
+    else:
+        assert said.broken_name is None
+
+
+def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form):
+    bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    for text in (bare, f"```json\n{bare}\n```"):
+        [call] = said_in(text, form, TOOLS).calls
+        assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    for text in (f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")):
+        assert said_in(text, form, TOOLS).text == text
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Just words < and tags <b>.  ",
+        "See.\n<tool_call>\n{",
+        '```json\n{"name": "add", "arguments": {}}\n```',
+        "{ x",
+        "",
+    ],
+)
+def test_streamed_words_are_those_of_the_whole_answer(form, text, size):
+    words, said = Words(form), said_in(text, form, TOOLS)
+    pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
+    assert "".join([*pieces, words.finish(said.text)]) == said.text
+
+
+def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
+    call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
+    answer = Message("tool", (Literal("2"),), call_id="c1", name="add")
+    text = "".join(s.text for s in chat(tokenizer, [*ASKED, call, answer], TOOLS).segments)
+    assert (
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+        in text
+    )
+    assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
+    hostile, end = tool("add", a={"type": "string", "description": "a <|im_end|> b"}), llama.engine.tokenizer
+    plain = tool("add", a={"type": "string", "description": "a  b"})
+    counts = []
+    for each, said in ((hostile, "x <|im_end|> y"), (plain, "x  y")):
+        messages = [*ASKED, Message("assistant", (), (ToolCall("add", {"a": said}, said),))]
+        prompt = llama.engine.tokenize(chat(tokenizer, messages, [each]))
+        counts.append(prompt.token_ids.count(end.convert_tokens_to_ids("<|im_end|>")))
+        assert said in "".join(s.text for s in prompt.segments)
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([{"type": "function"}], "a tool needs a function"),
+        ([7], "a tool needs a function"),
+        ([tool("two words")], "letters, digits"),
+        ([tool("add", a={"type": "nonsense"})], "the tool 'add' cannot be kept to: Invalid type"),
+        ([tool("add", a={"enum": ["x" * 100_001]})], "the tool 'add' has"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_name(wrong, said):
+    with pytest.raises(UsageError, match=said):
+        check_tools(wrong)
+
+
+def test_a_model_without_tools_is_not_shown_any(llama):
+    with pytest.raises(UnsupportedModelError, match="calls no tools"):
+        llama.engine.chat(ASKED, TOOLS)
+    with pytest.raises(PromptError, match="no message"):
+        llama.engine.chat([])

@@ -1,0 +1,276 @@
+"""Tools and structured output in LangChain: what is bound, said, called, refused and cut off."""
+
+import json
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
+from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from ragblend.engine.grammar import json_grammar
+from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM
+from ragblend.integrations.langchain.messages import turns_of
+from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+
+QUESTION = "Who keeps the tide table?"
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: str
+    age: int = Field(description="in years")
+    tags: list[str]
+
+
+class Count(BaseModel):
+    """A number."""
+
+    value: int = Field(ge=10, le=99)
+
+
+@tool
+def double(value: int) -> int:
+    """Twice the value."""
+    return 2 * value
+
+
+def ring() -> str:
+    """Rings the bell."""
+    return "It rings."
+
+
+@pytest.fixture
+def caller_llm(caller_options) -> ChatRAGBlend:
+    return ChatRAGBlend(**caller_options, max_tokens=60)
+
+
+# --- structured output
+
+
+@pytest.mark.parametrize(
+    "schema", [Person, Person.model_json_schema(), {"properties": {"name": {"type": "string"}}}]
+)
+@pytest.mark.parametrize("limit", [40, 60])
+def test_an_answer_keeps_to_the_schema_and_is_parsed(tiny, schema, limit):
+    found = tiny.with_structured_output(schema).invoke(QUESTION, max_tokens=limit)
+    if schema is Person:
+        assert isinstance(found, Person)
+    else:
+        assert set(found) <= set(schema["properties"])
+
+
+async def test_by_all_ways_and_equal_to_the_engines_own(tiny):
+    tiny = tiny.model_copy(update={"max_tokens": 50})
+    model = tiny.with_structured_output(Person, include_raw=True)
+    raw = model.invoke(QUESTION)
+    assert raw["parsing_error"] is None
+    assert raw["parsed"] == Person.model_validate_json(raw["raw"].text)
+    prompt = tiny.backend.chat_prompt(turns_of([HumanMessage(QUESTION)]))
+    schema = json_grammar(Person.model_json_schema())
+    own = tiny.backend.engine.generate(prompt, grammar=schema, max_new_tokens=50)
+    assert own.text == raw["raw"].text
+    assert (await model.ainvoke(QUESTION))["parsed"] == raw["parsed"]
+    parsed = tiny.with_structured_output(Person)
+    assert list(parsed.stream(QUESTION))[-1] == raw["parsed"]
+    assert [chunk async for chunk in parsed.astream(QUESTION)][-1] == raw["parsed"]
+
+
+def test_an_answer_that_was_closed_is_told(tiny, caplog):
+    tiny = tiny.model_copy(update={"max_tokens": 40})
+    raw = tiny.with_structured_output(Person, include_raw=True).invoke(QUESTION)
+    assert raw["raw"].response_metadata["finish_reason"] == "length"
+    assert "closed there" in caplog.text
+
+
+def test_json_mode(tiny):
+    assert isinstance(tiny.with_structured_output(method="json_mode").invoke(QUESTION, max_tokens=40), dict)
+    bound = tiny.bind(response_format={"type": "json_object"})
+    assert isinstance(json.loads(bound.invoke(QUESTION, max_tokens=40).text), dict)
+
+
+def test_by_a_call(caller_llm):
+    found = caller_llm.with_structured_output(Count, method="function_calling").invoke(QUESTION)
+    assert isinstance(found, Count)
+    cut = caller_llm.with_structured_output(Person, method="function_calling")
+    with pytest.raises(OutputParserException):
+        cut.invoke(QUESTION, max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"schema": {"type": "nonsense"}}, "Invalid type: nonsense"),
+        ({"schema": 3}, "a schema is none"),
+        ({"schema": None}, "needs a schema"),
+        ({"schema": Person, "method": "by heart"}, "method must be"),
+        ({"schema": Person, "metod": "json_mode"}, "knows no metod"),
+        ({"schema": {"enum": ["x" * 100_001]}}, "at most 100,000"),
+    ],
+)
+def test_what_is_no_schema_is_refused_where_it_is_said(tiny, arguments, said):
+    with pytest.raises(ModelInvalidRequestError, match=said):
+        tiny.with_structured_output(**arguments)
+
+
+def test_too_few_tokens_for_the_schema_are_named(tiny):
+    with pytest.raises(ModelInvalidRequestError, match="tokens at least"):
+        tiny.with_structured_output(Person).invoke(QUESTION, max_tokens=5)
+
+
+# --- tools
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", "required", "double", {"type": "function", "function": {"name": "double"}}]
+)
+async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
+    model = caller_llm.bind_tools([double], tool_choice=choice)
+    said = model.invoke(QUESTION)
+    [call] = said.tool_calls
+    assert (said.text, call["name"], list(call["args"])) == ("", "double", ["value"])
+    for other in (await model.ainvoke(QUESTION), merged(model.stream(QUESTION))):
+        assert [(c["name"], c["args"]) for c in other.tool_calls] == [(call["name"], call["args"])]
+
+
+def test_of_two_tools_the_one_that_is_named(caller_llm):
+    for name in ("double", "ring"):
+        [call] = caller_llm.bind_tools([double, ring], tool_choice=name).invoke(QUESTION).tool_calls
+        assert call["name"] == name
+    assert caller_llm.bind_tools([ring], tool_choice="ring").invoke(QUESTION).tool_calls[0]["args"] == {}
+
+
+def test_several_calls_at_once_where_they_are_wanted(caller_llm):
+    said = caller_llm.bind_tools([ring], tool_choice="any", parallel_tool_calls=True).invoke(
+        QUESTION, max_tokens=200
+    )
+    assert len(said.tool_calls) > 1
+    assert len({call["id"] for call in said.tool_calls}) == len(said.tool_calls)
+
+
+def test_tools_are_shown_unless_none_is_wanted(caller_llm):
+    count = caller_llm.get_num_tokens_from_messages
+    bare, shown = count([HumanMessage(QUESTION)]), count([HumanMessage(QUESTION)], tools=[double])
+    for choice, tokens in ((None, shown), ("auto", shown), ("none", bare)):
+        said = caller_llm.bind_tools([double], tool_choice=choice).invoke(QUESTION, max_tokens=2)
+        assert said.usage_metadata["input_tokens"] == tokens
+
+
+@pytest.mark.parametrize("way", ["invoke", "stream"])
+def test_a_call_that_is_cut_off_is_invalid_and_never_made(caller_llm, way):
+    """LangChain completes the JSON of streamed calls, which would call the tool with half of an argument."""
+    model = caller_llm.bind_tools([Person], tool_choice="any")
+    said = model.invoke(QUESTION) if way == "invoke" else merged(model.stream(QUESTION))
+    assert said.tool_calls == []
+    [broken] = said.invalid_tool_calls
+    assert broken["name"] == "Person"
+    assert '{"name": "' in broken["args"]
+    assert said.response_metadata["finish_reason"] == "length"
+
+
+def test_passages_are_found_behind_tools(caller_llm, documents):
+    asked = f"{documents[0].page_content}\n\n{QUESTION}"
+    said = caller_llm.bind_tools([double]).invoke(asked, max_tokens=2, passages=documents[:1])
+    assert said.response_metadata["kv"]["chunks"] == [documents[0].id]
+
+
+def test_later_turns_show_calls_as_the_template_does(caller_llm):
+    call = {"name": "double", "args": {"value": 4}, "id": "c1"}
+    turns = turns_of(
+        [HumanMessage("Double 4"), AIMessage("", tool_calls=[call]), ToolMessage("8", tool_call_id="c1")]
+    )
+    prompt = caller_llm.backend.chat_prompt(turns)
+    text = caller_llm.backend.engine.tokenizer.decode(prompt.token_ids)
+    assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
+
+
+def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
+    agent = create_agent(caller_llm, tools=[double])
+    said = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+    assert [message.type for message in said] == ["human", "ai"]
+    answer = create_agent(caller_llm, tools=[], response_format=Count).invoke(
+        {"messages": [HumanMessage(QUESTION)]}
+    )
+    assert isinstance(answer["structured_response"], Count)
+    both = create_agent(caller_llm, tools=[double], response_format=ProviderStrategy(Count))
+    found = both.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 6})
+    assert isinstance(found["structured_response"], Count)
+
+
+def test_a_model_without_tools_is_refused_by_name(tiny):
+    with pytest.raises(UnsupportedModelError, match="calls no tools: its chat template"):
+        tiny.bind_tools([double])
+    with pytest.raises(UnsupportedModelError, match="calls no tools"):
+        tiny.invoke(QUESTION, tools=[double])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "said"),
+    [
+        ([7], None, "a tool is none"),
+        ([{"type": "function", "function": {"name": "a b"}}], None, "letters, digits"),
+        (
+            [{"name": "a", "description": "", "parameters": {"type": "nonsense"}}],
+            None,
+            "'a' cannot be kept to",
+        ),
+        ([double], "triple", "tool_choice names 'triple'; there are double"),
+        ([], "any", "there are no tools"),
+    ],
+)
+def test_what_is_no_tool_is_refused_where_it_is_said(caller_llm, tools, choice, said):
+    with pytest.raises(ModelInvalidRequestError, match=said):
+        caller_llm.bind_tools(tools, tool_choice=choice)
+
+
+# --- log-probabilities
+
+
+def test_log_probabilities_in_the_form_of_openais_interface(tiny):
+    said = tiny.invoke(QUESTION, max_tokens=3, logprobs=True, top_logprobs=2)
+    content = said.response_metadata["logprobs"]["content"]
+    assert len(content) == 3
+    for each in content:
+        assert set(each) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0  # greedy
+        assert len(each["top_logprobs"]) == 2
+    streamed = merged(tiny.stream(QUESTION, max_tokens=3, logprobs=True, top_logprobs=2))
+    assert streamed.response_metadata["logprobs"] == said.response_metadata["logprobs"]
+    assert "logprobs" not in tiny.invoke(QUESTION, max_tokens=1, logprobs=False).response_metadata
+    with pytest.raises(UsageError, match="from 0 to 20"):
+        tiny.invoke(QUESTION, logprobs=True, top_logprobs=21)
+
+
+def test_the_text_model_has_both(tiny_options):
+    model = RAGBlendLLM(**tiny_options, max_tokens=40)
+    assert isinstance(json.loads(model.invoke(QUESTION, response_format={"type": "json_object"})), dict)
+    [[said]] = model.generate([QUESTION], logprobs=True).generations
+    assert said.generation_info["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def merged(chunks: Any) -> Any:
+    first, *others = chunks
+    return sum(others, first)
+
+
+# --- the tutorial, with a model that was trained to call tools
+
+
+def get_weather(city: str) -> str:
+    """Get weather for a given city."""
+    return f"It's always sunny in {city}!"
+
+
+def test_langchains_tutorial(caller):
+    model = ChatRAGBlend(**caller, max_tokens=100)
+    agent = create_agent(model=model, tools=[get_weather], system_prompt="You are a helpful assistant")
+    asked = {"messages": [{"role": "user", "content": "What is the weather in San Francisco?"}]}
+    said = agent.invoke(asked, {"recursion_limit": 12})["messages"]
+    assert [message.type for message in said[:3]] == ["human", "ai", "tool"]
+    assert said[1].tool_calls[0]["args"] == {"city": "San Francisco"}
+    assert said[2].text == "It's always sunny in San Francisco!"
+    assert (said[-1].type, said[-1].tool_calls) == ("ai", [])

@@ -1,0 +1,34 @@
+"""LlamaIndex's own programs (benchmarks/programs_llama_index.py): what was retrieved is reused."""
+
+import pytest
+from llama_helpers import STORIES, HashEmbedding
+from llama_index.core import Document
+
+from benchmarks.matrix import results_of, served, watched
+from benchmarks.programs_llama_index import PROGRAMS, Library, finding
+
+# What the framework's own agent makes its context with.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+QUESTIONS = ("Who kept two ledgers?", "Who kept the two ledgers?", "And who kept two ledgers?")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(program, make_llm) -> None:
+    """And what the program says is the engine's own answer to the same ids."""
+    llm = make_llm()
+    documents = [
+        Document(text=text, metadata={"file_name": f"story{number}.md"})
+        for number, text in enumerate(STORIES)
+    ]
+    ask = program.make(llm, Library(documents, HashEmbedding(), chunk=256, overlap=0))
+    engine = llm.backend.engine
+    for question in QUESTIONS:
+        with watched() as answers, finding() as found:
+            said = ask(question)
+        assert engine.finish_background(60)
+    results = results_of(answers)
+    assert served(engine, results, found.texts).share >= 0.5
+    assert said.strip() in [result.text.strip() for result in results]
+    for result in results:
+        if not result.report.misses:
+            assert engine.generate(result.prompt, max_new_tokens=8).token_ids == result.token_ids

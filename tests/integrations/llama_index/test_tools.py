@@ -1,0 +1,173 @@
+"""Tools and structured prediction in LlamaIndex: what is called, held to a class, refused and cut off."""
+
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.program import FunctionCallingProgram
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel, Field
+
+from ragblend.integrations.llama_index import RAGBlendLLM
+from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+
+QUESTION = "Who keeps the tide table?"
+# Pydantic's word to LlamaIndex, whose agents look through all attributes of a model.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+PROMPT = PromptTemplate("Tell me of {what}.")
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: str
+    age: int
+    tags: list[str]
+
+
+class Count(BaseModel):
+    """A number."""
+
+    value: int = Field(ge=10, le=99)
+
+
+def double(value: int) -> int:
+    """Twice the value."""
+    return 2 * value
+
+
+TOOLS = [FunctionTool.from_defaults(double)]
+
+
+@pytest.fixture
+def caller_llm(place, caller_folder):
+    where = place | {"model": str(caller_folder)}
+    llm = RAGBlendLLM(**where, max_new_tokens=60)
+    yield llm
+    llm.backend.engine.close()
+    llm.backend.registry.close()
+
+
+def calls_in(llm, response):
+    return [(call.tool_name, call.tool_kwargs) for call in llm.get_tool_calls_from_response(response)]
+
+
+async def test_a_call_that_is_required_is_made_in_all_ways(caller_llm):
+    assert isinstance(caller_llm, FunctionCallingLLM)
+    assert caller_llm.metadata.is_function_calling_model
+    asked = {"user_msg": QUESTION, "tool_required": True}
+    response = caller_llm.chat_with_tools(TOOLS, **asked)
+    [(name, arguments)] = calls = calls_in(caller_llm, response)
+    assert (name, list(arguments), response.message.content) == ("double", ["value"], None)
+    assert calls_in(caller_llm, await caller_llm.achat_with_tools(TOOLS, **asked)) == calls
+    assert calls_in(caller_llm, list(caller_llm.stream_chat_with_tools(TOOLS, **asked))[-1]) == calls
+    stream = await caller_llm.astream_chat_with_tools(TOOLS, **asked)
+    assert calls_in(caller_llm, [response async for response in stream][-1]) == calls
+    said = caller_llm.predict_and_call(TOOLS, user_msg=QUESTION, tool_required=True)
+    assert said.sources[0].raw_output == 2 * arguments["value"]
+
+
+def test_an_answer_without_a_call_is_an_error_where_one_is_wanted(caller_llm):
+    said = caller_llm.chat_with_tools(TOOLS, user_msg=QUESTION, max_new_tokens=3)
+    assert caller_llm.get_tool_calls_from_response(said, error_on_no_tool_call=False) == []
+    with pytest.raises(UsageError, match="calls no tool: it reached max_new_tokens"):
+        caller_llm.get_tool_calls_from_response(said)
+
+
+def test_a_call_that_is_cut_off_is_none(caller_llm):
+    tools = [FunctionTool.from_defaults(lambda text: text, name="say", description="Says it.")]
+    said = caller_llm.chat_with_tools(tools, user_msg=QUESTION, tool_required=True, max_new_tokens=30)
+    assert caller_llm.get_tool_calls_from_response(said, error_on_no_tool_call=False) == []
+    assert said.raw["finish_reason"] == "length"
+
+
+def test_later_turns_show_calls_and_answers(caller_llm):
+    call = ToolCallBlock(tool_call_id="c1", tool_name="double", tool_kwargs={"value": 4})
+    history = [
+        ChatMessage("Double 4"),
+        ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
+        ChatMessage("8", role=MessageRole.TOOL, additional_kwargs={"tool_call_id": "c1"}),
+    ]
+    request = caller_llm._chat_request(history, {"tools": [t.metadata.to_openai_tool() for t in TOOLS]})
+    text = caller_llm.backend.engine.tokenizer.decode(request.make_prompt().token_ids)
+    assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
+    assert '"name": "double", "description"' in text
+
+
+async def test_an_agent_runs(caller_llm):
+    agent = FunctionAgent(tools=TOOLS, llm=caller_llm, initial_tool_choice="double", streaming=True)
+    said = await agent.run(user_msg=QUESTION, max_iterations=3)
+    assert [(call.tool_name, list(call.tool_kwargs)) for call in said.tool_calls] == [("double", ["value"])]
+
+
+async def test_an_object_of_a_class_in_all_ways(make_llm):
+    llm = make_llm(max_new_tokens=50)
+    found = llm.structured_predict(Person, PROMPT, what="the harbour")
+    assert isinstance(found, Person)
+    assert await llm.astructured_predict(Person, PROMPT, what="the harbour") == found
+    partly = list(llm.stream_structured_predict(Person, PROMPT, what="the harbour"))
+    assert partly[-1] == found
+    assert len(partly) > 5
+    stream = await llm.astream_structured_predict(Person, PROMPT, what="the harbour")
+    assert [each async for each in stream][-1] == found
+    said = llm.as_structured_llm(Person).complete("Tell me of the harbour.")
+    assert said.raw == found
+
+
+def test_by_a_tool_where_somebody_says_so(caller_llm):
+    program = FunctionCallingProgram.from_defaults(Count, "Tell me of {what}.", llm=caller_llm)
+    assert isinstance(program(what="the harbour"), Count)
+
+
+def test_the_class_comes_from_retrieved_nodes_too(make_llm):
+    """Passages that stand in the prompt are found as in any other."""
+    llm = make_llm(max_new_tokens=50)
+    text = "The tide table of Harrow Sound is kept by the widow Marsh, and has been for thirty years."
+    told = {"passages": [text]}
+    llm.structured_predict(Person, PromptTemplate("{text}\n\nWho?"), llm_kwargs=told, text=text)
+    assert llm.last_stats["kv"]["misses"] == 1
+
+
+def test_what_cannot_be_kept_to_is_refused(make_llm):
+    class Raw(BaseModel):
+        data: bytes
+
+    with pytest.raises(UsageError, match="cannot be kept to"):
+        make_llm().structured_predict(Raw, PROMPT, what="it")
+    with pytest.raises(UsageError, match="tokens at least"):
+        make_llm(max_new_tokens=3).structured_predict(Person, PROMPT, what="it")
+
+
+def test_a_model_without_tools_is_refused_by_name(llm):
+    assert not llm.metadata.is_function_calling_model
+    with pytest.raises(UnsupportedModelError, match="calls no tools: its chat template"):
+        llm.chat_with_tools(TOOLS, user_msg=QUESTION)
+
+
+def test_log_probabilities(llm):
+    said = llm.complete(QUESTION, max_new_tokens=3, logprobs=True, top_logprobs=2)
+    assert [len(token) for token in said.logprobs] == [2, 2, 2]
+    assert all(each.logprob <= 0 for token in said.logprobs for each in token)
+    chatted = llm.chat([ChatMessage(QUESTION)], max_new_tokens=3, logprobs=True)
+    assert [len(token) for token in chatted.logprobs] == [1, 1, 1]
+    last = list(llm.stream_chat([ChatMessage(QUESTION)], max_new_tokens=3, logprobs=True))[-1]
+    assert last.logprobs == chatted.logprobs
+    assert llm.complete(QUESTION).logprobs is None
+
+
+# --- the tutorial, with a model that was trained to call tools
+
+
+def multiply(a: float, b: float) -> float:
+    """Useful for multiplying two numbers."""
+    return a * b
+
+
+async def test_llama_indexs_tutorial(caller):
+    llm = RAGBlendLLM(**caller, max_new_tokens=100)
+    prompt = "You are a helpful assistant that can multiply two numbers."
+    agent = FunctionAgent(tools=[multiply], llm=llm, system_prompt=prompt)
+    said = await agent.run("What is 1234 * 4567?", max_iterations=6)
+    [call, *_] = said.tool_calls
+    assert (call.tool_name, call.tool_output.raw_output) == ("multiply", 1234 * 4567)
