@@ -65,9 +65,9 @@ class LibraryTab:
             self.add = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
         self.samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
         self.watched = drawn("rb-watched")
-        with gr.Accordion("New collection", open=False):
-            self.new_name = gr.Textbox("", label="Name", elem_id="rb-new-collection", max_lines=1)
-            self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
+        # Not in an accordion: Gradio draws its contents twice when it opens, and what was typed between them is lost.
+        self.new_name = gr.Textbox("", label="New collection", elem_id="rb-new-collection", max_lines=1)
+        self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
 
     def _lay_out_documents(self) -> None:
         """What was just said, the queue, the collection's documents, and what can be done to all of them."""

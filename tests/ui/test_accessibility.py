@@ -45,7 +45,6 @@ def test_no_view_has_a_serious_finding(start, open_page, tmp_path, scheme, width
     mine.add(folder, watch=True)
     mine.all_encoded()  # what is drawn anew closes what is opened here
     page.click(".rb-jobs summary")
-    page.click("button:has-text('New collection')")
     page.click("#rb-document-state input")
     page.wait_for_selector("[role=option]:has-text('Failed')")
     judge.look("library, a list open")
