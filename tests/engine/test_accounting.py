@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS
@@ -52,8 +52,17 @@ def computed_layer_rows(bench, monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("method", SELECTING)
+@pytest.mark.parametrize(
+    ("method", "ratio"),
+    [
+        *(
+            (method, ratio)
+            for method in ("cacheblend-gradual", "probe-shift")
+            for ratio in (0.0, 0.05, 0.3, 0.6, 0.9)
+        ),
+        *((method, 0.6) for method in SELECTING if method not in ("cacheblend-gradual", "probe-shift")),
+    ],
+)
 def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
     """Counted at the layers themselves; and it is the ratio asked for, where the selection leaves room for that."""
     llama.engine.encode(TEXTS)
@@ -78,14 +87,6 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method
         assert report.recomputed_fraction == counted["peek"] == 0
     elif ratio < 1:
         assert ratio - 0.005 <= report.recomputed_fraction <= selection + 0.02
-
-
-def test_random_rows_follow_the_seed(llama):
-    llama.engine.encode(TEXTS)
-    prompt = make_prompt(TEXTS)
-    one, two, other = (llama.engine.prefill(prompt, "random", 0.3, seed=seed).logits for seed in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert largest_error(one, other) > 1e-3
 
 
 def test_encode_skips_what_is_stored_and_says_so(fresh):
@@ -179,21 +180,6 @@ def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_
     assert one.prefill(prompt, "reuse").report.hits == 1
     with pytest.raises(UnknownChunkError):
         two.tokenize(prompt)
-
-
-def test_models_share_no_kv(fresh_bench_for, tmp_path, model_folder):
-    """Same shape, same tokenizer, same home; other weights."""
-    import tiny_models
-
-    other = tiny_models.save_model("llama", tmp_path / "other", seed=1)
-    one = fresh_bench_for("llama", home=tmp_path / "h").engine
-    one.encode(TEXTS[:1])
-    from ragblend import Engine
-
-    two = Engine.open(str(other), home=tmp_path / "h", device="cpu", dtype="float32")
-    assert two.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 1
-    assert one.prefill(make_prompt(TEXTS[:1]), "full").report.misses == 0
-    two.close()
 
 
 def test_an_engine_works_again_after_close(fresh):

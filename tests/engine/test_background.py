@@ -46,12 +46,6 @@ def test_what_is_missing_is_encoded_and_takes_the_bytes_that_were_said(fresh):
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
 
 
-def test_the_bytes_of_packed_kv_are_known(fresh_bench_for):
-    engine = entered(fresh_bench_for(kv_codec="int8"))
-    said = engine.missing(NODES).nbytes
-    assert len(list(engine.encode_nodes(NODES))) == 6 and engine.store.stats().bytes == said
-
-
 def test_the_budget_ends_it_and_nothing_is_evicted(fresh_bench_for):
     first = entered(fresh_bench_for())
     whole = first.missing(NODES).nbytes

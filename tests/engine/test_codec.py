@@ -32,12 +32,6 @@ def test_logits_are_near_those_of_unpacked_kv(packed, fresh):
     assert packed.prefill(make_prompt(TEXTS), method="full").logits.argmax() == found.logits.argmax()
 
 
-def test_files_take_a_third_of_float32(packed, fresh):
-    fresh.engine.encode(TEXTS)
-    of = lambda engine: sum(file.nbytes for file in value_files(engine.store.root))  # noqa: E731
-    assert of(packed) < 0.4 * of(fresh.engine)
-
-
 def test_a_staged_lane_gets_the_packed_bytes_and_unpacks_them_itself(packed, monkeypatch):
     expected = packed.prefill(make_prompt(TEXTS), method="cacheblend").logits
     transfers, shapes = StagedTransfers(), []

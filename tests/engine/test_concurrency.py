@@ -165,14 +165,6 @@ def test_closing_a_stream_frees_the_device(stored, serves, endless):
         _ = stream.result
 
 
-def test_leaving_a_streams_block_frees_the_device(stored, serves, endless):
-    with stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500) as stream:
-        for _ in stream:
-            break
-    assert not stored.engine.runtime.queue._waiting
-    assert len(endless) < 500
-
-
 def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
     """`for piece in engine.stream(...): break` must not keep the device for 1500 tokens."""
     for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
@@ -226,24 +218,3 @@ def test_eight_threads_open_load_and_encode_together(fresh_bench_for, tmp_path):
         found = list(pool.map(ask, range(8)))
     assert found == [bench.answer(prompt, 5) for prompt in prompts]
     assert bench.engine.store.stats().entries == 6
-
-
-def test_asking_while_encoding(fresh):
-    """The device is given back between chunks, so a question does not wait for the whole collection."""
-    order = []
-    texts = [make_text(100 + n) for n in range(30)]
-    fresh.engine.prefill(make_prompt(TEXTS[:1]), "full")
-    begun = threading.Event()
-
-    def progress(done, total):
-        order.append("chunk")
-        begun.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        encoding = pool.submit(fresh.engine.encode, texts, None, progress)
-        begun.wait(10)
-        fresh.engine.prefill(make_prompt(TEXTS[:2]), "full")
-        order.append("answer")
-        encoding.result()
-    assert order.index("answer") < len(texts)
-    assert fresh.engine.store.stats().entries == 30

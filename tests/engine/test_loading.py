@@ -172,7 +172,7 @@ def test_a_gguf_of_rubbish(ask, tmp_path, content):
     assert left_over(tmp_path / "home") == []
 
 
-@pytest.mark.parametrize("keep", [24, 1000, 400_000, 4_000_000])
+@pytest.mark.parametrize("keep", [24, 400_000])
 def test_a_real_gguf_cut_short(ask, tmp_path, bundled, keep):
     with bundled.open("rb") as stream:
         content = stream.read(keep)

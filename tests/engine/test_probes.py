@@ -70,9 +70,12 @@ def reference_scores(name, weights, layers):
     return total
 
 
-@pytest.mark.parametrize(("kind", "name"), [*pairs(("prophet", "probe"), always=("probe",))])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*pairs(("prophet", "probe"), always=("probe",)), ("gemma2", "prophet"), ("gpt-oss", "probe")],
+)
 def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
-    """Also in sliding layers, with grouped heads and where rotations are scaled."""
+    """Also in sliding layers, with grouped heads, soft caps and sinks, and where rotations are scaled."""
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     weights, _ = reference_attention(stored, prompt)
@@ -81,19 +84,6 @@ def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
     expected = reference_scores(name, weights, plan.layers)
     assert largest_error(policy.scores(probed)[plan.candidates], expected[plan.candidates]) < 1e-4
     assert float(expected[plan.candidates].max()) > 10 * 1e-4  # so that a wrong sum could be told from it
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
-@pytest.mark.parametrize("name", ["prophet", "probe"])
-def test_soft_caps_and_sinks_are_in_the_scores(bench_for, seen, kind, name):
-    bench = bench_for(kind)
-    bench.engine.encode(TEXTS)
-    prompt = bench.engine.tokenize(make_prompt(TEXTS))
-    weights, _ = reference_attention(bench, prompt)
-    bench.engine.prefill(prompt, method=name, ratio=0.6)
-    policy, plan, probed = seen[-1]
-    expected = reference_scores(name, weights, plan.layers)
-    assert largest_error(policy.scores(probed)[plan.candidates], expected[plan.candidates]) < 1e-4
 
 
 def test_a3_merges_its_heads_into_one_product(llama, seen):
@@ -341,21 +331,3 @@ def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
     assert report.tokens.fresh > prefix + 60 and prefix < report.probe_rows <= prefix + 12
     everything = stored.engine.prefill(tokenized, method="probe", ratio=1.0)
     assert largest_error(everything.logits, stored.logits(tokenized)[-1]) < 1e-4
-
-
-def test_epic_takes_so_many_of_each_chunk_and_no_more_than_is_paid_for(llama):
-    llama.engine.encode(TEXTS)
-    prompt = llama.engine.tokenize(make_prompt(TEXTS))
-    places = prompt.places[1:] if _first_is_exact(llama, prompt) else prompt.places
-
-    for first in (1, 4, 1000):
-        report = llama.engine.prefill(prompt, f"epic:first={first}", ratio=0.9).report
-        paid = round(0.9 * (report.tokens.reused + report.tokens.recomputed))
-        wanted = sum(min(first, stop - start) for start, stop in places)
-        assert report.tokens.recomputed == min(wanted, paid)
-    assert llama.engine.prefill(prompt, "epic", ratio=0.3).report.tokens.recomputed > 0
-
-
-def _first_is_exact(bench, prompt):
-    prefix = prompt.token_ids[: prompt.offsets[1]]
-    return tuple(prefix) == tuple(bench.engine.runtime.canonical_prefix)

@@ -1,7 +1,5 @@
 """The trace of a prefill: everything that was done is in it once, where and when it was done."""
 
-import threading
-
 import pytest
 from benches import make_prompt, make_text
 from test_device import StagedTransfers
@@ -52,13 +50,6 @@ def test_the_timings_are_sums_over_the_trace_and_lie_inside_the_prefill(traced):
     )
 
 
-def test_loads_are_on_their_threads_tracks_and_computing_on_the_hosts(traced):
-    trace = traced.prefill(make_prompt(TEXTS), method="reuse").report.trace
-    assert {event.track for event in of(trace, "compute")} == {HOST}
-    assert all(event.track.startswith("ragblend-loader") for event in of(trace, "load"))
-    assert trace.tracks[0] == HOST
-
-
 class ClockedLane(StagedTransfers):
     """A device whose streams have a clock of their own, a second behind the host's, that is known in the end."""
 
@@ -97,16 +88,3 @@ def test_a_part_that_an_exception_ends_is_in_the_trace():
         1 / 0  # noqa: B018
     (event,) = recorder.finish().events
     assert (event.part, event.layer, event.track) == ("load", 1, HOST)
-
-
-def test_other_threads_have_tracks_of_their_names():
-    recorder = Recorder(TransferStream(None))
-
-    def work():
-        with recorder.part("load"):
-            pass
-
-    thread = threading.Thread(target=work, name="reader 7")
-    thread.start()
-    thread.join()
-    assert recorder.finish().tracks == ("reader 7",)

@@ -35,13 +35,6 @@ def test_they_answer_as_transformers_does(plain):
     assert list(stream.result.token_ids) == expected
 
 
-def test_they_decode_twice_from_one_prefill(plain):
-    prompt = make_prompt(TEXTS)
-    prefilled = plain.engine.prefill(prompt)
-    answers = [list(plain.engine.decode(prefilled, max_new_tokens=10).token_ids) for _ in range(2)]
-    assert answers == [plain.answer(prompt, 10)] * 2
-
-
 def test_their_logits_can_be_continued(plain):
     """The benches ask for this, of every model."""
     prompt = make_prompt(TEXTS)

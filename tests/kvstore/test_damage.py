@@ -3,8 +3,6 @@
 import errno
 import os
 import pickle
-import random
-import shutil
 import socket
 import sqlite3
 from dataclasses import replace
@@ -14,7 +12,6 @@ import pytest
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.index import FOREIGN, FileNames, Index
-from ragblend.kvstore.keys import ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.store import KVStore
 
@@ -252,68 +249,6 @@ def test_too_many_open_files_are_a_miss_but_not_the_values_fault(store, sample, 
     assert same(store.get(key, chunk.token_ids), chunk)
 
 
-def test_swapped_files_are_two_misses(store, sample, value_path):
-    first, second = sample(1), sample(2)
-    store.put(*first)
-    store.put(*second)
-    a, b = value_path(first[0]), value_path(second[0])
-    one, two = a.read_bytes(), b.read_bytes()
-    assert len(one) == len(two)
-    a.write_bytes(two)
-    b.write_bytes(one)
-    assert store.get(first[0], first[1].token_ids) is None
-    assert store.get(second[0], second[1].token_ids) is None
-    stats = store.stats()
-    assert (stats.misses, stats.quarantined, stats.entries) == (2, 2, 0)
-
-
-def test_the_same_text_under_another_key_is_not_taken(store, sample, value_path):
-    """Equal token ids encoded behind another prefix, or in another collection: only the key tells them apart."""
-    key, chunk = sample(1)
-    model = ModelFingerprint("cc" * 32, "bb" * 32, chunk.geometry, "{}")
-    other = chunk_key(model, (9,), "", chunk.token_ids)
-    store.put(key, chunk)
-    store.put(other, chunk)
-    value_path(other).write_bytes(value_path(key).read_bytes())
-    assert store.get(other, chunk.token_ids) is None
-    assert store.get(key, chunk.token_ids) is not None
-
-
-def test_a_missing_file_is_one_counted_miss(store, sample, value_path):
-    key, chunk = sample(1)
-    store.put(key, chunk)
-    value_path(key).unlink()
-    assert store.get(key, chunk.token_ids) is None
-    assert not store.contains(key)
-    assert store.stats().quarantined == 1
-    assert store.check() == []
-
-
-def test_random_damage_to_files_never_gives_a_wrong_value(store, sample, same, value_path):
-    """Truncations, flipped bits, zeroed and repeated blocks, at seeded places."""
-    seeded = random.Random(3)
-    key, chunk = sample(1, 20)
-    for _ in range(60):
-        store.put(key, chunk)
-        path = value_path(key)
-        data = bytearray(path.read_bytes())
-        start = seeded.randrange(len(data))
-        end = min(len(data), start + seeded.choice([1, 4, 64, 512]))
-        kind = seeded.randrange(4)
-        if kind == 0:
-            del data[start:]
-        elif kind == 1:
-            data[start] ^= 1 << seeded.randrange(8)
-        elif kind == 2:
-            data[start:end] = bytes(end - start)
-        else:
-            data[start:end] = data[: end - start]
-        changed = bytes(data) != path.read_bytes()
-        path.write_bytes(data)
-        found = store.get(key, chunk.token_ids)
-        assert found is None if changed else same(found, chunk)
-
-
 def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_path):
     key, chunk = sample(1)
     for _ in range(9):
@@ -322,48 +257,6 @@ def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_pat
         assert store.get(key, chunk.token_ids) is None
     assert store.stats().quarantined == 9
     assert len(list((root / "quarantine").iterdir())) == 4
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << (position % 8)
-    path.write_bytes(data)
-
-
-def index_survives(root, samples, same):
-    """Open, read, write, look after: right values or misses, named errors at most."""
-    try:
-        store = KVStore.open(root, 1 << 30)
-    except StoreError:
-        return 0
-    with store:
-        found = [store.get(key, chunk.token_ids) for key, chunk in samples]
-        for value, (_, chunk) in zip(found, samples, strict=True):
-            assert value is None or same(value, chunk)
-        for each in samples:
-            store.put(*each)
-        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
-        store.check()
-        store.gc()
-        return sum(value is not None for value in found)
-
-
-def test_flipped_bits_in_the_index(open_store, sample, same, root, tmp_path):
-    """A bit of SQLite's file at a time: at worst the index is set aside, and the values are entered anew."""
-    samples = [sample(seed) for seed in range(3)]
-    store = open_store()
-    for each in samples:
-        store.put(*each)
-    store.close()
-    used = [position for position, byte in enumerate((root / "cache.db").read_bytes()) if byte]
-    seeded = random.Random(11)
-    survived = 0
-    for position in [*range(0, 100, 9), *seeded.sample(used, 30)]:
-        damaged = tmp_path / str(position)
-        shutil.copytree(root, damaged)
-        flip(damaged / "cache.db", position)
-        survived += index_survives(damaged, samples, same)
-    assert survived > 100  # of 126: adopted, or never touched
 
 
 @pytest.mark.parametrize(
@@ -413,38 +306,6 @@ def test_values_that_are_damaged_are_not_adopted(open_store, sample, root, value
     store = open_store()
     assert list(store.keys()) == [good[0]]
     assert store.check() == []
-
-
-def test_an_index_ruined_while_open_gives_misses_and_named_errors_at_most(
-    open_store, sample, same, root, rows
-):
-    key, chunk = sample(1)
-    store = open_store()
-    store.put(key, chunk)
-    rows("PRAGMA wal_checkpoint(TRUNCATE)")
-    (root / "cache.db").write_bytes(b"ruin" * 4096)
-    refusals = []
-    for call in (  # SQLite has what it needs in memory, or not: then it must say so
-        lambda: store.get(key, chunk.token_ids) is None,
-        lambda: store.contains(key) is not None,
-        lambda: store.put(*sample(2)),
-        store.stats,
-        lambda: store.delete(key),
-        store.check,
-    ):
-        try:
-            assert call() is not False
-        except StoreError as error:
-            refusals.append(str(error))
-    assert all("cache.db" in message for message in refusals)
-    store.close()
-    again = open_store()
-    assert again.stats().quarantined == 1  # the index
-    assert again.get(key, chunk.token_ids) is None  # deleted, or refused and a miss
-    acknowledged = again.get(*(sample(2)[0], sample(2)[1].token_ids))
-    assert same(acknowledged, sample(2)[1]) or len(refusals) > 0
-    again.put(key, chunk)
-    assert same(again.get(key, chunk.token_ids), chunk)
 
 
 def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_store, sample, root, value_path):

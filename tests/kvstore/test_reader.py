@@ -28,22 +28,6 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_layers_land_in_slices_of_larger_tensors(store, sample, dtype):
-    geometry = Geometry(3, 2, 4, 6, dtype)
-    key, chunk = sample(1, 5, geometry)
-    store.put(key, chunk)
-    with store.open_chunk(key, chunk.token_ids) as reader:
-        assert (reader.token_ids, reader.start, reader.geometry) == (chunk.token_ids, chunk.start, geometry)
-        for layer in (2, 0, 1):
-            keys, values = fused_buffers(geometry, 12)
-            reader.read_layer(layer, keys[:, 4:9], values[:, 4:9])
-            for whole, expected in ((keys, chunk.keys[layer]), (values, chunk.values[layer])):
-                assert torch.equal(bits(whole[:, 4:9]), bits(expected))
-                assert (bits(whole[:, :4]) == 0x5A).all()
-                assert (bits(whole[:, 9:]) == 0x5A).all()
-
-
 def test_short_reads_are_continued(store, sample, same, monkeypatch):
     """preadv may stop anywhere: here after 7 bytes, in the middle of a head and of a number."""
     key, chunk = sample(2)

@@ -70,15 +70,6 @@ def test_putting_again_replaces(store, sample, same, root):
     assert store.check() == []
 
 
-def test_other_token_ids_are_a_miss_and_never_the_stored_kv(store, sample):
-    """Two texts under one key cannot be; if they are, the value is not to be trusted."""
-    key, chunk = sample(1)
-    store.put(key, chunk)
-    assert store.open_chunk(key, [*chunk.token_ids[:-1], chunk.token_ids[-1] ^ 1]) is None
-    stats = store.stats()
-    assert (stats.misses, stats.quarantined, stats.entries) == (1, 1, 0)
-
-
 def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sample, root, monkeypatch):
     """The order that makes an acknowledged value outlive a power cut: nothing else here could tell."""
     steps = []
@@ -113,23 +104,6 @@ def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sa
 
 
 # --- budget
-
-
-def test_the_budget_evicts_the_longest_unused_and_only_what_is_needed(open_store, sample, same):
-    samples = [sample(seed) for seed in range(5)]
-    size = Blob.of(*samples[0]).nbytes
-    store = open_store(budget_bytes=3 * size)
-    for each in samples[:3]:
-        store.put(*each)
-    assert store.get(samples[0][0], samples[0][1].token_ids)  # now 1 is the longest unused
-    store.put(*samples[3])
-    assert [store.contains(key) for key, _ in samples] == [True, False, True, True, False]
-    store.put(*samples[4])
-    assert [store.contains(key) for key, _ in samples] == [True, False, False, True, True]
-    stats = store.stats()
-    assert (stats.evictions, stats.entries, stats.bytes) == (2, 3, 3 * size)
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (samples[0], *samples[3:]))
-    assert store.check() == []
 
 
 def test_a_put_evicts_what_it_needs_and_a_bounded_number_beside(open_store, sample):

@@ -10,7 +10,6 @@ import pytest
 
 from ragblend.kvstore import layout
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import HALF_LIFE_USES, POLICIES, Entry, clock_after, computed, ranked, used
 from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
@@ -170,12 +169,6 @@ def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample,
         store.put(*sample(4))
         assert store.policy == "pgdsf"
         assert digests(store) == {sample(seed)[0].digest for seed in (0, 3, 4)}
-
-
-def test_an_unknown_policy_touches_nothing(root):
-    with pytest.raises(UsageError, match="'lrv' is unknown"):
-        KVStore.open(root, 1, policy="lrv")
-    assert not root.exists()
 
 
 def held_anywhere(root, digest):
