@@ -1,15 +1,20 @@
 """A tiny random Llama with a tokenizer of its own, on the real engine, and a few questions over the sample pages."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(
+    0, str(Path(__file__).parent / "engine")
+)  # importlib mode puts no folder of tests on the path
 
 TEXT = (
     "the tramway keeper rang a bell when low tide left the causeway dry and the engine named Dunlin burned sawdust "
     "until its boiler sang over marsh and harbour while children counted lamps along every crossing in winter rain"
 )
 WORDS = TEXT.split()
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
 def some_text(seed, words):
@@ -20,38 +25,9 @@ def some_text(seed, words):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """Four layers, a byte-level vocabulary, weights large enough that passages really change each other."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    import tiny_models
 
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([some_text(seed, 200) for seed in range(5)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture

@@ -61,24 +61,12 @@ def test_upsert_replaces_and_delete_forgives(index):
     assert index.node_ids() == {"b"}
 
 
-def test_survives_reopening(index, tmp_path):
-    index.upsert(["a"], unit(1))
-    index.close()
-    assert VectorIndex(tmp_path / "chroma", "default").node_ids() == {"a"}
-
-
 def test_collections_are_apart_even_with_short_names(index, tmp_path):
     other = VectorIndex(tmp_path / "chroma", "x")
     index.upsert(["a"], unit(1))
     other.upsert(["b"], unit(1))
     assert index.node_ids() == {"a"} and other.node_ids() == {"b"}
     other.close()
-
-
-def test_asking_for_more_than_there_is(index):
-    assert index.query(rows_of(1)[0], 3) == []
-    index.upsert(["a"], unit(1))
-    assert len(index.query(rows_of(1)[0], 99)) == 1
 
 
 def test_wrong_size_is_a_named_error(index):

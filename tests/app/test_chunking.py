@@ -29,15 +29,6 @@ def test_passages_hold_all_text_once_and_fit():
     assert [passage.index for passage in passages] == list(range(len(passages)))
 
 
-def test_location_spans_pages():
-    lengths = ("a", 2), ("b", 2), ("c", 2)
-    parts = [Part(sentences(*each), f"p. {n}") for n, each in enumerate(lengths, start=1)]
-    whole = cut(parts, 100)
-    assert [passage.location for passage in whole] == ["p. 1 – p. 3"]
-    apart = cut(parts, 16)
-    assert [passage.location for passage in apart] == ["p. 1", "p. 2", "p. 3"]
-
-
 def test_repeated_text_is_located_in_order():
     parts = [Part("Same words here again.", f"p. {n}") for n in range(4)]
     passages = cut(parts, 5)
@@ -47,12 +38,6 @@ def test_repeated_text_is_located_in_order():
 def test_without_places_passages_are_numbered():
     passages = cut([Part(sentences("a", 10), "")], 40)
     assert [passage.location for passage in passages] == ["part 1 of 2", "part 2 of 2"]
-
-
-def test_overlap_is_located_too():
-    passages = cut([Part(sentences("a", 10), "x")], 40, 8)
-    assert len(passages) > 1 and all(passage.location == "x" for passage in passages)
-    assert passages[0].text.split()[-7:] == passages[1].text.split()[:7]
 
 
 def test_one_endless_word_is_cut():

@@ -9,7 +9,6 @@ import sys
 import pytest
 import typer.main
 
-from ragblend import __version__
 from ragblend.app.cli import app, main
 
 CODE = "import sys; from ragblend.app.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -34,11 +33,6 @@ def test_help_shows_all_that_it_holds(capfd, monkeypatch):
         assert missing == [], path
         found += len(texts)
     assert found > 100
-
-
-def test_version(capfd):
-    assert main(["--version"]) == 0
-    assert capfd.readouterr().out == f"ragblend {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -74,22 +68,6 @@ def test_collections_are_listed_with_what_they_hold(two, told, capfd):
     ]
     assert two("collections") == 0
     assert "1 document" in capfd.readouterr().out
-
-
-def test_a_collection_is_taken_out_whole(two, told, capfd):
-    assert two("collections", "rm", "nosuch") == 2
-    assert "default, harbour" in capfd.readouterr().err
-    kept = two.engine.stored()
-    assert len(told("collections", "rm", "harbour")["removed"]) == 1 and two.engine.stored() < kept
-    assert [row["collection"] for row in told("collections")["collections"]] == ["default"]
-
-
-def test_all_documents_are_listed(two, told, capfd):
-    rows = told("docs", "list", "--all")["documents"]
-    assert [row["collection"] for row in rows] == ["default"] * 3 + ["harbour"]
-    assert two("docs", "list", "--all") == 0
-    assert "harbour:" in capfd.readouterr().out
-    assert two("docs", "list", "--all", "--collection", "harbour") == 2
 
 
 def test_the_doctor_sees_every_collection(two, open_workspace, capfd):

@@ -151,20 +151,6 @@ def test_stop_keeps_what_has_come(talks, chats, chat, engine):
     assert Hood.from_json(turn.message.report) is None
 
 
-def test_a_page_that_goes_away_stops_the_device_and_keeps_what_has_come(talks, chats, chat, engine):
-    pieces = iter(talks.ask(chat, SKY))
-    next(pieces)
-    pieces.close()
-    assert engine.stream_made.closed
-    assert chats.messages(chat)[1].text == "It " and chats.messages(chat)[1].report["stopped"] is True
-
-
-def test_everything_can_be_stopped_at_once(talks, chats, chat, engine):
-    turn = talks.ask(chat, SKY)
-    talks.stop_all()
-    assert engine.stream_made.closed and turn.message.text == "" and list(turn) == []
-
-
 def test_what_goes_wrong_is_kept_and_raised_and_the_conversation_goes_on(talks, chats, chat, engine):
     def fail(number):
         if number == 1:
@@ -374,17 +360,6 @@ def test_json_is_the_one_that_was_promised(talks):
     assert value["store"] == {"hits": 2, "misses": 0}
     nothing = talks.answer("Photosynthesis?").whole().to_json()
     assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
-
-
-def test_options_of_one_question(talks, workspaces):
-    workspaces.change(keep_tokens=9, repetition_penalty=1.4)
-    options = AskOptions((), "documents", "reuse", 0.5, 1, 7, 0.3, ANY)
-    engine = workspaces.first.engine
-    talks.answer("Photosynthesis?", options).whole()
-    prompt, *rest = engine.requests[0]
-    assert rest == ["reuse", 0.5, 7, 9, 0.3] and engine.penalties == [1.4]
-    assert len(prompt.chunks) == 1, "whatever is nearest"
-    assert workspaces.settings.top_k == 6, "one question changes no settings"
 
 
 def test_lost_index_says_what_to_do(talks, workspaces):

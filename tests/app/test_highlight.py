@@ -220,12 +220,3 @@ def test_a_damaged_document_says_so(sources, tmp_path, make):
 )
 def test_matching(text, page, found):
     assert find(text, fold(page)) == found
-
-
-@pytest.mark.parametrize(
-    ("part", "found"),
-    [((0, 11), [(11, 21)]), ((6, 20), [(17, 21), (0, 8)]), ((11, 22), [(0, 10)]), ((5, 6), None)],
-)
-def test_matching_a_part_where_lines_stand_in_another_order(part, found):
-    """The part may not be looked for by itself: `line` stands twice."""
-    assert find("first line\nother lines", fold("otherlines first line"), part) == found

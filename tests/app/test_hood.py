@@ -1,10 +1,6 @@
 """Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
 
-import json
-
-import pytest
-
-from ragblend.app.hood import NO_PROFILE, Hood, look, memory_bytes, segments_of
+from ragblend.app.hood import NO_PROFILE, look, segments_of
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
@@ -65,17 +61,6 @@ def test_a_prompt_that_was_not_fused_is_all_fresh():
     assert {run.kind for s in segments_of(PROMPT, "", LABELS) for run in s.runs} == {"fresh"}
 
 
-def test_json_round_trip():
-    hood = look_at(notice="Two did not fit.", profile=PROFILE)
-    assert Hood.from_json(json.loads(json.dumps(hood.to_json()))) == hood
-    assert hood.timeline[0].start_ms == 0.12
-
-
-@pytest.mark.parametrize("value", [{}, {"error": "x"}, {"hood": 2}])
-def test_other_reports_have_none(value):
-    assert Hood.from_json(value) is None
-
-
 def test_full_prefill_is_an_estimate_until_it_is_measured():
     def said(hood):
         return hood.full_prefill_ms, hood.full_prefill_is, hood.full_prefill_why
@@ -87,7 +72,3 @@ def test_full_prefill_is_an_estimate_until_it_is_measured():
 
 def test_retrieval_is_part_of_the_time_to_the_first_token():
     assert (look_at().ttft_ms, look_at().retrieve_ms) == (11.0, 3.0)
-
-
-def test_memory_is_this_processs():
-    assert 1024**2 < memory_bytes("cpu")["process"] < 1024**4

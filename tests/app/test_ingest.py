@@ -20,7 +20,7 @@ from ragblend.app.retrieval import nearest
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.gate import GateVerdict
 from ragblend.integrations.finding import MINIMUM
-from ragblend.kvstore.errors import LibraryError, StoreFullError, StoreLockedError
+from ragblend.kvstore.errors import StoreFullError
 
 WORKER = Path(__file__).parent / "ingest_worker.py"
 
@@ -65,15 +65,6 @@ def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
     assert len(report.unchanged) == 3
     assert second.embedder.embedded == [] and second.engine.encoded == []
     assert (report.embedded, report.encoded) == (0, 0)
-
-
-def test_touched_file_is_known_by_its_content(open_workspace, documents):
-    ingest(open_workspace(), [documents])
-    os.utime(documents / "sky.txt", (1, 1))
-    second = open_workspace()
-    assert len(ingest(second, [documents]).unchanged) == 3
-    assert second.embedder.embedded == [] and second.engine.encoded == []
-    assert second.library.document("default", str(documents / "sky.txt")).facts.mtime_ns == 10**9
 
 
 def test_changed_file_replaces_only_what_changed(open_workspace, documents):
@@ -300,20 +291,6 @@ def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
     vectors_of(workspace)
 
 
-def test_kv_is_announced_and_encoded_in_the_order_of_ingest(workspace, documents):
-    take_in(workspace, [documents])
-    seen = []
-    report = encode_missing(workspace, seen.append)
-    assert [kv.phase for kv in seen[:2]] == ["loading", "encoding"] and seen[1].done == 0
-    assert (seen[1].total, seen[1].nbytes) == (report.planned_passages, report.planned_bytes) != (0, 0)
-    assert report.with_kv == report.passages == report.encoded == len(nodes_of(workspace))
-    assert seen[-1].done == seen[-1].total and seen[-1].seconds_left == 0.0 and seen[-1].tokens_per_s > 0
-    nodes = list(workspace.library.nodes("default"))
-    passages = workspace.library.passages(nodes)
-    assert workspace.engine.encoded == [passages[node].text for node in nodes]
-    assert encode_missing(workspace).encoded == 0
-
-
 def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
     take_in(workspace, [documents])
     workspace.engine.room_bytes = 100
@@ -321,22 +298,6 @@ def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
     assert report.stopped == "budget" and 0 < report.encoded < report.passages
     assert report.message.startswith(f"budget reached: {report.encoded} of {report.passages} passages")
     assert len(workspace.engine.stored()) == report.encoded
-
-
-def test_interrupted_encoding_is_gone_on_with(open_workspace, documents):
-    first = open_workspace()
-
-    def interrupt(text):
-        if "Ovens" in text:
-            raise KeyboardInterrupt
-
-    first.engine.on_encode = interrupt
-    report = ingest(first, [documents])
-    assert report.interrupted and report.kv.stopped == "left" and len(report.added) == 3
-    second = open_workspace()
-    again = ingest(second, [documents])
-    assert len(again.unchanged) == 3 and again.encoded == report.kv.passages - report.encoded
-    assert_consistent(second)
 
 
 def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_workspace, documents):
@@ -404,24 +365,6 @@ def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, p
     assert clean.to_json()["unchanged"] == [str(path) for path in sorted(documents.iterdir())]
 
 
-def test_killed_while_encoding_the_next_run_goes_on(open_workspace, home, documents):
-    done = run_worker(home, "SIGKILL", "while-encoding", documents)
-    assert done.returncode == -signal.SIGKILL
-    second = open_workspace()
-    assert {document.state for document in second.library.documents("default")} == {State.DONE}
-    assert len(second.engine.stored()) == 1
-    report = ingest(second, [documents])
-    assert len(report.unchanged) == 3 and report.encoded == report.kv.passages - 1
-    assert_consistent(second)
-
-
-def test_ctrl_c_while_encoding_in_a_real_process(home, documents):
-    done = run_worker(home, "SIGINT", "while-encoding", documents)
-    value = json.loads(done.stdout)
-    assert done.returncode == 1 and value["interrupted"] and value["kv"]["stopped"] == "left"
-    assert "Askable now" in done.stderr and "on the disk" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
     done = run_worker(home, "SIGINT", "before-entering", documents)
     assert done.returncode == 1 and "Interrupted" in done.stderr and "Traceback" not in done.stderr
@@ -440,25 +383,6 @@ def test_killed_while_replacing_leaves_no_stale_node(open_workspace, home, docum
     ingest(second, [documents])
     assert len(nodes_of(second)) == 3
     assert_consistent(second)
-
-
-def test_second_writer_is_refused(open_workspace, documents):
-    first, second = open_workspace(), open_workspace()
-    with first.workspaces.writing(), pytest.raises(StoreLockedError, match=f"process {os.getpid()}"):
-        ingest(second, [documents])
-    assert second.library.documents("default") == []
-
-
-def test_damaged_index_is_named_and_loses_nothing(open_workspace, documents):
-    first = open_workspace()
-    ingest(first, [documents])
-    first.close()
-    (first.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
-    (documents / "new.txt").write_text("Something new under the sun.")
-    second = open_workspace()
-    with pytest.raises(LibraryError, match="store repair"):
-        ingest(second, [documents])
-    assert second.library.count_passages("default") >= 4
 
 
 def test_discovery_order_and_rules(tmp_path):

@@ -1,18 +1,13 @@
 """The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from app_fakes import SOON_S, until
 
 from ragblend.app.documents import State
 from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
-from ragblend.app.job_store import STATES, JobStore
 from ragblend.app.jobs import JobQueue
-from ragblend.app.progress import Pace
 from ragblend.app.uploads import safe_name
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
@@ -67,28 +62,6 @@ def long_file(folder, name, lines=6):
     said = "Boat {0} number {1} lies at quay {1} and carries {1} barrels of herring."
     (folder / name).write_text(" ".join(said.format(name, n) for n in range(lines)))
     return folder / name
-
-
-def test_everything_comes_in(jobs, workspaces, documents):
-    added = jobs.add([documents], "default")
-    assert (added.files, added.skipped, added.failed) == (3, (), ())
-    assert jobs.overview().counts["queued"] == 3 and not jobs.overview().running
-    finish(jobs)
-    assert set(states(jobs).values()) == {"done"}
-    assert documents_of(workspaces) == dict.fromkeys(states(jobs), State.DONE)
-    overview = jobs.overview()
-    assert (overview.total, overview.finished, overview.seconds_left, overview.running) == (3, 3, 0.0, False)
-    assert overview.files_per_minute > 0 and set(overview.counts) == set(STATES)
-    assert all(job.finished_at and job.size for job in jobs.page().jobs)
-
-
-def test_unchanged_files_are_not_read_again(jobs, workspaces, documents):
-    ingest(workspaces.of("default"), [documents])
-    embedded = len(workspaces.of("default").engine.encoded)
-    jobs.add([documents], "default")
-    finish(jobs)
-    assert set(states(jobs).values()) == {"unchanged"}
-    assert len(workspaces.of("default").engine.encoded) == embedded
 
 
 def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, workspaces, documents):
@@ -216,24 +189,6 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
     finish(jobs)
     assert states(jobs) == {"bread.md": "failed", "boats.txt": "done", "sky.txt": "done"}
     assert "ZeroDivisionError" in jobs.page(state="failed").jobs[0].reason
-
-
-def test_a_killed_process_loses_nothing(home, workspaces, documents):
-    """The queue, that is; test_ingest kills at every point of a file's way in."""
-    script = Path(__file__).parent / "jobs_worker.py"
-    arguments = [sys.executable, str(script), str(home), "before-index", str(documents)]
-    done = subprocess.run(arguments, capture_output=True, timeout=120, check=False)
-    assert done.returncode == -9, done.stderr.decode()
-    jobs = JobQueue(workspaces)
-    try:
-        assert jobs.overview().counts["queued"] == 2 and jobs.overview().counts["done"] == 1
-        jobs.start()
-        assert jobs.wait_idle(SOON_S) and set(states(jobs).values()) == {"done"}
-    finally:
-        jobs.close()
-    assert set(documents_of(workspaces).values()) == {State.DONE}
-    nodes = {node for ids, _ in workspaces.library.embeddings("default") for node in ids}
-    assert workspaces.of("default").engine.stored() == nodes == workspaces.of("default").index.node_ids()
 
 
 def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
@@ -364,18 +319,6 @@ def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, docum
     assert "no such file" in jobs.page(state="failed").jobs[0].reason
 
 
-def test_pages_are_searched_and_ordered(tmp_path):
-    store = JobStore(tmp_path / "jobs.sqlite")
-    store.add("ingest", "default", [(f"/docs/Größe {n}.txt", n) for n in range(5)])
-    store.finish(1, "done")
-    store.start(3, "parsing")
-    assert [job.id for job in store.page(None, "", 0, 10).jobs] == [3, 2, 4, 5, 1]
-    page = store.page("queued", "größe DOCS", 1, 1)
-    assert page.total == 3 and [job.id for job in page.jobs] == [4]
-    assert store.page(None, "größe 4", 0, 10).total == 1
-    store.close()
-
-
 def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("A word. " * 500)
     counted, count, workspace = [], engine.count_tokens, workspaces.of("default")
@@ -393,17 +336,6 @@ def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine,
     monkeypatch.setattr("ragblend.app.readers.read_document", read)
     with workspaces.writing(), pytest.raises(Cancelled):
         ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(reading))
-
-
-def test_pace():
-    pace = Pace()
-    assert pace.files_per_minute is None and pace.seconds_left(3) is None and pace.seconds_left(0) == 0.0
-    for _ in range(100):
-        pace.add(2.0)
-    assert pace.files_per_minute == 30 and pace.seconds_left(10) == 20
-    for _ in range(100):
-        pace.add(4.0)
-    assert pace.files_per_minute == 15, "only the last ones count"
 
 
 @pytest.mark.parametrize(

@@ -78,23 +78,6 @@ def test_a_failed_change_changes_nothing(library):
     assert library.stale(document) == []
 
 
-def test_interrupt_inside_a_transaction_rolls_back(library):
-    document, nodes = fill(library, "/a", ["one"])
-
-    def passages():
-        yield nodes[0], document, 0, "changed", "", b""
-        raise KeyboardInterrupt
-
-    def replace():
-        with library.transaction() as connection:
-            connection.execute("DELETE FROM chunks")
-            connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 1, ?, NULL)", passages())
-
-    with pytest.raises(KeyboardInterrupt):
-        replace()
-    assert [passage.node_id for passage in library.passages_of(document)] == nodes
-
-
 def test_removed_text_is_not_in_the_file_any_more(library):
     document, _ = fill(library, "/a", ["unmistakable words " * 20])
     fill(library, "/b", ["other"])
@@ -113,11 +96,6 @@ def test_find_by_id_path_and_name(library):
         library.find("default", "report.txt")
     with pytest.raises(LibraryError, match="docs list"):
         library.find("default", "nothing")
-
-
-def test_collections_are_apart(library):
-    fill(library, "/a", ["x"])
-    assert library.documents("other") == [] and library.count_passages("other") == 0
 
 
 def test_other_format_version_is_refused_untouched(tmp_path):

@@ -10,7 +10,6 @@ from hub_server import serve_hub
 
 from ragblend.app import models
 from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, Machine, ModelDownload, full_name, offers
-from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
@@ -69,26 +68,12 @@ def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
     assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
 
 
-def test_figures_grow_with_the_model():
-    found = offers(Machine(40 * GIGABYTE, **FAST))
-    assert [o.first_token_s for o in found] == sorted(o.first_token_s for o in found)
-    assert [o.tokens_per_s for o in found] == sorted((o.tokens_per_s for o in found), reverse=True)
-    half = offers(Machine(40 * GIGABYTE, 2, 5e12, 1e11))
-    assert half[0].first_token_s == pytest.approx(2 * found[0].first_token_s)
-
-
 def test_the_suggestions_can_be_true():
     """bfloat16 takes two bytes a parameter; all are free to use, and have room for six passages."""
     for model in SUGGESTIONS:
         assert model.download_bytes == pytest.approx(2 * model.parameters, rel=0.02)
         assert model.licence in {"Apache-2.0", "MIT"} and model.window >= 8192 and model.kv_bytes % 1024 == 0
     assert list(SUGGESTIONS) == sorted(SUGGESTIONS, key=lambda model: model.parameters)
-
-
-def test_this_machine_is_measured():
-    machine = models.this_machine("cpu", "float32")
-    assert machine.bytes_a_parameter == 4 and machine.free_bytes > 0
-    assert machine.flops_per_s > 0 and machine.bytes_per_s > 0
 
 
 def test_what_is_here_is_listed(told, home, tiny_model, hub_cache, tmp_path):
@@ -131,24 +116,6 @@ def test_a_suggestion_asks_nobody(told, hub):
     rows = told("models", "suggest")["models"]
     assert told("models", "list") and hub.asked == []
     assert all(row["first_token_s"] > 0 and row["tokens_per_s"] > 0 for row in rows)
-
-
-def test_a_model_of_the_hub_is_downloaded_used_and_left_again(cli, told, hub, home, capfd):
-    assert told("models", "use", "anna/tiny") == {"model": "anna/tiny", "before": "default"}
-    assert any("safetensors" in path for path in hub.asked)
-    assert Settings.load(home / "settings.toml").model == "anna/tiny"
-    assert cli("models", "list") == 0
-    assert "* hub" in capfd.readouterr().out
-    assert cli("models", "use", "default") == 0
-    assert Settings.load(home / "settings.toml").model == "default"
-    assert "`ragblend models use anna/tiny` goes back" in capfd.readouterr().out
-
-
-def test_a_path_is_kept_whole(cli, home, tiny_model, hub_cache, monkeypatch):
-    """From wherever the next command is given."""
-    monkeypatch.chdir(tiny_model.parent)
-    assert cli("models", "use", tiny_model.name) == 0
-    assert Settings.load(home / "settings.toml").model == str(tiny_model)
 
 
 def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
@@ -196,10 +163,6 @@ def test_a_picker_offers_each_once_and_what_is_in_use():
     labels = {name: label for label, name in choices}
     assert "here" in labels["default"] and "here" in labels[fitting[0].model.name]
     assert "to download" in labels[fitting[-1].model.name] and "15.2 GB" in labels[fitting[-1].model.name]
-
-
-def test_an_empty_home_has_no_models_of_its_own(tmp_path, hub_cache):
-    assert {one.kind for one in models.models_here(tmp_path / "models")} <= {"bundled"}
 
 
 def test_the_page_tells_a_newcomer_of_larger_ones():

@@ -3,8 +3,6 @@
 What is written is only what was changed, atomically, for this user only.
 """
 
-import dataclasses
-
 import pytest
 
 from ragblend.app.settings import KV_CODECS, Settings, save_settings, with_changes
@@ -22,16 +20,6 @@ def test_each_source_overrides_the_one_before(path):
     settings = Settings.load(path, environment, {"top_k": 5, "method": None})
     found = settings.model, settings.ratio, settings.top_k, settings.method
     assert found == ("file", 0.4, 5, "probe-shift")
-
-
-def test_no_file_means_defaults(tmp_path):
-    assert Settings.load(tmp_path / "none.toml", {}) == Settings()
-    assert (Settings().chunk_tokens, Settings().chunk_overlap, Settings().ratio) == (512, 0, 0.15)
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().ratio = 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """The whole story on the bundled models, nothing faked: documents in, answers out, KV reused, removed, mended."""
 
-import shutil
-
 import pytest
 
 from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.ingest import ingest
 from ragblend.app.removal import remove_document
-from ragblend.app.upkeep import check, repair
+from ragblend.app.upkeep import check
 from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import PromptTooLongError
 
 TIDES = (
     "The tide table of Harrow Sound is kept by the widow Marsh. High water comes twice a day, and the causeway is "
@@ -64,31 +61,6 @@ def test_stored_kv_is_reused_for_the_same_prompt(workspace):
     assert full.text.strip() and fused.text.strip()
 
 
-def test_a_lost_kv_is_a_miss_once(workspace):
-    key = next(iter(workspace.engine.store.keys()))
-    assert workspace.engine.store.delete(key) > 0
-    assert asked(workspace, QUESTION).report.misses == 1
-    assert workspace.engine.finish_background(timeout_s=120)
-    assert asked(workspace, QUESTION).report.misses == 0
-
-
-def test_question_longer_than_the_window(workspace):
-    with pytest.raises(PromptTooLongError, match="Shorten the question"):
-        asked(workspace, "why " * 9000)
-
-
-def test_repair_after_losing_index_and_kv(workspace):
-    for key in list(workspace.engine.store.keys()):
-        workspace.engine.store.delete(key)
-    workspace.index.close()
-    shutil.rmtree(workspace.home.chroma)
-    with workspace.workspaces.writing():
-        repaired = repair(workspace, lambda text: None)
-    assert repaired.vectors == repaired.encoded == workspace.library.count_passages("default")
-    assert check(workspace) == []
-    assert asked(workspace, QUESTION).report.misses == 0
-
-
 def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
     extra = folder / "extra.txt"
     extra.write_text("The lamp in the chapel burns seal oil, which the bishop sends in a blue jar.")
@@ -100,7 +72,3 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
         removed = remove_document(workspace, workspace.library.find("default", "extra.txt"))
     assert removed.bytes_freed > 0 and set(workspace.engine.store.keys()) == before
     assert check(workspace) == []
-
-
-def test_home_is_private_after_all_that(workspace):
-    assert workspace.home.loose_paths() == []

@@ -17,11 +17,6 @@ TRACE = Trace(
 )
 
 
-def test_json_is_what_the_trace_gives(tmp_path):
-    write_timeline(TRACE, "title", tmp_path / "trace.JSON")
-    assert json.loads((tmp_path / "trace.JSON").read_text()) == chrome_trace(TRACE)
-
-
 def test_the_picture_has_each_parts_colour_that_occurs_and_no_other(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     write_timeline(TRACE, "title", tmp_path / "trace.png")

@@ -46,38 +46,6 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(PNG)
 
 
-def test_a_second_run_measures_nothing_again_and_more_methods_extend_the_first(
-    bench, data_file, tmp_path
-) -> None:
-    arguments = ("--data", data_file, "--max-new-tokens", "4", "--json")
-    first = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
-    again = json.loads(bench("quality", *arguments, "--methods", "full,reuse").stdout)
-    assert again == first  # times included: nothing was measured again
-    bench("quality", *arguments, "--methods", "full,reuse,random", "--ratios", "0.3")
-    (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
-    records = [json.loads(line) for line in journal.read_text().splitlines() if line]
-    keys = [(record["question"], record["method"], record["ratio"]) for record in records]
-    assert len(keys) == len(set(keys)) == 4 * 3
-
-
-def test_the_report_is_one_page_with_its_picture_and_pairs(bench, data_file, tmp_path, monkeypatch) -> None:
-    from ragblend.engine.engine import Engine
-
-    methods = ("--methods", "full,reuse,epic", "--ratios", "0.3", "--compare", "epic,reuse")
-    arguments = ("quality", "--data", data_file, "--max-new-tokens", "4", *methods, "--json")
-    first = bench(*arguments)
-    out = tmp_path / "out"
-    names = {path.name for path in out.iterdir() if path.suffix in (".html", ".png", ".json")}
-    assert names == {"report.html", "quality.json", "quality.png"}
-    results = json.loads((out / "quality.json").read_text())
-    assert [(each["method"], each["against"]) for each in results["comparisons"]] == [("epic", "reuse")]
-    page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 1
-    monkeypatch.setattr(Engine, "prefill", lambda *_, **__: pytest.fail("measured again"))
-    assert json.loads(bench(*arguments).stdout) == json.loads(first.stdout)
-    assert (out / "report.html").read_text() == page
-
-
 def test_questions_with_exact_answers_say_so_and_go_on_where_they_stopped(bench, entries, tmp_path) -> None:
     numbers = ["1234567", "7654321", "1111111", "2222222"]
     for place, entry in enumerate(entries[:3]):
@@ -119,29 +87,6 @@ def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
     path.write_text(json.dumps(entries))
     with pytest.raises(PromptTooLongError, match=r"question 2 needs .* --skip"):
         bench(*arguments)
-
-
-def test_the_store_is_left_as_it_was(bench, data_file, home) -> None:
-    from ragblend.kvstore.store import KVStore
-
-    bench("quality", "--data", data_file, "--methods", "reuse", "--limit", "2", "--max-new-tokens", "2")
-    small = [
-        "--chunks",
-        "2",
-        "--tokens",
-        "16",
-        "--repeats",
-        "1",
-        "--methods",
-        "reuse",
-        "--no-memory",
-        "--data",
-    ]
-    bench("ttft", *small, data_file)
-    store = KVStore.open(home / "kv", 1 << 30)
-    assert list(store.keys()) == []
-    assert store.check() == []
-    store.close()
 
 
 def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
@@ -244,19 +189,6 @@ def test_a_seed_below_0_is_refused_before_anything_is_measured(bench, home) -> N
     assert done.exit_code == 2
     assert "--seed" in done.stderr
     assert not home.exists()
-
-
-def test_what_packed_kv_loses_is_measured_in_a_journal_of_its_own(
-    bench, data_file, tmp_path, monkeypatch
-) -> None:
-    arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--json")
-    raw = json.loads(bench(*arguments).stdout)
-    monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
-    packed = json.loads(bench(*arguments).stdout)
-    assert packed[0]["kl"] == raw[0]["kl"] == 0  # full prefill stores nothing
-    assert 0 < abs(packed[1]["kl"] - raw[1]["kl"]) < 0.1 * raw[1]["kl"]
-    assert len(list((tmp_path / "out").glob("quality-*.jsonl"))) == 2
-    assert json.loads((tmp_path / "out" / "quality.json").read_text())["environment"]["kv_codec"] == "int8"
 
 
 def test_packed_kv_is_measured_although_raw_kv_was_kept(bench, data_file, tmp_path, monkeypatch) -> None:

@@ -1,14 +1,11 @@
 """The questions file: read as it is meant, refused with the file, the place and the field."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from ragblend.app.bench.data import choose, load, without_repeats
+from ragblend.app.bench.data import choose, load
 from ragblend.kvstore.errors import UsageError
-
-MUSIQUE = Path(__file__).parents[2].parent / "shared" / "data" / "musique_dev.json"
 
 
 def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
@@ -20,14 +17,6 @@ def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
     assert questions[1].text == "What did the keeper do on day 1?"
     assert questions[1].answers == ("rang a bell", "day 1")
     assert questions[1].passages[2] == f"page 12\n{entries[1]['ctxs'][2]['text']}"
-
-
-def test_what_an_exact_answer_needs_may_be_said(data_file, entries) -> None:
-    entries[1] |= {"instruction": "\nIn figures.", "required": ["7", "8"], "task": "sums"}
-    data_file.write_text(json.dumps(entries))
-    plain, told, *_ = load(data_file).questions
-    assert (plain.instruction, plain.required, plain.task) == (None, (), "")
-    assert (told.instruction, told.required, told.task) == ("\nIn figures.", ("7", "8"), "sums")
 
 
 def test_skip_leaves_out_what_cannot_be_measured_and_says_it(data_file, entries) -> None:
@@ -66,23 +55,6 @@ def test_a_record_belongs_to_what_the_question_says_and_not_to_its_place(data_fi
     questions = load(data_file).questions
     assert {q.digest for q in choose(questions, seed=1)} == {q.digest for q in questions}
     assert choose(questions, passages=2)[0].digest != questions[0].digest
-
-
-def test_a_repeated_question_is_kept_once_and_said(entries, data_file) -> None:
-    data_file.write_text(json.dumps([*entries, entries[1] | {"answers": ["other"]}, entries[1], entries[1]]))
-    once = without_repeats(load(data_file).questions)
-    assert [question.index for question in once.questions] == [0, 1, 2, 3, 4]
-    assert [skipped.where for skipped in once.skipped] == [f"{data_file}, question {n}" for n in (5, 6)]
-    assert f"says the same as {data_file}, question 1;" in once.skipped[0].reason
-
-
-def test_what_a_question_is_called_in_messages_is_no_part_of_it(entries, data_file, tmp_path) -> None:
-    copy = tmp_path / "copy.json"
-    copy.write_text(json.dumps(entries))
-    (first, *_), (second, *_) = load(data_file).questions, load(copy).questions
-    assert first == second
-    assert first.digest == second.digest
-    assert (first.place, second.place) == (f"{data_file}, question 0", f"{copy}, question 0")
 
 
 @pytest.mark.parametrize("option", ["limit", "passages"])
@@ -149,19 +121,3 @@ def test_a_bad_file_is_named(tmp_path, content, said) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         load(path)
     assert str(path) in str(caught.value)
-
-
-def test_no_file_and_a_folder_are_named(tmp_path) -> None:
-    with pytest.raises(UsageError, match="there is no file"):
-        load(tmp_path / "none.json")
-    with pytest.raises(UsageError, match="cannot be read"):
-        load(tmp_path)
-
-
-def test_the_musique_file_loads_whole() -> None:
-    if not MUSIQUE.exists():
-        pytest.skip("the MuSiQue questions are not beside this checkout")
-    questions = load(MUSIQUE).questions
-    assert (len(questions), {len(q.passages) for q in questions}) == (75, {10})
-    assert questions[0].answers == ("Asian Man Records",)
-    assert len({q.digest for q in questions}) == 75

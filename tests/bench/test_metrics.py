@@ -127,8 +127,3 @@ def test_recovery_is_1_for_full_0_for_reuse_and_unknown_without_divergence() -> 
     assert metrics.recovery(0.2, 0.2) == 0
     assert metrics.recovery(0.3, 0.2) == pytest.approx(-0.5)
     assert metrics.recovery(0.0, 0.0) is None
-
-
-def test_shapes_that_differ_are_our_bug() -> None:
-    with pytest.raises(AssertionError):
-        metrics.kl_divergence(torch.zeros(2, 3), torch.zeros(3, 3))

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from ragblend.app.bench import quality
-from ragblend.app.bench.prefilling import BenchError, model_digest, stored, timed_prefill
+from ragblend.app.bench.prefilling import BenchError, stored, timed_prefill
 from ragblend.app.bench.records import Journal, run_digest
-from ragblend.app.bench.summary import summarise
 from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import PromptTooLongError
 
@@ -52,17 +51,6 @@ def test_a_stopped_run_goes_on_and_counts_nothing_twice(engine, questions, journ
     assert len(lines) == 16
 
 
-def test_a_resumed_run_says_the_same_as_one_in_one_go(engine, questions, journal, tmp_path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, questions, journal, progress=StopsAfter(5))
-    resumed, whole = Journal(journal.path), Journal(tmp_path / "whole.jsonl")
-    run(engine, questions, resumed)
-    run(engine, questions, whole)
-    for key, record in whole.records.items():
-        assert resumed.records[key].kl == pytest.approx(record.kl, abs=1e-6)
-        assert resumed.records[key].answer == record.answer
-
-
 def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal) -> None:
     run(engine, questions[:1], journal)
     whole = journal.path.read_text().rstrip("\n")
@@ -71,35 +59,6 @@ def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal
     assert len(cut.records) == 3
     run(engine, questions[:1], cut)
     assert len(Journal(journal.path).records) == 4
-
-
-def test_a_question_measured_once_is_not_touched_again(engine, questions, journal, monkeypatch) -> None:
-    run(engine, questions, journal)
-    monkeypatch.setattr(engine, "prefill", lambda *_, **__: pytest.fail("measured again"))
-    run(engine, questions, Journal(journal.path))
-
-
-def test_the_passages_stay_where_they_were_or_are_asked_to(engine, questions, journal) -> None:
-    engine.encode([questions[0].passages[1]])
-    (mine,) = engine.store.keys()
-    run(engine, questions[:1], journal)
-    assert list(engine.store.keys()) == [mine]
-    run(engine, questions[1:2], journal, keep_kv=True)
-    assert len(list(engine.store.keys())) == 4
-
-
-def test_rows_are_paired_over_exactly_these_questions(engine, questions, journal) -> None:
-    run(engine, questions, journal)
-    rows, comparisons = summarise(journal.records, questions[:3], VARIANTS, seed=0)
-    assert {row["n"] for row in rows} == {3}
-    by_method = {row["method"]: row for row in rows}
-    own = [journal.records[(question.digest, "reuse", None)].kl for question in questions[:3]]
-    assert by_method["reuse"]["kl"] == pytest.approx(sum(own) / 3)
-    low, high = by_method["reuse"]["kl_ci"]
-    assert min(own) <= low <= by_method["reuse"]["kl"] <= high <= max(own)
-    assert by_method["random"]["recomputed_fraction"] == pytest.approx(0.3, abs=0.01)
-    pairs = [(each["method"], each["against"]) for each in comparisons]
-    assert pairs == [("random", "reuse"), ("cacheblend", "reuse")]  # random was not run at cacheblend's 0.5
 
 
 def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives(engine, questions) -> None:
@@ -131,23 +90,6 @@ def test_teacher_forcing_gives_the_logits_of_a_plain_forward(engine, questions) 
         plain = model(torch.tensor([ids])).logits[0, len(prompt.token_ids) - 1 : -1]
     assert torch.allclose(reference.logits, plain, atol=1e-4)
     assert plain.argmax(-1).tolist() == list(reference.answer.token_ids)  # greedy, then
-
-
-def test_a_missing_passage_stops_the_run_because_it_would_look_perfect(engine, questions) -> None:
-    prompt = quality.build_prompt(engine, questions[0], 5)
-    engine.encode(list(questions[0].passages[:2]))
-    with pytest.raises(BenchError, match="2 of 3 passages"):
-        timed_prefill(engine, prompt, Variant("reuse"))
-    engine.finish_background()
-
-
-def test_a_model_that_cannot_be_fused_is_refused_because_it_would_look_perfect(engine, monkeypatch) -> None:
-    from ragblend.engine.gate import GateVerdict
-    from ragblend.engine.runtime import Runtime
-
-    monkeypatch.setattr(Runtime, "gate", GateVerdict(False, (), "it has no rotary positions"))
-    with pytest.raises(BenchError, match="no rotary positions"):
-        model_digest(engine)
 
 
 def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(

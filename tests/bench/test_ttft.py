@@ -9,7 +9,7 @@ from ragblend.app.bench.memory import peak_bytes
 from ragblend.app.bench.ttft import Plan, cut_texts
 from ragblend.app.bench.variants import Variant
 from ragblend.engine.config import Timings
-from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError
+from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
 
 SOURCE = (
     "A keeper counted forty lamps; naïve visitors — some from 東京 — asked why, and nobody answered. " * 3
@@ -21,13 +21,6 @@ def test_chunks_have_exactly_the_tokens_asked_for_and_differ(engine, chunks, tok
     texts = cut_texts(engine, SOURCE, chunks, tokens)
     assert len(set(texts)) == len(texts) == chunks
     assert [engine.count_tokens(text) for text in texts] == [tokens] * chunks
-
-
-def test_more_chunks_than_the_words_give_are_refused(engine) -> None:
-    with pytest.raises(UsageError, match="--data"):
-        cut_texts(engine, "one two", 30, 3)
-    with pytest.raises(UsageError, match="0 words"):
-        cut_texts(engine, " ", 1, 3)
 
 
 def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(engine, monkeypatch) -> None:
@@ -44,19 +37,6 @@ def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(
     assert all(set(each) == set(variants) for each in rounds)
     assert {each[0] for each in rounds} == set(variants)
     assert [(row["method"], row["repeats"]) for row in rows] == [("full", 3), ("reuse", 3), ("random", 3)]
-
-
-def test_cold_asks_for_every_chunk_to_be_dropped_before_every_prefill(engine, monkeypatch) -> None:
-    from ragblend.kvstore.blob import ChunkReader
-
-    dropped, drop = [], ChunkReader.drop_page_cache
-    listening = lambda self: dropped.append(self.header.key) or drop(self)  # noqa: E731
-    monkeypatch.setattr(ChunkReader, "drop_page_cache", listening)
-    ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("warm",), repeats=2))
-    assert dropped == []
-    ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), ("cold",), repeats=2))
-    assert len(dropped) == 2 * 3
-    assert len(set(dropped)) == 2
 
 
 def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypatch) -> None:
@@ -79,14 +59,6 @@ def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypa
         (row,) = ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
         assert len(by_prefills) == reads, cache
         assert row["predicted_ttft_ms"] is None  # nothing was profiled
-
-
-def test_retrieval_is_timed_when_there_is_an_index(engine) -> None:
-    asked = []
-    plan = Plan((Variant("reuse"),), (2,), (20,), ("warm",), repeats=2)
-    (row,) = ttft.run(engine, SOURCE, plan, retrieve=lambda question, top_k: asked.append(top_k))
-    assert asked == [2, 2, 2]
-    assert row["retrieve_ms"] >= 0
 
 
 def test_parts_are_medians_and_compute_is_what_is_left() -> None:
@@ -114,12 +86,3 @@ def test_the_child_measures_a_peak_and_refuses_another_one(engine, model_folder,
     assert stored.fused_kv_bytes <= peak < 100 << 20
     with pytest.raises(RagBlendError, match="4 chunks were not in the store"):
         peak_bytes(*reuse)
-
-
-def test_time_that_events_share_counts_once():
-    from ragblend.app.bench.ttft import busy_ms
-    from ragblend.engine.trace import TraceEvent
-
-    events = [TraceEvent("load", track, start, 2.0) for track, start in (("a", 0.0), ("b", 1.0), ("a", 5.0))]
-    assert busy_ms(events) == pytest.approx(5.0)
-    assert busy_ms([]) == 0

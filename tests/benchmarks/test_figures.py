@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.figures import Everything, app, correlations
+from benchmarks.figures import app
 from benchmarks.method_pictures import watched
 from ragblend.app.bench import quality
 from ragblend.app.bench.prefilling import stored
@@ -18,12 +18,6 @@ from ragblend.engine.selection import METHODS
 def prompt(engine, questions):
     with stored(engine, questions[0].passages):
         yield quality.build_prompt(engine, questions[0], 5)
-
-
-def watched_plan(engine, prompt):
-    policy, seen = watched(METHODS["reuse"])
-    engine.prefill(prompt, method=policy)
-    return seen.plan
 
 
 @pytest.mark.parametrize("method", [name for name, policy in METHODS.items() if policy.fixed_ratio is None])
@@ -46,31 +40,6 @@ def test_the_shares_that_are_watched_are_what_the_report_says_was_spent(engine, 
         assert spent < report.recomputed_fraction
     else:
         assert spent == pytest.approx(report.recomputed_fraction, abs=1e-6)
-
-
-def test_every_tokens_deviation_is_that_of_full_prefill_from_the_store(engine, prompt) -> None:
-    everything = Everything()
-    whole = engine.prefill(prompt, method=everything)
-    reused = engine.prefill(prompt, method="reuse")
-    full = engine.prefill(prompt, method="full")
-    assert torch.allclose(whole.logits, full.logits, atol=1e-4)
-    candidates = watched_plan(engine, prompt).candidates.nonzero().squeeze(1)
-    assert sorted(everything.deviations) == [0, 1, 2, 3]
-    for layer, found in everything.deviations.items():
-        apart = 0
-        for new, old in zip(
-            full.cache.span(layer, 0, 10_000), reused.cache.span(layer, 0, 10_000), strict=True
-        ):
-            apart = apart + (new[:, candidates] - old[:, candidates]).abs().sum(dim=(0, 2))
-        assert torch.allclose(found, apart, atol=1e-3)
-    assert everything.deviations[0].max() < 1e-3 < everything.deviations[1].min()
-
-
-def test_ranks_that_agree_correlate_and_those_of_layer_0_do_not_count() -> None:
-    rounding, *layers = (
-        torch.tensor(row) for row in ([1.0, 0, 0], [1.0, 2, 3], [10.0, 20, 300], [3.0, 2, 1])
-    )
-    assert correlations([rounding, *layers]) == pytest.approx([1, -1])
 
 
 def test_the_figures_are_written(model_folder, home, tmp_path, data_file) -> None:

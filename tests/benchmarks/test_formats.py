@@ -1,11 +1,10 @@
 """Other data sets' formats: converted as they are meant, refused with the file, the record and the field."""
 
 import json
-from itertools import pairwise
 
 import pytest
 
-from benchmarks.formats import PASSAGE_WORDS, PASSAGES, convert, split_parts
+from benchmarks.formats import PASSAGES, convert
 from ragblend.app.bench.data import load as load_file
 from ragblend.kvstore.errors import UsageError
 
@@ -83,20 +82,6 @@ def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -
     assert len(load(write(data)).questions) == 11
 
 
-def test_squads_rows_are_read_as_well(write) -> None:
-    rows = [
-        {
-            "context": f"It has {n} boats.",
-            "question": f"How many on {n}?",
-            "answers": {"text": [str(n)], "answer_start": [7]},
-        }
-        for n in range(3)
-    ]
-    questions = load(write(rows, lines=True)).questions
-    assert [question.answers for question in questions] == [("0",), ("1",), ("2",)]
-    assert {len(question.passages) for question in questions} == {3}
-
-
 @pytest.mark.parametrize(
     ("records", "lines", "said"),
     [
@@ -122,36 +107,3 @@ def test_what_is_missing_is_named_with_its_record(records, lines, said, write) -
     with pytest.raises(UsageError, match=said) as caught:
         load(path)
     assert str(path) in str(caught.value)
-
-
-def test_what_is_no_json_or_empty_is_named_or_left_to_the_product(write) -> None:
-    path = write([longbench(), longbench(input="  ")], lines=True)
-    with pytest.raises(UsageError, match="question 1: 'question' is empty"):
-        load(path)
-    assert len(load(path, skip=True).questions) == 1
-    path.write_text(path.read_text() + "\n\n{broken\n")
-    with pytest.raises(UsageError, match="line 4 is not JSON"):
-        load(path)
-
-
-def test_a_named_format_is_not_guessed(write) -> None:
-    path = write(squad())
-    with pytest.raises(UsageError, match="question 0: the field 'context' is missing"):
-        load(path, "longbench")
-    with pytest.raises(UsageError, match="--format: 'csv' is unknown"):
-        load(path, "csv")
-
-
-def test_packing_keeps_every_word_and_the_limit() -> None:
-    pieces = [f"p{n} " + "w " * (37 * n % 900) for n in range(40)]
-    packed = split_parts("\n\n".join(pieces), 300)
-    assert " ".join(packed).split() == " ".join(pieces).split()
-    assert max(len(passage.split()) for passage in packed) <= 300
-    assert min(len(a.split()) + len(b.split()) for a, b in pairwise(packed)) > 300
-
-
-def test_few_shot_examples_share_passages_and_numbered_passages_do_not() -> None:
-    examples = "".join(f"Dialogue: a{n}\nSummary: b\n" for n in range(40))
-    assert len(split_parts(examples)) == 1
-    assert len(split_parts("".join(f"Passage {n}:\nshort\n" for n in range(40)))) == 40
-    assert max(len(part.split()) for part in split_parts("one " * 5000)) == PASSAGE_WORDS

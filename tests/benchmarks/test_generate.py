@@ -1,7 +1,6 @@
 """Generated questions: the same for the same seed, as long as asked, and their exact answers really are in the text."""
 
 import re
-from itertools import pairwise
 
 import pytest
 
@@ -78,22 +77,6 @@ def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
         assert len(re.findall("was born in", text)) == 4
 
 
-def test_filler_holds_nothing_that_could_be_taken_for_an_answer() -> None:
-    for question in made("single_needle,n=5,tokens=3000", "two_hop,n=5,tokens=3000"):
-        text = re.sub(r"[^.]*(magic number|harbour master|was born)[^.]*\.", "", text_of(question))
-        assert not re.search(r"\d", text)
-        assert not any(answer.lower() in text.lower() for answer in question.required)
-
-
-def test_needles_are_spread_over_the_whole_text() -> None:
-    places = []
-    for question in made("single_needle,n=60,tokens=800,chunk=200"):
-        text = text_of(question)
-        places.append(text.index("magic number") / len(text))
-    assert min(places) < 0.15 < 0.85 < max(places)
-    assert max(b - a for a, b in pairwise(sorted(places))) < 0.3
-
-
 def test_a_family_is_all_its_tasks_and_specs_add_up() -> None:
     specs = parse_specs(["ruler,n=2,tokens=900", "ruler:multi_key,items=6", "two_hop"])
     assert [spec.task for spec in specs] == [*RULER, "multi_key", "two_hop"]
@@ -121,9 +104,3 @@ def test_a_family_is_all_its_tasks_and_specs_add_up() -> None:
 def test_a_wrong_spec_is_named(spec, said) -> None:
     with pytest.raises(UsageError, match=said):
         parse_specs([spec])
-
-
-@pytest.mark.parametrize("spec", ["multi_key,tokens=60", "two_hop,tokens=20"])
-def test_no_room_is_named(spec) -> None:
-    with pytest.raises(UsageError, match="no room for"):
-        made(spec)

@@ -3,29 +3,18 @@
 A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
 """
 
-import json
-import sys
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import modes
-from benchmarks.modes import measuring
-from benchmarks.quality import MODES, app, modes_of, parse
-from ragblend.app.bench import quality
+from benchmarks.quality import modes_of, parse
 from ragblend.app.bench.prefilling import BenchError, stored
-from ragblend.app.bench.records import Journal, Record
-from ragblend.app.bench.summary import summarise
-from ragblend.app.bench.variants import Variant
 from ragblend.integrations import calls as calls_module
 from ragblend.integrations.backend import Backend
-from ragblend.kvstore.errors import PromptTooLongError, UsageError
+from ragblend.kvstore.errors import UsageError
 
 pytest.importorskip("langchain_classic", reason="LangChain's chains are not installed")
-
-UNDEFINED = {"kl", "kl_ci", "top1", "exact_match", "exact_match_ci", "recomputed_fraction", "recovery"}
-VARIANTS = (Variant("full"), Variant("cacheblend", 0.5), *(Variant(mode) for mode in MODES))
 
 
 def mode_of(name, ratio=None):
@@ -95,97 +84,7 @@ def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, qu
     assert len(registry) == 0
 
 
-def test_a_prompt_of_a_mode_that_is_too_long_names_question_and_mode(
-    engine, questions, tmp_path, monkeypatch
-) -> None:
-    question = questions[0]
-    enough = len(quality.build_prompt(engine, question, 2).token_ids) + 2
-    # Full prefill's prompt just fits; the examples in LangChain's do not.
-    monkeypatch.setattr(type(engine.runtime), "context_window", property(lambda _: enough))
-    journal = Journal(tmp_path / "journal.jsonl")
-    with pytest.raises(PromptTooLongError, match="question 0, map_rerank: the prompt has "):
-        run_modes(engine, [question], journal, ("map_rerank",))
-
-
 # --- in the run
-
-
-def run_modes(engine, questions, journal, names=MODES, **more):
-    others = {Variant(name): measuring(mode_of(name)) for name in names}
-    chosen = [each for each in VARIANTS if each in others or len(names) > 1]
-    quality.run(engine, questions, chosen, journal, max_new_tokens=2, others=others, **more)
-
-
-def test_modes_stand_in_the_same_rows_and_what_is_not_defined_is_null(engine, questions, tmp_path) -> None:
-    journal = Journal(tmp_path / "quality.jsonl")
-    run_modes(engine, questions[:2], journal)
-    rows, comparisons = summarise(journal.records, questions[:2], (*VARIANTS, Variant("full")), seed=0)
-    by_method = {row["method"]: row for row in rows}
-    assert len({frozenset(row) for row in rows}) == 1  # every row has the same names
-    for mode in MODES:
-        row = by_method[mode]
-        assert {name for name in UNDEFINED if row[name] is None} == UNDEFINED
-        assert row["prompt_tokens"] > by_method["full"]["prompt_tokens"]
-        assert 0 <= row["f1"] <= 1
-        assert row["gold_match"] is not None
-        records = [journal.records[each.digest, mode, None] for each in questions[:2]]
-        assert row["speedup"] == pytest.approx(sum(r.full_ttft_ms / r.ttft_ms for r in records) / 2)
-    for method in ("full", "cacheblend"):
-        row = by_method[method]
-        assert (row["calls"], row["unscored"]) == (1, None)
-        assert 1 <= row["generated_tokens"] <= 2
-        assert None not in (row["kl"], row["top1"], row["exact_match"], row["recomputed_fraction"])
-    assert comparisons == []
-
-
-def test_a_mode_on_a_method_is_compared_with_no_control(questions) -> None:
-    """It has a ratio, as what is compared has, but no divergence."""
-    variants = [Variant("reuse"), Variant("refine+cacheblend", 0.5)]
-    nothing = {"f1": 0.5, "rouge_l": 0.5, "gold_match": False, "ttft_ms": 1.0, "full_ttft_ms": 2.0}
-    measured = [{"kl": 0.1, "top1": 1.0, "exact_match": True, "recomputed_fraction": 0.0}]
-    measured.append(dict.fromkeys(measured[0]))
-    records = [
-        Record(questions[0].digest, each.method, each.ratio, **known, **nothing, prompt_tokens=9, answer="")
-        for each, known in zip(variants, measured, strict=True)
-    ]
-    rows, comparisons = summarise({each.key: each for each in records}, questions[:1], variants, seed=0)
-    assert comparisons == []
-    assert [row["kl"] for row in rows] == [0.1, None]
-
-
-def test_a_stopped_run_with_modes_goes_on_and_asks_nothing_twice(engine, questions, tmp_path) -> None:
-    steps = []
-
-    def stop(done, total):
-        steps.append(total)
-        if done == 7:
-            raise KeyboardInterrupt
-
-    journal = Journal(tmp_path / "quality.jsonl")
-    with pytest.raises(KeyboardInterrupt):
-        run_modes(engine, questions[:2], journal, progress=stop)
-    kept, resumed = dict(journal.records), Journal(journal.path)
-    assert len(kept) == resumed.resumed == 7
-    run_modes(engine, questions[:2], resumed, progress=lambda done, total: steps.append(total))
-    assert (steps[0], steps[-1]) == (10, 3)
-    assert kept.items() <= resumed.records.items()
-    assert len([line for line in journal.path.read_text().splitlines() if line]) == 10
-
-
-def test_a_journal_of_before_there_were_modes_is_read_and_its_unknown_counts_are_null(
-    engine, questions, tmp_path
-) -> None:
-    path, question = tmp_path / "quality.jsonl", questions[0]
-    quality.run(engine, [question], [Variant("full"), Variant("reuse")], Journal(path), max_new_tokens=2)
-    newer = {"generated_tokens", "calls", "unscored"}
-    old = [json.loads(line) for line in path.read_text().splitlines() if line]
-    old = [{name: value for name, value in line.items() if name not in newer} for line in old]
-    path.write_text("".join(f"\n{json.dumps(line)}\n" for line in old))
-    journal = Journal(path)
-    assert journal.resumed == 2
-    rows, _ = summarise(journal.records, [question], [Variant("full"), Variant("reuse")], seed=0)
-    assert [(row["generated_tokens"], row["calls"]) for row in rows] == [(None, 1), (None, 1)]
-    assert rows[1]["kl"] == old[[line["method"] for line in old].index("reuse")]["kl"]
 
 
 # --- LangChain's chains, with a model whose words and times are known
@@ -278,51 +177,6 @@ def test_extracts_that_never_get_shorter_end_in_a_named_error(ask, words) -> Non
 
 
 # --- as it is typed
-
-
-@pytest.fixture
-def bench(model_folder, home, tmp_path, data_file):
-    def run(*arguments):
-        where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
-        line = [*where, "--output", tmp_path / "out", "--data", data_file, *arguments]
-        return CliRunner().invoke(app, [str(part) for part in line], catch_exceptions=False)
-
-    return run
-
-
-def test_the_table_has_dashes_and_the_json_nulls(bench, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(modes, "EXTRACT_TOKENS", 4)
-    arguments = ("--limit", "1", "--max-new-tokens", "3", "--methods", "full,refine,map_rerank")
-    done = bench(*arguments)
-    (line,) = [line for line in done.stdout.splitlines() if "refine" in line]
-    cells = [cell.strip() for cell in line.split("│")[1:-1]]
-    assert cells[:7] == ["refine", "", "–", "–", "1", "–", "–"]
-    assert "map_rerank: 100.0% of its answers came without a score" in done.stderr
-    rows = json.loads(bench(*arguments, "--json").stdout)
-    assert [row["method"] for row in rows] == ["full", "refine", "map_rerank"]
-    assert rows[1]["kl"] is None
-    assert json.loads((tmp_path / "out" / "quality.json").read_text())["settings"]["modes"]["score_tokens"]
-    assert (tmp_path / "out" / "quality.png").exists()
-
-
-def test_an_updated_langchain_is_measured_again(bench, tmp_path, monkeypatch) -> None:
-    """And modes alone need no ratio, and draw no picture of divergences."""
-    arguments = ("--limit", "1", "--max-new-tokens", "2", "--methods", "refine", "--ratios", "", "--json")
-    (row,) = json.loads(bench(*arguments).stdout)
-    assert (row["method"], row["ratio"], row["n"]) == ("refine", None, 1)
-    assert not (tmp_path / "out" / "quality.png").exists()
-    changed = modes.settings() | {"langchain-classic": "99"}
-    monkeypatch.setattr(modes, "settings", lambda: changed)
-    bench(*arguments)
-    assert len(list((tmp_path / "out").glob("quality-*.jsonl"))) == 2
-
-
-def test_a_missing_langchain_is_named_before_any_model_is_loaded(bench, home, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks.modes", None)
-    with pytest.raises(UsageError, match=r"'refine' needs .*pip install 'ragblend\[langchain\]'$"):
-        bench("--methods", "full,refine")
-    assert not home.exists()
-    bench("--methods", "full", "--limit", "1", "--max-new-tokens", "1")  # who asks for no mode needs none
 
 
 def test_modes_are_named_alone_and_with_a_method() -> None:

@@ -18,7 +18,6 @@ from benchmarks.store_replay import (
     replay,
 )
 from benchmarks.store_traces import Trace, check_kind, make_trace
-from ragblend.engine.controller import DeviceProfile
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.policy import PrefillProfile
 
@@ -67,31 +66,6 @@ def test_a_trace_is_its_arguments_and_seed(kind):
     assert (first.popularity is None) == (kind == "drift")
 
 
-def test_three_percent_of_the_documents_take_sixty_percent_of_mmlus_requests():
-    trace = make_trace("mmlu", "passages", 1000, 20_000, 1, 0)
-    counts = sorted((sum(request == [d] for request in trace.requests) for d in range(1000)), reverse=True)
-    assert sum(counts[:30]) / 20_000 == pytest.approx(0.6, abs=0.02)
-
-
-def test_drift_makes_other_documents_popular():
-    requests = make_trace("drift", "passages", 1000, 8000, 1, 0).requests
-    heads = [
-        {d for d in range(1000) if requests[start : start + 2000].count([d]) > 20} for start in (0, 2000)
-    ]
-    assert min(map(len, heads)) >= 10
-    assert len(heads[0] & heads[1]) < 5
-
-
-def test_lengths_vary_as_said():
-    documents = make_trace("mmlu", "documents", 2000, 40, 1, 0).tokens
-    passages = make_trace("mmlu", "passages", 2000, 40, 1, 0).tokens
-    assert min(documents) >= 64
-    assert max(documents) <= 4096
-    assert sorted(documents)[1000] == pytest.approx(600, rel=0.1)
-    assert max(passages) <= 512
-    assert sum(length < 400 for length in passages) / 2000 == pytest.approx(0.2 * 368 / 481, abs=0.03)
-
-
 @pytest.mark.parametrize("kind", ["", "zipf:x", "zipf:nan", "zipf:9", "mmlu:1"])
 def test_unknown_traces_are_refused(kind):
     with pytest.raises(UsageError, match="--traces"):
@@ -133,36 +107,6 @@ def test_behind_a_miss_nothing_counts_where_only_prefixes_serve():
     assert replay(trace, cache("lru", 1000, TreeCache), MACHINE, prefix=True).hit_rate == pytest.approx(2 / 6)
 
 
-@pytest.mark.parametrize("policy", ["lru", "pgdsf"])
-def test_only_leaves_of_the_tree_are_evicted(policy, monkeypatch):
-    trace = make_trace("mmlu", "documents", 60, 600, 3, 0)
-    tier = cache(policy, 4000, TreeCache)
-    put = tier.put
-
-    def checked(name, tokens, cost):
-        put(name, tokens, cost)
-        stored = set(tier.stored)
-        assert all(path.rpartition("/")[0] in stored for path in stored if "/" in path)
-
-    monkeypatch.setattr(tier, "put", checked)
-    assert 0 < replay(trace, tier, MACHINE, prefix=True).hit_rate < 1
-
-
-def test_whoever_knows_popularity_finds_most():
-    trace = make_trace("mmlu", "documents", 300, 4000, 1, 0)
-    rates = {name: run(name, trace, 0.08).hit_rate for name in [*POLICIES, "oracle"]}
-    assert max(rates, key=rates.__getitem__) == "oracle"
-
-
-@pytest.mark.parametrize("top_k", [1, 5])
-def test_counts_that_outlive_eviction_are_worth_their_memory(top_k):
-    """At a small budget, as in RAGCache: PGDSF against LRU and against the same clock without such counts."""
-    trace = make_trace("mmlu", "passages", 500, 6000, top_k, 0)
-    rates = {name: run(name, trace, 0.05).hit_rate for name in ("lru", "gdsf-size", "pgdsf")}
-    assert rates["pgdsf"] > 1.05 * rates["lru"]
-    assert rates["pgdsf"] > rates["gdsf-size"]
-
-
 # --- the command
 
 
@@ -196,13 +140,6 @@ def test_store_prints_rows_comparisons_and_settings_and_writes_files(bench, tmp_
     prefixes = bench("--traces", "mmlu", "--top-k", "3", "--budgets", "16", "--reuse", "prefix", "--json")
     assert {row["policy"] for row in json.loads(prefixes.stdout)["rows"]} == set(POLICIES)  # no oracle
     assert {row["against"] for row in found["comparisons"]} == {"lru", "gdsf", "gdsf-size"}
-
-
-def test_a_measured_profile_is_what_times_come_from(bench, tmp_path):
-    DeviceProfile("a device", FLAT, ()).save(tmp_path / "profile.json")
-    options = "--traces", "mmlu", "--top-k", "1", "--budgets", "8", "--profile", tmp_path / "profile.json"
-    done = bench(*options, "--json")
-    assert json.loads(done.stdout)["settings"]["profile"]["about"] == "2 ms a token"
 
 
 @pytest.mark.parametrize(

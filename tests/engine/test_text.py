@@ -144,12 +144,6 @@ def test_the_canonical_prefix_is_what_stands_before_the_first_passage(tokenizer)
     assert len(prompt.prefix_ids) > 10
 
 
-def test_a_chat_prompt_without_passages(tokenizer):
-    prompt = Tokenizing(tokenizer).chat_prompt(None, [], "who?", [])
-    assert prompt.chunks == []
-    assert "who?" in "".join(segment.text for segment in prompt.segments)
-
-
 # --- settings
 
 

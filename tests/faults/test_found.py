@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -46,27 +45,6 @@ def test_an_index_that_cannot_be_opened_is_a_named_error(three, monkeypatch):
         patch.setattr(sqlite3, "connect", refuse)
         with pytest.raises(StoreError, match=r"cache\.db"):
             KVStore.open(three, BUDGET)
-
-
-@pytest.mark.parametrize("entered", [0, 1])
-def test_an_adoption_that_was_killed_begins_again(three, monkeypatch, entered):
-    """Killed after the new index was made and before all values were in it: the next open swept them away."""
-    (three / "cache.db").write_bytes(b"ruin" * 2000)
-    taken = 0
-
-    def killed(*arguments):
-        nonlocal taken
-        taken += 1
-        if taken > entered:
-            raise KeyboardInterrupt
-        return True
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ragblend.kvstore.upkeep._is_sound", killed)
-        with pytest.raises(KeyboardInterrupt):
-            KVStore.open(three, BUDGET)
-    with KVStore.open(three, BUDGET) as store:
-        assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]
 
 
 def test_a_store_that_another_process_begins_meanwhile_is_a_store(root, monkeypatch):
@@ -116,38 +94,6 @@ def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
             put(store, number)
         held.append(sum(path.stat().st_size for path in (root / "values").glob("*/*")))
     assert max(held) <= budget + VALUE_BYTES
-
-
-def use_all(root, numbers):
-    with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
-        return [version_read(store, number, {0, None}) is not None for number in numbers]
-
-
-def test_a_clock_that_ran_ahead_does_not_freeze_the_store(root, monkeypatch):
-    """Values used in 2100 stayed for ever once the clock was set right, and each new one was the first to go."""
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: 4.1e9)
-        with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
-            for number in range(3):
-                put(store, number)
-        use_all(root, [0, 1, 2])
-    for number in (3, 4, 5):
-        with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
-            put(store, number)
-    assert use_all(root, range(6)) == [False, False, False, True, True, True]
-
-
-def test_a_clock_that_goes_back_while_the_store_is_open(root, monkeypatch):
-    """A new value was stamped with the clock as it was, older than all the others, and went first."""
-    with KVStore.open(root, 3 * VALUE_BYTES, policy="lru") as store:
-        for number in range(3):
-            put(store, number)
-            version_read(store, number, {0})
-        monkeypatch.setattr(time, "time", lambda: 1e9)
-        put(store, 3)
-        put(store, 4)
-    monkeypatch.undo()
-    assert use_all(root, range(5)) == [False, False, True, True, True]
 
 
 def test_a_store_that_was_moved_while_open(root, tmp_path):

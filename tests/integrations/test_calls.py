@@ -20,19 +20,6 @@ def test_the_last_layer_that_says_something_wins():
     assert call({"max_new_tokens": 9}, {"max_completion_tokens": 6}).arguments == {"max_new_tokens": 6}
 
 
-@pytest.mark.parametrize(
-    ("told", "temperature"),
-    [
-        ({"do_sample": True}, 1.0),
-        ({"do_sample": True, "temperature": 0.0}, 1.0),
-        ({"do_sample": True, "temperature": 0.4}, 0.4),
-        ({"do_sample": False, "temperature": 0.4}, 0.0),
-    ],
-)
-def test_do_sample_is_said_by_the_temperature(told, temperature):
-    assert call({"temperature": 0.2}, told).arguments == {"temperature": temperature}
-
-
 NEUTRAL = {
     "n": 1,
     "stream_usage": True,

@@ -83,19 +83,6 @@ def test_found_where_it_stands(home, registry):
     assert node_id_of(Passage(HARBOUR, "")) == ""
 
 
-def test_add_counts_what_is_new_and_replaces(registry):
-    assert registry.add([]) == 0
-    # The last counts.
-    assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "h"), Passage(CRANE, "h")]) == 1
-    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
-    assert registry.add([Passage(CRANE, "h")]) == 0
-    assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")]) == 2
-    assert names(registry.find(HARBOUR + CRANE)) == ["h", "c"]
-    assert registry.add([Passage("too short", "h")]) == 0  # it has another text now, which is not looked for
-    assert names(registry.find(HARBOUR + CRANE)) == ["c"]
-    assert len(registry) == 1
-
-
 def test_one_text_of_several_nodes(registry):
     assert registry.add([Passage(HARBOUR, "z"), Passage(HARBOUR, "b"), Passage(HARBOUR, "y")]) == 3
     assert names(registry.find(HARBOUR)) == ["b"]
@@ -124,23 +111,6 @@ def test_positions_are_python_characters(registry, text):
     around = f"\U0001f680\U0001f680 {text} \U0001f680"
     assert registry.find(around) == [Found(3, 3 + len(text), "n\udcff\u00e9")]
     assert registry.find("\U0001f600" * 9 + "e\u0301" * 5 + "\0" * 15 + "\u00e9" * 12) == []
-
-
-def test_a_collection_sees_its_own(home, registry):
-    papers = PassageRegistry.open(home, "papers")
-    registry.add([Passage(HARBOUR, "h")])
-    papers.add([Passage(CRANE, "c"), Passage(HARBOUR, "other")])
-    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
-    assert names(papers.find(HARBOUR + CRANE)) == ["other", "c"]
-    assert papers.remove(["h"]) == 0
-    assert (len(registry), len(papers)) == (1, 2)
-    papers.close()
-
-
-def test_one_object_in_a_process(home, registry, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert PassageRegistry.open(home.relative_to(tmp_path)) is registry
-    assert PassageRegistry.open(home, "papers") is not registry
 
 
 def test_changes_of_others_are_noticed(registry, other):
@@ -255,20 +225,6 @@ def test_a_ruined_file_is_made_anew(home, registry, ruin, use, caplog):
     assert names(registry.find(HARBOUR)) == ["h"]
     assert caplog.text.count("damaged") == 1
     assert stat.S_IMODE(registry.path.stat().st_mode) == 0o600
-
-
-def test_a_schema_that_is_no_text_any_more(registry, caplog):
-    """SQLite quotes it in its message, which Python cannot decode: the error is none of sqlite3's own."""
-    registry.add([Passage(HARBOUR, "h")])
-    sql = sqlite3.connect(registry.path, isolation_level=None)
-    sql.execute("PRAGMA writable_schema = ON")
-    sql.execute("UPDATE sqlite_master SET sql = CAST(X'4352454154452054FFFE' AS TEXT) WHERE type = 'table'")
-    sql.execute("PRAGMA schema_version = 4711")
-    sql.close()
-    assert registry.find(HARBOUR) == []
-    assert caplog.text.count("damaged") == 1
-    assert registry.add([Passage(HARBOUR, "h")]) == 1
-    assert names(registry.find(HARBOUR)) == ["h"]
 
 
 def test_a_new_file_in_the_place_of_the_old_one_is_used(registry, other):

@@ -38,26 +38,6 @@ def test_chunks_between_literals(registry):
     assert resolve([], registry) == resolve(["", Passage("", "x")], registry) == ()
 
 
-def test_adjacent_texts_are_one_text(registry):
-    registry.add([Passage(HARBOUR, "h")])
-    assert resolve(["A " + HARBOUR[:9], "", HARBOUR[9:] + " B"], registry) == (
-        text("A "),
-        Chunk(HARBOUR, "h"),
-        text(" B"),
-    )
-    # A passage between them parts them.
-    pieces = [HARBOUR[:9], Passage("short", "s"), HARBOUR[9:]]
-    assert resolve(pieces, registry) == (text(HARBOUR[:9]), Chunk("short", "s"), text(HARBOUR[9:]))
-
-
-def test_a_passage_is_a_chunk_as_it_stands(registry):
-    registry.add([Passage(HARBOUR, "h")])
-    assert resolve([Passage(HARBOUR + CRANE, "both"), Passage(CRANE)], registry) == (
-        Chunk(HARBOUR + CRANE, "both"),
-        Chunk(CRANE, None),
-    )
-
-
 def test_named_passages_come_first(registry):
     registry.add([Passage(f"{HARBOUR} {CRANE}", "long"), Passage(CRANE, "c")])
     prompt = f"{HARBOUR} {CRANE} {CRANE}"

@@ -1,7 +1,6 @@
 """Waiting in an event loop for threads of our own: errors, order, context and end (many at once: `test_backend.py`)."""
 
 import asyncio
-import contextvars
 import threading
 
 import pytest
@@ -43,17 +42,6 @@ def test_errors_come_out_behind_what_came_before_them():
             await anext(items)
 
     asyncio.run(main())
-
-
-def test_the_work_sees_the_callers_context():
-    variable = contextvars.ContextVar("variable")
-
-    async def main():
-        variable.set("told")
-        told = await in_thread(variable.get)
-        return [told, *[item async for item in items_of_thread(lambda tell: variable.get())]]
-
-    assert asyncio.run(main()) == ["told", "told"]
 
 
 def test_work_that_outlives_its_loop_is_ended_by_the_next_item():

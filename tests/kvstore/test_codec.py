@@ -69,27 +69,6 @@ def test_a_scale_for_every_channel_is_what_keeps_small_channels_alive():
     assert torch.allclose(keys[:, :, 0].float(), chunk.keys[0][:, :, 0].float(), rtol=0.01)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_equal_numbers_come_back_nearly_equal(tokens):
-    chunk = make_chunk(tokens=tokens)
-    for tensor in (*chunk.keys, *chunk.values):
-        tensor.fill_(3.0)
-    keys, values = through(INT8, chunk)
-    assert torch.allclose(keys.float(), torch.tensor(3.0), rtol=2e-3)
-    assert torch.allclose(values.float(), torch.tensor(3.0), rtol=2e-3)
-
-
-def test_the_raw_codec_changes_no_bit():
-    chunk = make_chunk()
-    keys, values = through(RAW, chunk)
-    assert torch.equal(keys, chunk.keys[0]) and torch.equal(values, chunk.values[0])
-
-
-def test_int8_takes_about_half_the_bytes():
-    geometry = Geometry(30, 3, 64, 64, "bfloat16")
-    assert INT8.layer_nbytes(geometry, 512) < 0.53 * RAW.layer_nbytes(geometry, 512)
-
-
 def test_what_int8_cannot_hold_is_stored_raw(root, same):
     chunk = make_chunk()
     chunk.values[1][0, 0, 0] = 1e30

@@ -40,13 +40,6 @@ def test_counts_from_two_places_join_as_if_counted_in_one(half_life):
     assert found.frequency == pytest.approx(whole.frequency)
 
 
-def test_a_count_without_half_life_is_the_number_of_retrievals():
-    entry = Entry("a", 10)
-    for at in range(5):
-        entry = used(entry, float(at))
-    assert entry.frequency == 5.0
-
-
 def test_a_clock_that_went_back_neither_ages_nor_multiplies_a_count():
     entry = used(used(Entry("a", 10), 1e9, 10.0), 5.0, 10.0)
     assert (entry.used_at, entry.frequency) == (1e9, 2.0)

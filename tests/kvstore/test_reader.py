@@ -57,13 +57,6 @@ def test_more_heads_than_one_preadv_may_take(store, sample, same, monkeypatch):
     assert max(lengths) == 4
 
 
-def test_the_systems_own_limit_on_buffers(store, sample, same):
-    many = os.sysconf("SC_IOV_MAX") // 2 + 3
-    key, chunk = sample(4, 1, Geometry(1, many, 1, 1, "float16"))
-    store.put(key, chunk)
-    assert same(store.get(key, chunk.token_ids), chunk)
-
-
 def test_threads_read_different_layers_at_once(store, sample):
     key, chunk = sample(5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
     store.put(key, chunk)
@@ -162,19 +155,6 @@ def test_readers_give_their_descriptors_back(store, root, sample):
         store.put(key, chunk)
     gc.collect()
     assert open_values(root) == 0
-
-
-def test_wrong_destinations_are_our_bug(store, sample):
-    key, chunk = sample(14)
-    store.put(key, chunk)
-    keys, values = fused_buffers(chunk.geometry, 5)
-    with store.open_chunk(key, chunk.token_ids) as reader:
-        with pytest.raises(AssertionError):
-            reader.read_layer(0, keys[:, :4], values)
-        with pytest.raises(AssertionError):
-            reader.read_layer(0, keys.float(), values)
-        with pytest.raises(AssertionError):
-            reader.read_layer(3, keys, values)
 
 
 def test_reading_ahead_is_asked_of_the_kernel_for_that_file_alone(store, sample, value_path, monkeypatch):

@@ -29,35 +29,6 @@ def holds(folder, needle):
     return [path for path in folder.rglob("*") if path.is_file() and needle in path.read_bytes()]
 
 
-def test_put_get_contains_keys_stats(store, sample, same):
-    samples = [sample(seed) for seed in range(3)]
-    for key, chunk in samples:
-        assert not store.contains(key)
-        assert store.get(key, chunk.token_ids) is None
-        store.put(key, chunk)
-        assert store.contains(key)
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
-    assert list(store.keys()) == [key for key, _ in samples]
-    stats = store.stats()
-    assert (stats.entries, stats.hits, stats.misses) == (3, 3, 3)
-    assert stats.bytes == sum(Blob.of(*each).nbytes for each in samples)
-    assert (stats.evictions, stats.quarantined) == (0, 0)
-    assert store.check() == []
-
-
-def test_values_are_there_after_reopening_and_counters_begin_anew(open_store, sample, same):
-    key, chunk = sample(1)
-    first = open_store()
-    first.put(key, chunk)
-    first.get(key, chunk.token_ids)
-    first.close()
-    second = open_store()
-    assert second.stats().hits == 0
-    assert second.stats().entries == 1
-    assert same(second.get(key, chunk.token_ids), chunk)
-    assert second.check() == []
-
-
 def test_putting_again_replaces(store, sample, same, root):
     key, chunk = sample(1)
     other = sample(2)[1]

@@ -6,18 +6,20 @@ says `no-run`; every line of a `bash` block that starts with `ragblend` or `make
 
 import importlib
 import importlib.util
+import io
 import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from ragblend.app.cli import main
 from ragblend.engine.selection import METHODS
 
 REPO = Path(__file__).parents[2]
@@ -29,9 +31,6 @@ results = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(results)
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-RAGBLEND = Path(sys.executable).parent / "ragblend"
-
-
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
 
 
@@ -70,9 +69,11 @@ PYTHON = [block for block in ALL_BLOCKS if block.info[:1] == ("python",)]
 @cache
 def help_of(*subcommand: str) -> str | None:
     """What `ragblend SUBCOMMAND --help` says, or None if there is no such subcommand."""
-    command = [RAGBLEND, *subcommand, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=PLAIN)
-    return done.stdout if done.returncode == 0 else None
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        for name, value in PLAIN.items():
+            patch.setenv(name, value)
+        return said.getvalue() if main([*subcommand, "--help"]) == 0 else None
 
 
 # Help is cut to the terminal's width: options must not be.

@@ -1,4 +1,4 @@
-"""Every view, light and dark, wide and narrow, as axe judges it: nothing serious that keeps somebody out."""
+"""Every view, light and dark, wide and narrow: it fits, and axe finds nothing serious that keeps somebody out."""
 
 import pytest
 
@@ -16,6 +16,9 @@ class Judge:
         self._page, self.found = page, set()
 
     def look(self, view: str) -> None:
+        sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        shown, width = self._page.evaluate(sizes)
+        assert shown <= width, f"{view} is wider than its window"
         self._page.add_style_tag(content=QUIET)  # a colour on its way to another one is neither
         for each in axe.Axe().run(self._page).response["violations"]:
             if each["impact"] in ("serious", "critical"):
@@ -41,6 +44,8 @@ def test_no_view_has_a_serious_finding(start, open_page, tmp_path, scheme, width
     mine = open_page(start(settings="max_new_tokens = 24\n"), width, 844, color_scheme=scheme)
     page, judge = mine.page, Judge(mine.page)
     judge.look("welcome")
+    tops = [page.locator(part).bounding_box()["y"] for part in ("#rb-middle", "#rb-side", "#rb-more")]
+    assert width > 390 or tops == sorted(tops), "the answer, then the history, then the source"
     open_tab(mine, "Library")
     mine.add(folder, watch=True)
     mine.all_encoded()  # what is drawn anew closes what is opened here

@@ -15,12 +15,6 @@ QUESTION = "How long is the causeway under water at every high tide?"
 CANARY = "zanzibarcanary"
 # With a null a file is taken for a binary one, and refused.
 PRINTABLE = [text for text in HUNDRED if "\0" not in text]
-DRAWN = {  # what a tab shows when it is whole
-    "Library": "#rb-documents .rb-documents",
-    "Compare": "#rb-compare-go",
-    "Store": "#rb-store-overview .rb-tier",
-    "Settings": "#rb-ratio-meaning p",
-}
 SETTINGS = "max_new_tokens = 24\ntop_k = 3\n"
 pytestmark = pytest.mark.timeout(900)
 
@@ -51,10 +45,11 @@ def screenshots() -> Path:
 
 
 def test_first_run_to_the_highlighted_passage(open_page, server) -> None:
-    """Nothing is there; the samples, a question, a streamed answer, a source, and its passage marked in its place."""
+    """Nothing is there; the samples, by keyboard; a question, a streamed answer, a source, its passage marked."""
     mine = open_page()
     page = mine.page
-    page.click("[data-act=samples]")
+    reach(page, "[data-act=samples]", backwards=True)
+    page.keyboard.press("Enter")
     mine.tab("Library")
     mine.all_read()
     assert page.locator(".rb-documents .s-done .rb-state, .rb-documents .rb-state.s-done").count() == 8
@@ -262,37 +257,17 @@ def holding(home: Path, word: str) -> list[str]:
     return [str(path.relative_to(home)) for path in files if word.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_page_fits_and_every_tab_opens(open_page, scheme) -> None:
-    mine = open_page(width=390, height=800, color_scheme=scheme)
-    page = mine.page
-    tops = [page.locator(part).bounding_box()["y"] for part in ("#rb-middle", "#rb-side", "#rb-more")]
-    assert tops == sorted(tops), "the answer, then the history, then the source"
-    for name in DRAWN:
-        tab = page.locator(f"#rb-tabs > .tab-wrapper [role=tablist] button:has-text('{name}')")
-        if not tab.is_visible():
-            page.click("#rb-tabs > .tab-wrapper .overflow-menu > button")
-            tab = page.locator(f"#rb-tabs > .tab-wrapper .overflow-dropdown button:has-text('{name}')")
-        tab.click()
-        page.wait_for_selector(DRAWN[name])
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
-        page.screenshot(path=screenshots() / f"narrow-{scheme}-{name.lower()}.png", full_page=True)
-
-
-def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_history(
-    chromium, new_home
-) -> None:
+def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_history(start, chromium) -> None:
     """Killed in the middle, started again: the queue goes on by itself; stopped and started: the chat is there."""
-    home = new_home()
-    running = Server(home)
-    context = chromium.new_context()
+    running = start(settings=SETTINGS)
+    home, context = running.home, chromium.new_context()
     first = Watched(context, running)
     first.page.click("[data-act=samples]")
     first.tab("Library")
     first.page.wait_for_selector(".rb-documents .rb-state.s-done")
     running.kill()
     context.close()
-    running = Server(home)
+    running = start()
     context = chromium.new_context()
     try:
         second = Watched(context, running)
@@ -306,7 +281,7 @@ def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_hist
         context.close()
         assert running.stop() == 0
         assert list((home / "ui").iterdir()) == []
-        running = Server(home)
+        running = start()
         context = chromium.new_context()
         third = Watched(context, running)
         third.page.click(".rb-chat-open")
@@ -315,7 +290,6 @@ def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_hist
         third.check()
     finally:
         context.close()
-        running.end()
 
 
 def test_without_a_model_the_page_says_so_and_stays_usable(chromium, tmp_path) -> None:
@@ -353,21 +327,10 @@ def reach(page, selector: str, backwards: bool = False) -> None:
     assert not outline.startswith("none none"), f"{selector} does not show that it has the focus: {outline}"
 
 
-@pytest.fixture
-def new_server(new_home):
-    """A page on a home in which nothing is yet; it ends after the browser that looks at it."""
-    running = Server(new_home())
-    yield running
-    running.end()
-
-
-def test_from_the_samples_to_the_first_cited_answer_by_keyboard_alone(new_server, open_page) -> None:
-    """A first visit without a mouse: samples, a suggested question, the answer, its citation, the marked sentence."""
-    page = open_page(new_server).page
-    reach(page, "[data-act=samples]", backwards=True)
-    page.keyboard.press("Enter")
-    # What is drawn anew takes the focus away: so until nothing is any more.
-    page.wait_for_selector(".rb-welcome:has-text('8 documents are ready.') .suggestion >> nth=2")
+def test_a_cited_answer_by_keyboard_alone(open_page) -> None:
+    """Without a mouse, as the samples above: a suggested question, the answer, its citation, the marked sentence."""
+    page = open_page().page
+    page.wait_for_selector(".rb-welcome:has-text(' documents are ready.') .suggestion >> nth=2")
     reach(page, ".suggestion")
     asked = page.evaluate("document.activeElement.dataset.text")
     page.keyboard.press("Enter")

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from browser import Watched, find_chromium
+from browser import Server, Watched, find_chromium
 from hub_server import serve_hub
 
 from ragblend.kvstore.lock import writer_lock
@@ -30,6 +30,17 @@ def harbour(tmp_path) -> Path:
     (folder := tmp_path / "harbour").mkdir()
     (folder / "harbour.txt").write_text(HARBOUR)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory, tiny_model):
+    """One page for the troubles after which it is as it was."""
+    home = tmp_path_factory.mktemp("quiet") / "home"
+    home.mkdir(mode=0o700)
+    (home / "settings.toml").write_text(f'model = "{tiny_model}"\n')
+    running = Server(home)
+    yield running
+    running.end()
 
 
 def read(mine, folder: Path) -> None:
@@ -88,10 +99,9 @@ def test_a_model_is_picked_from_what_is_here(start, open_page, tmp_path, tiny_mo
     assert str(other) in (running.home / "settings.toml").read_text()
 
 
-def test_a_file_that_is_too_large(start, open_page, tmp_path) -> None:
+def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
     """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
-    running = start()
-    mine = open_page(running)
+    mine = open_page(quiet)
     page = mine.page
     mine.tab("Library")
     with (tmp_path / "large.txt").open("wb") as large:
@@ -100,8 +110,8 @@ def test_a_file_that_is_too_large(start, open_page, tmp_path) -> None:
     page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
     page.wait_for_selector("text=exceed the maximum allowed size of 512")
     page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
-    mine.await_states(small="ready")
-    assert sum(file.stat().st_size for file in running.home.rglob("*") if file.is_file()) < 100 * 1024**2
+    page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
+    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
 
 
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
@@ -150,9 +160,9 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
         page.wait_for_timeout(200)  # until it is encoded again, by the repair or behind it
 
 
-def test_what_a_click_said_outlives_the_opening_of_its_tab(start, open_page, harbour) -> None:
+def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
     """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
-    mine = open_page(start())
+    mine = open_page(quiet)
     read(mine, harbour)
     page, held = mine.page, []
     page.route("**/gradio_api/run/**", lambda route: held.append(route))

@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.sessions import Sessions
 from ragblend.ui.tab_library import discard
@@ -14,18 +12,6 @@ def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
     pieces = [piece for piece in coalesced(words) if piece]
     assert "".join(pieces) == "".join(words)
     assert len(pieces) < len(words)
-
-
-def test_an_error_comes_after_the_text_before_it() -> None:
-    def source():
-        yield "a"
-        yield "b"
-        raise ValueError("gone")
-
-    seen = []
-    with pytest.raises(ValueError, match="gone"):
-        seen.extend(coalesced(source()))
-    assert "".join(seen) == "ab"
 
 
 def test_silence_gives_empty_pieces_so_that_the_caller_can_look_up() -> None:

@@ -4,20 +4,17 @@ from dataclasses import replace
 
 import pytest
 from hostile import acts
-from records import TIER, WHEN, document, hood, job, message, queue, source, stats
+from records import document, hood, job, message, queue, source
 
-from ragblend.app.chats import Chat, ChatPage
 from ragblend.app.citations import cite
-from ragblend.app.comparing import Compared, Comparison, Side
+from ragblend.app.comparing import Compared, Side
 from ragblend.app.encoding import KvProgress
 from ragblend.app.hood import HoodSegment, Run
 from ragblend.app.library import DocumentPage
 from ragblend.app.settings import Settings, cost_of
-from ragblend.app.store_view import Sample, StoreHistory
 from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.engine.trace import TraceEvent
 from ragblend.kvstore.policy import PrefillProfile
-from ragblend.kvstore.uses import StoreStats
 from ragblend.ui import page, views
 from ragblend.ui.views import duration, milliseconds, size
 
@@ -40,29 +37,10 @@ def test_what_the_source_does_not_say_is_marked_so_and_the_list_has_the_numbers(
     assert '<span class="rb-cite">1</span>' in html
 
 
-def test_only_the_last_answer_can_be_made_anew() -> None:
-    messages = [message("q", "user"), message("a"), message("q", "user"), message("b")]
-    cited = [None, cite("a", []), None, cite("b", [])]
-    assert acts(views.chat.transcript(messages, cited)).count("regenerate") == 1
-
-
 def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong() -> None:
     report = {"notice": "2 passages were left out.", "stopped": True, "error": "The disk is full."}
     html = views.chat.answer_turn(message("x", report=report), cite("x", []))
     assert all(word in html for word in ("2 passages were left out.", "Stopped.", "The disk is full."))
-
-
-def test_a_long_list_of_conversations_offers_the_rest() -> None:
-    chats = tuple(Chat(n, f"c{n}", WHEN, WHEN, 2) for n in range(3))
-    html = views.chat.conversations(ChatPage(chats, 10), 1)
-    assert acts(html).count("open-chat") == 3
-    assert "7 older ones" in html
-    assert html.count('aria-current="true"') == 1
-
-
-def test_an_empty_library_shows_the_way_and_a_filled_one_questions() -> None:
-    assert acts(views.chat.welcome(0)) == ["samples", "go-library"]
-    assert acts(views.chat.welcome(8, ["a?", "b?", "c?", "d?"])) == ["suggest"] * 3
 
 
 # --- under the hood
@@ -114,12 +92,6 @@ def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
     assert "8.0 ms of prefill" in html
 
 
-def test_too_many_events_leave_the_shortest_out() -> None:
-    events = [TraceEvent("load", "w", float(n), float(n), n, 0) for n in range(10)]
-    assert [event.layer for event in views.longest(events, 3)] == [7, 8, 9]
-    assert views.longest(events, 10) == events
-
-
 # --- library
 
 
@@ -140,16 +112,6 @@ def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() ->
     assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
 
 
-def test_pages_lead_on_and_back() -> None:
-    html = views.library.pager(20_000, 50, 50, "document")
-    assert "51 to 100 of 20,000 documents" in html
-    assert 'data-offset="0"' in html
-    assert 'data-offset="100"' in html
-    assert "disabled" not in html
-    assert views.library.pager(20_000, 0, 50, "document").count("disabled") == 1
-    assert acts(views.library.pager(20, 0, 50, "document")) == []
-
-
 def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
     """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
     assert set(views.LABELS) == set(METHODS)
@@ -164,15 +126,6 @@ def test_files_are_in_the_queue_only_while_any_waits() -> None:
     assert "<summary>3 files in the queue</summary>" in waiting
     assert "<summary>What became of 3 files</summary>" in over
     assert views.library.jobs([], 0, True) == ""
-
-
-def test_the_queue_says_how_far_it_is_and_how_long_it_takes() -> None:
-    html = views.library.queue(queue(current=job("/x/b.pdf", done=3, total=12)))
-    assert "1 of 4 files · 20 files a minute · 2 min left" in html
-    assert "embedding 3 of 12 passages" in html
-    assert acts(html) == ["pause", "cancel"]
-    assert 'aria-valuenow="25"' in html
-    assert 'aria-busy="true"' in html and 'aria-busy="false"' in views.library.queue(queue(is_idle=True))
 
 
 def kv(**values):
@@ -197,18 +150,6 @@ def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() ->
         queue(finished=4, kv=KvProgress("converting", "default")), Settings()
     )
     assert page.fingerprint(queue(kv=kv())) != page.fingerprint(queue())
-
-
-def test_a_paused_queue_goes_on_and_a_waiting_one_says_why() -> None:
-    assert "resume" in acts(views.library.queue(queue(paused=True)))
-    assert "Process 5 is writing" in views.library.queue(queue(waiting="Process 5 is writing there."))
-    assert views.library.queue(queue(total=0, finished=0)) == ""
-
-
-def test_a_finished_queue_offers_what_failed_again() -> None:
-    failed, well = (queue(finished=4, counts=counts) for counts in ({"done": 3, "failed": 1}, {"done": 4}))
-    assert acts(views.library.queue(failed)) == ["retry-all", "clear"]
-    assert acts(views.library.queue(well)) == ["clear"]
 
 
 def test_the_header_tells_what_is_being_done() -> None:
@@ -245,42 +186,6 @@ def compared(method, text, kl=0.02, ratio=None):
     return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1)
 
 
-def test_answers_are_marked_where_they_differ() -> None:
-    found = views.difference("five long hours", "five hours")
-    assert found == [("five ", True), ("long ", False), ("hours", True)]
-    assert views.difference("the same", "the same") == [("the same", True)]
-
-
-def test_a_comparison_grows_as_it_comes() -> None:
-    empty = Comparison("q", 100, 3)
-    assert "as the reference" in views.compare.comparison(empty, running=True)
-    full, left = compared("full", "five hours", 0.0), compared("cacheblend", "four hours", ratio=0.15)
-    html = views.compare.comparison(Comparison("q", 100, 3, None, full, (left, full)), running=False)
-    assert "(CacheBlend), 15%" in html
-    assert "<ins>four</ins>" in html
-    assert "<b>0.0200</b>" in html
-    assert "rb-dots" not in html
-
-
-def test_the_store_shows_each_tier_and_the_rate() -> None:
-    html = views.store.overview(stats(), 2, 7)
-    assert "75%" in html
-    assert 'aria-valuenow="50"' in html
-    empty = stats() | {"tiers": {"disk": TIER | {"hits": 0, "misses": 0}}}
-    assert '<div class="value">–</div>' in views.store.overview(empty, 2, 7)
-
-
-def test_the_rate_over_time_needs_two_points() -> None:
-    now = [0.0]
-    history = StoreHistory(lambda: now[0])
-    for hits, misses in ((0, 0), (1, 1), (1, 1), (5, 1)):
-        now[0] += 1
-        history.note(StoreStats(1, 1, 1, hits, misses))
-    assert history.samples == (Sample(1.0, 0, 0), Sample(2.0, 1, 1), Sample(4.0, 5, 1))
-    assert "now 83%" in views.store.hit_rates(history.samples)
-    assert "Ask a few questions" in views.store.hit_rates(history.samples[:2])
-
-
 def test_only_what_needs_reading_again_has_a_price() -> None:
     profile = PrefillProfile.of("test", (0, 1024), (1, 1025), lambda cached, new: float(new))
     before = Settings()
@@ -295,11 +200,6 @@ def test_only_what_needs_reading_again_has_a_price() -> None:
     assert "never measured" in views.settings.cost(other)
     assert "Nothing has changed" in views.settings.cost(cost_of(before, before, 3, 30, profile))
     assert "3 documents (30 passages) must be read, cut and embedded again" in views.settings.cost(shorter)
-
-
-@pytest.mark.parametrize(("ratio", "word"), [(0, "Nothing"), (0.15, "usual"), (1.0, "All"), (0.4, "Much")])
-def test_a_ratio_has_a_meaning(ratio, word) -> None:
-    assert views.ratio_meaning(ratio).startswith((word, "The " + word))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def asks_as_the_engine(watcher: Watcher, model, documents) -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    # The stock prompt that reduces texts is too long for the tiny model: see the bundled one.
+    # The stock prompt that reduces texts is too long for the tiny model.
     [(ChatRAGBlend, name) for name in CHAT_CHAINS]
     + [(RAGBlendLLM, name) for name in TEXT_CHAINS if "reduce" not in name],
     indirect=["model"],
@@ -84,10 +84,10 @@ def test_sync_async_and_streams_agree(model, name, retriever, watcher):
     assert [seen.kv["hits"] for seen in watcher.calls] == [3] * 4
 
 
-def test_a_chain_on_the_bundled_model(with_smollm2, tmp_path, retriever, documents, watcher):
-    """Its answer is the engine's own; its events carry the pieces, the documents and what was reused."""
-    model = ChatRAGBlend(home=with_smollm2(tmp_path / "home"), device="cpu", max_tokens=8)
-    encode_documents(documents, model, show_progress=False)
+@pytest.mark.parametrize("model", [ChatRAGBlend], indirect=True)
+def test_a_chains_events_carry_the_pieces_the_documents_and_what_was_reused(
+    model, retriever, documents, watcher
+):
     chain = CHAT_CHAINS["create_retrieval_chain"](model, retriever)
 
     async def heard():
@@ -106,7 +106,3 @@ def test_a_chain_on_the_bundled_model(with_smollm2, tmp_path, retriever, documen
     assert ended.response_metadata["kv"]["hits"] == 3
     assert ended.usage_metadata["input_token_details"]["cache_read"] > 0
     asks_as_the_engine(watcher, model, documents)
-    text_model, watcher = RAGBlendLLM(home=model.home, device="cpu", max_tokens=8), Watcher()
-    TEXT_CHAINS["RetrievalQA map_reduce"](text_model, retriever).invoke(QUESTION, {"callbacks": [watcher]})
-    asks_as_the_engine(watcher, text_model, documents)
-    model.backend.engine.close()

@@ -1,12 +1,8 @@
 """ChatRAGBlend on a tiny model: every way to call it, and what it says of itself."""
 
 import asyncio
-import json
-import pickle
-import threading
 
 import pytest
-from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.exceptions import (
     ContextOverflowError,
@@ -14,13 +10,12 @@ from langchain_core.exceptions import (
     ModelNotFoundError,
     ModelTimeoutError,
 )
-from langchain_core.load import dumpd, dumps, load
+from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.content import create_text_block
 from pydantic import ValidationError
 from watching import Watcher, engine_answer
 
-from ragblend.engine.engine import Engine
 from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
 from ragblend.integrations.langchain.messages import turns_of
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError
@@ -109,32 +104,6 @@ def test_every_piece_is_reported_once(tiny, tiny_options):
         assert seen.kv["fresh"] > 0
 
 
-def test_async_calls_leave_the_loop_free(make_tiny, documents, monkeypatch):
-    """Loading, tokenizing and computing wait here for the loop: a call that held it would wait for ever."""
-    model, answers = make_tiny(), []
-
-    def asking(loop, method):
-        def wrapper(*arguments, **options):
-            answered = threading.Event()
-            loop.call_soon_threadsafe(answered.set)
-            answers.append(answered.wait(TOO_LONG_S))
-            assert answers[-1], "the call holds the event loop"
-            return method(*arguments, **options)
-
-        return wrapper
-
-    async def ask():
-        loop = asyncio.get_running_loop()
-        for name in ("open", "chat", "tokenize", "generate"):
-            monkeypatch.setattr(Engine, name, asking(loop, getattr(Engine, name)))
-        await model.ainvoke(blocks(documents))
-        async for _ in model.astream(blocks(documents)):
-            pass
-
-    asyncio.run(ask())
-    assert len(answers) >= 8
-
-
 # --- what reaches the engine
 
 
@@ -166,17 +135,6 @@ def test_blocks_without_an_id_of_their_own_are_text(make_tiny, documents):
     assert kv_of(model.invoke([HumanMessage([automatic]), spoken, HumanMessage(QUESTION)]))["chunks"] == []
 
 
-def test_documents_without_an_id_or_with_white_space_around_them(make_tiny, documents):
-    model = make_tiny()
-    bare = [Document(document.page_content) for document in documents[:2]]
-    encode_documents([*bare, documents[2]], model, show_progress=False)
-    kv = kv_of(model.invoke(f"{bare[0].page_content}\n{bare[1].page_content}\n{QUESTION}"))
-    assert len(set(kv["chunks"])) == kv["hits"] == 2
-    assert all(node_id.startswith("sha256-") for node_id in kv["chunks"])
-    kv = kv_of(model.invoke(blocks([Document(f"\n  {documents[2].page_content}  \n", id="lamp")])))
-    assert (kv["chunks"], kv["hits"]) == (["lamp"], 1)
-
-
 def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
     """The old text's KV must not answer for the new text."""
     model = make_tiny()
@@ -187,15 +145,6 @@ def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
     encode_documents([edited], model, show_progress=False)
     assert model.invoke(f"{edited.page_content} {QUESTION}").response_metadata["kv"]["hits"] == 1
     assert model.invoke(f"{documents[1].page_content} {QUESTION}").response_metadata["kv"]["chunks"] == []
-
-
-def test_control_tokens_in_messages_are_text(tiny):
-    [end] = tiny.backend.engine.tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    hostile, plain = (
-        tiny.backend.chat_prompt(turns_of([HumanMessage(text)])).token_ids
-        for text in ("a <|im_end|> b", "a b")
-    )
-    assert hostile.count(end) == plain.count(end) > 0
 
 
 def test_roles(tiny):
@@ -254,24 +203,6 @@ def test_finish_reason_and_stop(tiny):
     stopped = tiny.invoke("hello", max_tokens=12, stop=[middle])
     assert stopped.text == whole.text[: whole.text.index(middle)]
     assert stopped.response_metadata["finish_reason"] == "stop"
-
-
-def test_method_ratio_and_sampling_reach_the_engine(tiny, documents):
-    encode_documents(documents, tiny, show_progress=False)
-    kv = tiny.invoke(blocks(documents), method="reuse").response_metadata["kv"]
-    assert (kv["method"], kv["recomputed"]) == ("reuse", 0)
-    assert (
-        tiny.invoke(blocks(documents), method="full").usage_metadata["input_token_details"]["cache_read"] == 0
-    )
-    metadata = tiny.invoke(blocks(documents), ratio=0.5).response_metadata
-    assert (metadata["method"], metadata["ratio"], metadata["kv"]["ratio"]) == ("probe-shift", 0.5, 0.5)
-    drawn = [tiny.invoke("hello", temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_another_model_for_one_call(tiny, other_folder):
-    answer = tiny.invoke("hello", model=str(other_folder))
-    assert answer.response_metadata["model_name"] == str(other_folder) != tiny.model
 
 
 def test_unknown_arguments(tiny_options):
@@ -369,36 +300,6 @@ def test_tokens_are_counted_by_its_own_tokenizer(tiny):
     assert tiny.model_copy(update={"custom_get_token_ids": lambda text: [7]}).get_token_ids("a") == [7]
 
 
-@pytest.mark.filterwarnings("ignore:The function `load` is in beta")
-def test_it_can_be_written_down_and_read_again(tiny):
-    written = dumpd(tiny)
-    assert written["type"] == "constructor"
-    again = load(json.loads(dumps(tiny)), valid_namespaces=["ragblend"], allowed_objects=[ChatRAGBlend])
-    assert again == tiny
-    assert again.invoke("hello").text == tiny.invoke("hello").text
-    assert pickle.loads(pickle.dumps(tiny)) == tiny
-
-
-def test_names_for_traces_and_caches(tiny):
-    assert tiny._llm_type == "ragblend-chat"
-    traced = tiny._get_ls_params(stop=["x"], temperature=0.5, model_name="other")
-    assert (traced["ls_provider"], traced["ls_model_type"], traced["ls_model_name"]) == (
-        "ragblend",
-        "chat",
-        "other",
-    )
-    assert (traced["ls_temperature"], traced["ls_max_tokens"], traced["ls_stop"]) == (0.5, 8, ["x"])
-    assert tiny._identifying_params != tiny.model_copy(update={"ratio": 0.5})._identifying_params
-
-
-def test_langchains_cache(tiny_options):
-    model = ChatRAGBlend(**tiny_options, max_tokens=4, cache=InMemoryCache())
-    first, second = model.invoke("hello"), model.invoke("hello")
-    assert first.text == second.text
-    assert second.usage_metadata["total_cost"] == 0
-    assert len(model.invoke("hello", max_tokens=6).text) > len(first.text)
-
-
 # --- stopping
 
 
@@ -416,31 +317,3 @@ def test_closing_or_dropping_a_stream_stops_the_device(tiny, forwards, stopped):
         leave(stream)
         del stream
         assert stopped(tiny.backend, forwards)
-
-
-def test_leaving_an_async_stream_stops_the_device(tiny, forwards, stopped):
-    async def leave():
-        async for _ in tiny.astream("hello", max_tokens=1900):
-            break
-        return await asyncio.to_thread(stopped, tiny.backend, forwards)
-
-    assert asyncio.run(leave())
-
-
-@pytest.mark.parametrize("way", ["ainvoke", "astream"])
-def test_cancelling_a_task_stops_the_device(tiny, forwards, stopped, way):
-    async def ask():
-        if way == "ainvoke":
-            return await tiny.ainvoke("hello", max_tokens=1900)
-        return [chunk async for chunk in tiny.astream("hello", max_tokens=1900)]
-
-    async def cancel():
-        task = asyncio.create_task(ask())
-        while len(forwards) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert stopped(tiny.backend, forwards)

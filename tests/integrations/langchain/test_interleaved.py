@@ -1,8 +1,6 @@
 """Several conversations at once: each answer's report names its own documents, in whatever order streams are read."""
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 
 import pytest
@@ -63,21 +61,6 @@ def watched(number: str, watcher: Watcher):
     return {"input": number}, {"callbacks": [watcher]}
 
 
-def test_four_threads(chain):
-    start = threading.Barrier(len(LIBRARY))
-
-    def converse(number: str):
-        watchers = [Watcher(), Watcher()]
-        start.wait()
-        whole = chain.invoke(*watched(number, watchers[0]))
-        return watchers, whole, "".join(chain.stream(*watched(number, watchers[1])))
-
-    with ThreadPoolExecutor(len(LIBRARY)) as pool:
-        for number, (watchers, whole, streamed) in zip(LIBRARY, pool.map(converse, LIBRARY), strict=True):
-            assert reported(watchers) == [expected(number)] * 2
-            assert whole == streamed
-
-
 def test_four_tasks(chain):
     async def converse(number: str):
         watchers = [Watcher(), Watcher()]
@@ -102,16 +85,3 @@ def test_two_streams_read_in_the_other_order(chain):
     later, earlier = "".join(second), "".join(first)
     assert reported(watchers) == [expected("0"), expected("1")]
     assert [begun[0] + earlier, begun[1] + later] == alone
-
-
-def test_two_async_streams_read_in_the_other_order(chain):
-    watchers = [Watcher(), Watcher()]
-
-    async def streams():
-        first, second = (chain.astream(*watched(*each)) for each in zip("01", watchers, strict=True))
-        assert await anext(first) is not None
-        assert await anext(second) is not None
-        return "".join([piece async for piece in second]), "".join([piece async for piece in first])
-
-    assert all(asyncio.run(streams()))
-    assert reported(watchers) == [expected("0"), expected("1")]

@@ -50,14 +50,6 @@ def test_it_returns_what_is_inside_and_tells_the_model(make_tiny, store, documen
     assert len(RAGBlendRetriever(llm=model, k=1, **inside).invoke(QUESTION)) == 1
 
 
-def test_the_search_takes_its_own_arguments(make_tiny, store):
-    retriever = RAGBlendRetriever(
-        llm=make_tiny(), vectorstore=store, search_kwargs={"filter": {"source": "lamp.md"}}
-    )
-    assert [document.id for document in retriever.invoke(QUESTION)] == ["lamp"]
-    assert [d.id for d in retriever.invoke(QUESTION, filter={"source": "bell.md"})] == ["bell"]
-
-
 def test_stored_kv_is_read_ahead(make_tiny, store, documents, monkeypatch):
     from ragblend.engine.engine import Engine
 

@@ -64,10 +64,3 @@ def test_errors_are_the_frameworks(model):
     for wrong in ({"temperature": -1}, {"max_tokens": 2.5}, {"timeout": "long"}, {"presence_penalty": 1}):
         with pytest.raises(ModelInvalidRequestError, match=next(iter(wrong)).removeprefix("max_")):
             list(model.stream("hello", **wrong))
-
-
-def test_names(model):
-    assert model._llm_type == "ragblend"
-    assert model._get_ls_params(model="other")["ls_model_name"] == "other"
-    assert model._get_ls_params()["ls_provider"] == "ragblend"
-    assert RAGBlendLLM.is_lc_serializable()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from ragblend.engine.grammar import json_grammar
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM
 from ragblend.integrations.langchain.messages import turns_of
-from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+from ragblend.kvstore.errors import UsageError
 
 QUESTION = "Who keeps the tide table?"
 
@@ -80,19 +80,6 @@ async def test_by_all_ways_and_equal_to_the_engines_own(tiny):
     assert [chunk async for chunk in parsed.astream(QUESTION)][-1] == raw["parsed"]
 
 
-def test_an_answer_that_was_closed_is_told(tiny, caplog):
-    tiny = tiny.model_copy(update={"max_tokens": 40})
-    raw = tiny.with_structured_output(Person, include_raw=True).invoke(QUESTION)
-    assert raw["raw"].response_metadata["finish_reason"] == "length"
-    assert "closed there" in caplog.text
-
-
-def test_json_mode(tiny):
-    assert isinstance(tiny.with_structured_output(method="json_mode").invoke(QUESTION, max_tokens=40), dict)
-    bound = tiny.bind(response_format={"type": "json_object"})
-    assert isinstance(json.loads(bound.invoke(QUESTION, max_tokens=40).text), dict)
-
-
 def test_by_a_call(caller_llm):
     found = caller_llm.with_structured_output(Count, method="function_calling").invoke(QUESTION)
     assert isinstance(found, Count)
@@ -117,11 +104,6 @@ def test_what_is_no_schema_is_refused_where_it_is_said(tiny, arguments, said):
         tiny.with_structured_output(**arguments)
 
 
-def test_too_few_tokens_for_the_schema_are_named(tiny):
-    with pytest.raises(ModelInvalidRequestError, match="tokens at least"):
-        tiny.with_structured_output(Person).invoke(QUESTION, max_tokens=5)
-
-
 # --- tools
 
 
@@ -137,27 +119,12 @@ async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
         assert [(c["name"], c["args"]) for c in other.tool_calls] == [(call["name"], call["args"])]
 
 
-def test_of_two_tools_the_one_that_is_named(caller_llm):
-    for name in ("double", "ring"):
-        [call] = caller_llm.bind_tools([double, ring], tool_choice=name).invoke(QUESTION).tool_calls
-        assert call["name"] == name
-    assert caller_llm.bind_tools([ring], tool_choice="ring").invoke(QUESTION).tool_calls[0]["args"] == {}
-
-
 def test_several_calls_at_once_where_they_are_wanted(caller_llm):
     said = caller_llm.bind_tools([ring], tool_choice="any", parallel_tool_calls=True).invoke(
         QUESTION, max_tokens=200
     )
     assert len(said.tool_calls) > 1
     assert len({call["id"] for call in said.tool_calls}) == len(said.tool_calls)
-
-
-def test_tools_are_shown_unless_none_is_wanted(caller_llm):
-    count = caller_llm.get_num_tokens_from_messages
-    bare, shown = count([HumanMessage(QUESTION)]), count([HumanMessage(QUESTION)], tools=[double])
-    for choice, tokens in ((None, shown), ("auto", shown), ("none", bare)):
-        said = caller_llm.bind_tools([double], tool_choice=choice).invoke(QUESTION, max_tokens=2)
-        assert said.usage_metadata["input_tokens"] == tokens
 
 
 @pytest.mark.parametrize("way", ["invoke", "stream"])
@@ -170,12 +137,6 @@ def test_a_call_that_is_cut_off_is_invalid_and_never_made(caller_llm, way):
     assert broken["name"] == "Person"
     assert '{"name": "' in broken["args"]
     assert said.response_metadata["finish_reason"] == "length"
-
-
-def test_passages_are_found_behind_tools(caller_llm, documents):
-    asked = f"{documents[0].page_content}\n\n{QUESTION}"
-    said = caller_llm.bind_tools([double]).invoke(asked, max_tokens=2, passages=documents[:1])
-    assert said.response_metadata["kv"]["chunks"] == [documents[0].id]
 
 
 def test_later_turns_show_calls_as_the_template_does(caller_llm):
@@ -199,13 +160,6 @@ def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
     both = create_agent(caller_llm, tools=[double], response_format=ProviderStrategy(Count))
     found = both.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 6})
     assert isinstance(found["structured_response"], Count)
-
-
-def test_a_model_without_tools_is_refused_by_name(tiny):
-    with pytest.raises(UnsupportedModelError, match="calls no tools: its chat template"):
-        tiny.bind_tools([double])
-    with pytest.raises(UnsupportedModelError, match="calls no tools"):
-        tiny.invoke(QUESTION, tools=[double])
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,6 @@ def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, sto
     assert not len(model.backend.registry)
 
 
-def test_another_collection_knows_nothing_of_it(make_tiny, store) -> None:
-    for question in QUESTIONS[:2]:
-        as_chain(make_tiny(), store)(question)
-    assert not kv(as_chain(make_tiny(collection="theirs"), store)(QUESTIONS[2]))["chunks"]
-
-
 def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     """In a bare text they count: text that holds one is not a passage, which would make it words."""
     model = RAGBlendLLM(**place, max_tokens=4)

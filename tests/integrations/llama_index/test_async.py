@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from llama_helpers import listening, story_nodes, user
@@ -89,37 +88,6 @@ async def read(answer):
         pass
 
 
-@pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat"])
-def test_cancelling_a_task_stops_the_device(stored, forwards, stopped, method):
-    async def cancelled():
-        answer = getattr(stored, method)(user("Who?") if "chat" in method else "Who?", **LONG)
-        task = asyncio.create_task(read(answer) if "stream" in method else answer)
-        while len(forwards) < 3:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    assert stopped(stored.backend, forwards)
-
-
-def test_leaving_an_async_stream_stops_the_device(stored, forwards, stopped):
-    async def leave():
-        async for _ in await stored.astream_chat(user("Who?"), **LONG):
-            break
-
-    asyncio.run(leave())
-    assert stopped(stored.backend, forwards)
-
-
-def test_closing_a_stream_before_its_first_piece_stops_the_device(stored, forwards, stopped):
-    stream = stored.stream_chat(user("Who?"), **LONG)
-    stream.close()
-    del stream
-    assert stopped(stored.backend, forwards) or not forwards
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_closing_a_stream_stops_the_device(stored, forwards, stopped, kept):
     """A handler keeps the exception that closed the stream, its traceback, and in it the generators of the stream."""
@@ -150,21 +118,6 @@ def test_leaving_a_query_engines_stream_stops_the_device(stored, forwards, stopp
     assert stopped(stored.backend, forwards) and len(forwards) < 900
 
 
-def test_four_threads_with_different_documents_keep_apart(stored):
-    gate = threading.Barrier(4)
-
-    def ask(subject):
-        gate.wait()
-        answers = [stored.chat(asked(subject)).raw["kv"] for _ in range(3)]
-        streamed = [list(stored.stream_chat(asked(subject)))[-1].raw["kv"] for _ in range(2)]
-        return answers + streamed
-
-    with ThreadPoolExecutor(4) as pool:
-        for subject, reports in zip(SUBJECTS, pool.map(ask, SUBJECTS), strict=True):
-            assert [kv["chunks"] for kv in reports] == [ids_of(subject)] * 5
-            assert [(kv["hits"], kv["misses"]) for kv in reports] == [(3, 0)] * 5
-
-
 def test_four_tasks_with_different_documents_keep_apart(stored):
     """Their async streams are opened together, and read in the other order."""
 
@@ -180,16 +133,6 @@ def test_four_tasks_with_different_documents_keep_apart(stored):
     for subject, reports in zip(SUBJECTS, asyncio.run(all_of_them()), strict=True):
         assert [kv["chunks"] for kv in reports] == [ids_of(subject)] * 3
         assert [kv["misses"] for kv in reports] == [0] * 3
-
-
-def test_streams_opened_together_and_read_in_the_other_order(stored):
-    """A context variable set by a retriever or an event would say of the first what it knows of the last."""
-    expected = {subject: stored.chat(asked(subject)).message.content for subject in SUBJECTS}
-    streams = {subject: stored.stream_chat(asked(subject)) for subject in SUBJECTS}
-    for subject in reversed(SUBJECTS):
-        last = list(streams[subject])[-1]
-        assert last.raw["kv"]["chunks"] == ids_of(subject)
-        assert last.message.content == expected[subject]
 
 
 def test_answers_of_query_engines_opened_together_and_read_in_the_other_order(stored):

@@ -4,9 +4,9 @@ import asyncio
 import logging
 
 import pytest
-from llama_helpers import METHODS, STORIES, call, user
+from llama_helpers import METHODS, STORIES, call
 from llama_index.core import SummaryIndex
-from llama_index.core.base.llms.types import CachePoint, ChatMessage, ImageBlock, TextBlock, ThinkingBlock
+from llama_index.core.base.llms.types import CachePoint, ChatMessage, TextBlock, ThinkingBlock
 from llama_index.core.bridge.pydantic import ValidationError
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -18,7 +18,7 @@ from ragblend.integrations.llama_index import (
     encode_index,
 )
 from ragblend.integrations.llama_index.messages import text_of
-from ragblend.kvstore.errors import ModelError, PromptTooLongError
+from ragblend.kvstore.errors import PromptTooLongError
 
 PIXEL = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 
@@ -76,14 +76,6 @@ def chat(llm, method, messages):
     return asyncio.run(answer) if method.startswith("a") else answer
 
 
-@pytest.mark.parametrize("method", ["chat", "stream_chat", "achat", "astream_chat"])
-def test_messages_that_cannot_be_read(llm, method):
-    image = ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), ImageBlock(image=PIXEL)])
-    for messages, said in (([], "list of messages is empty"), ([image], "'image'")):
-        with pytest.raises(ValueError, match=said):
-            chat(llm, method, messages)
-
-
 def test_text_blocks_are_joined_and_hints_are_silent():
     blocks = [
         ThinkingBlock(content="hm"),
@@ -114,12 +106,6 @@ def test_a_synthesizer_does_not_make_an_empty_answer_of_it(llm, mode):
         synthesizer.get_response("Who?", ["word " * 3000])
 
 
-def test_a_model_that_is_not_there(tmp_path):
-    llm = RAGBlendLLM(model=str(tmp_path / "none"), home=str(tmp_path / "home"))
-    with pytest.raises(ModelError, match="none"):
-        llm.complete("Hello?")
-
-
 def test_no_known_passage_works_and_is_said_once(make_llm, caplog):
     """Where nothing can become known by itself; other reasons are in test_calls.py."""
     caplog.set_level(logging.WARNING, "ragblend")
@@ -147,9 +133,3 @@ def test_an_index_whose_nodes_nobody_can_list(llm):
     index.vector_store = Silent()
     with pytest.raises(ValueError, match="encode_nodes"):
         encode_index(index, llm)
-
-
-def test_a_chat_message_of_every_role_is_answered(llm):
-    roles = ["system", "developer", "user", "assistant", "chatbot", "model", "user"]
-    assert llm.chat([ChatMessage(role=role, content=f"{role} speaks") for role in roles]).message.content
-    assert llm.chat(user("")).message.content

@@ -66,13 +66,6 @@ def test_retrieved_nodes_are_learnt_without_another_line(llm, index):
     assert (first["misses"], second["misses"], second["hits"]) == (3, 0, 3)
 
 
-def test_an_llm_may_be_told_not_to_learn(make_llm, index):
-    llm = make_llm(register_retrieved=False)
-    index.as_query_engine(llm=llm, similarity_top_k=3).query("Who kept two ledgers?")
-    assert llm.last_stats["kv"]["chunks"] == []
-    assert len(llm.backend.registry) == 0
-
-
 def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_path, index):
     one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
     listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]

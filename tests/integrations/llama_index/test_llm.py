@@ -1,8 +1,6 @@
 """The eight methods, what an LLM is made with, and what it says of itself."""
 
-import copy
 import json
-import pickle
 
 import pytest
 from llama_helpers import METHODS, STORIES, call, text_of, user
@@ -12,7 +10,6 @@ from llama_index.core.schema import TextNode
 
 from ragblend import Chunk, Literal
 from ragblend.engine.prompt import Message
-from ragblend.integrations.calls import TimedOut
 from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.integrations.passages import Passage
 
@@ -94,21 +91,6 @@ def test_to_dict_and_back(make_llm):
     assert len(json.dumps(saved)) < 1000  # no weights, no engine
 
 
-def test_copies_share_the_engine(llm):
-    engine = llm.backend.engine
-    assert copy.deepcopy(llm).backend.engine is engine
-    assert pickle.loads(pickle.dumps(llm)).backend.engine is engine
-    assert llm.home not in json.dumps(llm.to_payload())  # of events, which go anywhere
-
-
-def test_an_answer_that_takes_longer_than_its_timeout_is_given_up(make_llm):
-    llm = make_llm(max_new_tokens=1900, timeout=0.001)
-    llm.complete("hello", max_new_tokens=1, timeout=300)  # loading takes its own time
-    for answer in (llm.complete, lambda text: list(llm.stream_complete(text))):
-        with pytest.raises(TimedOut, match="within timeout="):
-            answer("hello")
-
-
 def test_options_of_one_call_reach_the_engine(llm):
     assert call(llm, "complete", QUESTION, max_tokens=3)[0].raw["usage"]["completion_tokens"] == 3
     assert call(llm, "chat", QUESTION, method="full")[0].raw["kv"]["method"] == "full"
@@ -138,19 +120,6 @@ def test_the_chat_template_is_the_models_own(llm):
     assert prompt_text(llm, request) == template
     end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert request.make_prompt().token_ids.count(end) == 4  # the template's own, not the one that was written
-
-
-def test_prompts_of_your_own_are_taken_as_they_stand(make_llm):
-    llm = make_llm(
-        messages_to_prompt=lambda messages: f"<s>{messages[0].content}",
-        completion_to_prompt=lambda text: f"Q: {text}",
-    )
-    assert prompt_text(llm, llm._chat_request(user("a b"), {})) == "<s>a b"
-    assert prompt_text(llm, llm._text_request("a b", False, {})) == "Q: a b"
-    assert prompt_text(llm, llm._text_request("a b", True, {})) == "a b"
-    # Its caller made a formatted prompt, template and all: nobody can tell what of it was written by whom.
-    end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert llm._text_request(chatml("a"), True, {}).make_prompt().token_ids.count(end) == 1
 
 
 def chatml(text):

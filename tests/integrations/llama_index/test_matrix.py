@@ -147,18 +147,6 @@ def test_query_engines(llm, index, own_answer, kind, mode, style):
     assert_all_reused(llm, ear, own_answer)
 
 
-@pytest.mark.timeout(900)  # the model may have to be converted
-def test_an_engine_on_the_bundled_model(with_smollm2, tmp_path, index, own_answer):
-    home = with_smollm2(tmp_path / "home")
-    llm = RAGBlendLLM(home=home, device="cpu", dtype="bfloat16", max_new_tokens=TOKENS)
-    encode_index(index, llm, show_progress=False)
-    with listening() as ear:
-        text, _ = query(index.as_query_engine(llm=llm, similarity_top_k=3), "sync")
-    assert text == ear.ends[-1].response.message.content
-    assert_all_reused(llm, ear, own_answer)
-    llm.backend.engine.close()
-
-
 def assert_all_reused(llm, ear, own_answer):
     """Every retrieved passage was found, had its KV, and the answers are the engine's own."""
     assert {node for kv in ear.kv for node in kv["chunks"]} == IDS

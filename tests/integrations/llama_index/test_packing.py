@@ -53,14 +53,6 @@ def test_the_room_beside_a_chat_template_is_counted_in_the_models_tokens(llm):
     assert left - 20 < room < left  # less the roles
 
 
-def test_one_text_that_fits_is_passed_on_unchanged(llm):
-    """`Refine` packs each chunk by itself, and packs again what `CompactAndRefine` packed."""
-    helper = WholePassages.of_llm(llm)
-    once = helper.repack(TEMPLATE, TEXTS[:3], llm=llm)
-    assert helper.repack(TEMPLATE, once, llm=llm) == once == ["\n\n".join(TEXTS[:3])]
-    assert helper.repack(TEMPLATE, [" \n"], llm=llm) == [""]
-
-
 @pytest.fixture
 def narrowed(make_llm):
     """An LLM with a window in which about three of the six nodes have room, beside LlamaIndex's prompt and padding."""

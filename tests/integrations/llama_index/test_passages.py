@@ -11,7 +11,6 @@ from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, ImageNode, NodeWithScore, TextNode
 
@@ -73,17 +72,6 @@ def test_the_synthesizer_names_every_node_and_prompts_as_the_stock_one_does(deaf
         assert "\n\n".join(passage_of(node).text for node in NODES) in ours[0][1]
     else:
         assert ours[len(first) :] == theirs
-
-
-def test_the_synthesizers_prompts_can_be_read_and_changed(deaf):
-    synthesizer = RAGBlendSynthesizer(deaf)
-    assert "text_qa_template" in synthesizer.get_prompts()
-    synthesizer.update_prompts({"text_qa_template": PromptTemplate("{context_str}\nIn short: {query_str}")})
-    with listening() as ear:
-        synthesizer.synthesize(QUESTION, SCORED)
-    assert ear.ends[0].messages[-1].content.endswith(f"In short: {QUESTION}")
-    assert ear.kv[0]["chunks"] == IDS
-    assert str(synthesizer.synthesize(QUESTION, [])) == "Empty Response"  # the framework's own
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -149,13 +137,6 @@ def test_nodes_are_encoded_as_they_are_ingested(deaf):
     assert deaf.last_stats["kv"]["hits"] == len(nodes)
     again = asyncio.run(EncodeNodes(llm=deaf).acall(nodes))
     assert again == nodes
-
-
-def test_a_pipelines_cache_knows_one_model_from_another(make_llm):
-    """The step is skipped for nodes that it has seen: by another model they have not been read yet."""
-    one, other = EncodeNodes(llm=make_llm()), EncodeNodes(llm=make_llm(collection="other"))
-    assert one.to_dict() != other.to_dict()
-    assert one.to_dict()["llm"]["model"] == one.llm.model
 
 
 def test_half_a_passage_is_a_miss_and_forgotten_nodes_are_found_no_more(deaf):

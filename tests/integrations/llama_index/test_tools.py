@@ -4,13 +4,12 @@ import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
 from ragblend.integrations.llama_index import RAGBlendLLM
-from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+from ragblend.kvstore.errors import UsageError
 
 QUESTION = "Who keeps the tide table?"
 # Pydantic's word to LlamaIndex, whose agents look through all attributes of a model.
@@ -75,13 +74,6 @@ def test_an_answer_without_a_call_is_an_error_where_one_is_wanted(caller_llm):
         caller_llm.get_tool_calls_from_response(said)
 
 
-def test_a_call_that_is_cut_off_is_none(caller_llm):
-    tools = [FunctionTool.from_defaults(lambda text: text, name="say", description="Says it.")]
-    said = caller_llm.chat_with_tools(tools, user_msg=QUESTION, tool_required=True, max_new_tokens=30)
-    assert caller_llm.get_tool_calls_from_response(said, error_on_no_tool_call=False) == []
-    assert said.raw["finish_reason"] == "length"
-
-
 def test_later_turns_show_calls_and_answers(caller_llm):
     call = ToolCallBlock(tool_call_id="c1", tool_name="double", tool_kwargs={"value": 4})
     history = [
@@ -115,20 +107,6 @@ async def test_an_object_of_a_class_in_all_ways(make_llm):
     assert said.raw == found
 
 
-def test_by_a_tool_where_somebody_says_so(caller_llm):
-    program = FunctionCallingProgram.from_defaults(Count, "Tell me of {what}.", llm=caller_llm)
-    assert isinstance(program(what="the harbour"), Count)
-
-
-def test_the_class_comes_from_retrieved_nodes_too(make_llm):
-    """Passages that stand in the prompt are found as in any other."""
-    llm = make_llm(max_new_tokens=50)
-    text = "The tide table of Harrow Sound is kept by the widow Marsh, and has been for thirty years."
-    told = {"passages": [text]}
-    llm.structured_predict(Person, PromptTemplate("{text}\n\nWho?"), llm_kwargs=told, text=text)
-    assert llm.last_stats["kv"]["misses"] == 1
-
-
 def test_what_cannot_be_kept_to_is_refused(make_llm):
     class Raw(BaseModel):
         data: bytes
@@ -137,12 +115,6 @@ def test_what_cannot_be_kept_to_is_refused(make_llm):
         make_llm().structured_predict(Raw, PROMPT, what="it")
     with pytest.raises(UsageError, match="tokens at least"):
         make_llm(max_new_tokens=3).structured_predict(Person, PROMPT, what="it")
-
-
-def test_a_model_without_tools_is_refused_by_name(llm):
-    assert not llm.metadata.is_function_calling_model
-    with pytest.raises(UnsupportedModelError, match="calls no tools: its chat template"):
-        llm.chat_with_tools(TOOLS, user_msg=QUESTION)
 
 
 def test_log_probabilities(llm):
