@@ -2,9 +2,10 @@
 
 Torch's CPU kernel computes every masked score, so rows spread over a sequence cost twice what causality asks for, and
 ten times where a window slides. Rows are ascending: a tile of them sees one run of keys. Where rows are few, the
-heads that share a key head are folded into rows, so that they do not each read the same keys again. Rows whose
-attention is collected attend by plain products, so that a policy has their weights: computed once, kept for that layer
-alone.
+heads that share a key head are folded into rows, so that they do not each read the same keys again. That kernel has no
+bfloat16 products on processors with AVX-512 BF16 alone (66 GFLOP/s a core, products 400): there a tile is three plain
+operations on what fits into a core's cache. Rows whose attention is collected attend by plain products too, so that a
+policy has their weights: computed once, kept for that layer alone.
 Registered with transformers under names of its own (its documented extension point); with none of these it is
 transformers' sdpa, or the model's own eager attention, unchanged.
 
@@ -13,7 +14,9 @@ those > p - window. A mask aligned to the bottom right corner, as usual for cont
 see the future.
 """
 
+import functools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,29 +25,40 @@ import torch
 from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
-TILE_ROWS = 128
+TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
+PRODUCTS_GAIN = (
+    1.25  # how much faster products must be: they round scores to the model's dtype, the kernel does not
+)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows start..stop of those being computed see keys first_key..stop_key, under mask (1, 1, stop - start, keys)."""
+    """Rows start..stop of those being computed see keys first_key..stop_key, all of them those before ragged_key.
+
+    mask (stop - start, stop_key - ragged_key), additive: of the keys from there on; None where there are none.
+    """
 
     start: int
     stop: int
     first_key: int
     stop_key: int
+    ragged_key: int
     mask: Tensor | None
 
-    _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _folds: dict[tuple[int, bool], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def folded(self, group: int) -> Tensor | None:
-        """(1, 1, group * rows, keys): the mask for a group's heads one below the other; made once for all layers."""
+    def folded(self, group: int, whole: bool = False) -> Tensor | None:
+        """(group * rows, keys): the mask for a group's heads one below the other; made once for all layers.
+
+        whole: of all keys from first_key on.
+        """
         if self.mask is None:
             return None
-        if group not in self._folds:
-            self._folds[group] = self.mask.repeat(1, 1, group, 1)
-        return self._folds[group]
+        if (group, whole) not in self._folds:
+            left = self.ragged_key - self.first_key if whole else 0
+            self._folds[group, whole] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
+        return self._folds[group, whole]
 
 
 @dataclass(frozen=True)
@@ -65,16 +79,39 @@ Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
 
 
 def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
-    """Cut ascending positions (R,) into tiles; masks are additive, in dtype. absent (T,) bool: keys to leave out."""
+    """Cut ascending positions (R,) into tiles; masks are in dtype. absent (T,) bool: keys to leave out."""
     tiles = []
     for start in range(0, rows.numel(), TILE_ROWS):
         tile = rows[start : start + TILE_ROWS]
-        first = 0 if window is None else max(0, int(tile[0]) - window + 1)
-        stop = int(tile[-1]) + 1
-        visible = position_mask(tile, stop, window, absent, first)
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        tiles.append(Tile(start, start + tile.numel(), first, stop, mask))
+        first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
+        if window is not None:
+            first = max(0, least - window)
+        ragged = least if absent is None and stop - first <= (window or stop) else first
+        mask = None
+        if ragged < stop:
+            visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        tiles.append(Tile(start, start + tile.numel(), first, stop, ragged, mask))
     return tiles
+
+
+@functools.cache
+def products_are_faster(dtype: torch.dtype) -> bool:
+    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms."""
+    if dtype != torch.bfloat16:
+        return False  # one number for both: 60 and 64 GFLOP/s in float32
+    query, key = torch.ones(1, 1, 4 * TILE_ROWS, 64, dtype=dtype), torch.ones(1, 1, 1024, 64, dtype=dtype)
+    tile = Tile(0, query.shape[2], 0, key.shape[2], key.shape[2], None)
+
+    def fastest_s(attend: Callable[..., Tensor]) -> float:
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            attend(query, key, key, None, [tile])
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    return fastest_s(_by_kernel) > PRODUCTS_GAIN * fastest_s(_by_products)
 
 
 def position_mask(
@@ -137,14 +174,15 @@ def rows_attention(
         first, more = query[:, :, :start], {"tiles": tiles, **kwargs}
         before, _ = rows_attention(module, first, key, value, attention_mask, scaling, **more)
         return torch.cat([before, out], dim=1), None
-    if tiles is None and attention_mask is None and query.shape[2] == 1 and query.device.type == "cpu":
-        tiles = [Tile(0, 1, 0, key.shape[2], None)]  # one row sees all that it is given
+    if tiles is None and attention_mask is None and query.device.type == "cpu":
+        tiles = _implied(query, key)
     if tiles is None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return attended
-    return _tiled(query, key, value, scaling, tiles), None
+    attend = _by_products if products_are_faster(query.dtype) else _by_kernel
+    return attend(query, key, value, scaling, tiles), None
 
 
 def eager_attention(
@@ -169,7 +207,22 @@ def eager_attention(
     return attended
 
 
-def _tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]) -> Tensor:
+def _implied(query: Tensor, key: Tensor) -> list[Tile] | None:
+    """What rows see that come without a mask: one row all that it is given, and a whole sequence what is before each."""
+    rows, keys = query.shape[2], key.shape[2]
+    if rows == 1:
+        return [Tile(0, 1, 0, keys, keys, None)]
+    whole = rows == keys and query.shape[0] == 1
+    return _of_sequence(rows, query.dtype) if whole and products_are_faster(query.dtype) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _of_sequence(rows: int, dtype: torch.dtype) -> list[Tile]:
+    return tiles(torch.arange(rows), None, dtype)
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]) -> Tensor:
+    """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D), tile by tile."""
     heads, rows, size = query.shape[1:]
     group = heads // key.shape[1]
     folds = rows <= FOLDED_ROWS
@@ -181,15 +234,38 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, til
             queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
         shape = (*queries.shape[:2], tile.stop_key - tile.first_key, -1)
         keys = slice(tile.first_key, tile.stop_key)
+        mask = tile.folded(group if folds else 1, whole=True)
         part = nn.functional.scaled_dot_product_attention(
             queries,
             key[0, :, None, keys].expand(shape),
             value[0, :, None, keys].expand(shape),
-            attn_mask=tile.folded(group) if folds else tile.mask,
+            attn_mask=None if mask is None else mask[None, None],
             scale=scaling,
         )
         part = part.reshape(heads, tile.stop - tile.start, -1)
         out[0, tile.start : tile.stop] = part.transpose(0, 1)
+    return out
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]
+) -> Tensor:
+    """The same, a key head at a time, so that its scores are still in the cache when they are read."""
+    heads, rows, size = query.shape[1:]
+    group = heads // key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
+    out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
+    nothing = query.new_zeros(1)
+    for tile in tiles:
+        keys, mask = slice(tile.first_key, tile.stop_key), tile.folded(group)
+        for head, queries in enumerate(groups[:, :, tile.start : tile.stop].flatten(1, 2)):  # (G * R, D)
+            scores = torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale)
+            if mask is not None:
+                scores[:, tile.ragged_key - tile.first_key :] += mask
+            part = scores.softmax(-1) @ value[0, head, keys]
+            of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
+            of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
     return out
 
 

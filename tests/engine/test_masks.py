@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ragblend.engine import attention
 from ragblend.engine.attention import TILE_ROWS, position_mask, rows_attention, tiles
 
 TOKENS = 400
@@ -29,7 +30,9 @@ def test_a_row_sees_what_is_before_it_and_in_its_window(window):
 @pytest.mark.parametrize("rows", [scattered(1), scattered(30), scattered(300), torch.arange(TOKENS)])
 @pytest.mark.parametrize("window", [None, 1, 20, 150])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_heads):
+@pytest.mark.parametrize("products", [False, True])
+def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_heads, products, monkeypatch):
+    monkeypatch.setattr(attention, "products_are_faster", lambda dtype: products)
     random = torch.Generator().manual_seed(1)
     query = torch.randn(1, rows.numel(), heads, 8, generator=random).transpose(
         1, 2
@@ -50,6 +53,15 @@ def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_he
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+def test_a_whole_sequence_and_a_single_row_need_no_mask(monkeypatch):
+    monkeypatch.setattr(attention, "products_are_faster", lambda dtype: True)
+    query, key, value = torch.randn(3, 1, 2, 150, 8, generator=torch.Generator().manual_seed(1))
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    assert torch.allclose(rows_attention(nn.Module(), query, key, value, None)[0], expected, atol=1e-5)
+    last = rows_attention(nn.Module(), query[:, :, -1:], key, value, None)[0]
+    assert torch.allclose(last, expected[:, -1:], atol=1e-5)
+
+
 def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
     rows = scattered(300)
     blocks = tiles(rows, 20, torch.float32)
@@ -62,8 +74,10 @@ def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
         assert block.first_key == max(0, int(held[0]) - 19)
 
 
-def test_what_lies_behind_the_last_row_is_not_touched():
+@pytest.mark.parametrize("products", [False, True])
+def test_what_lies_behind_the_last_row_is_not_touched(products, monkeypatch):
     """Later rows may not have been computed yet: NaN there must not leak through a mask."""
+    monkeypatch.setattr(attention, "products_are_faster", lambda dtype: products)
     rows = torch.arange(0, 100, 3)
     key = torch.randn(1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(1))
     value = key.clone()
