@@ -208,7 +208,7 @@ def eager_attention(
 
 
 def _implied(query: Tensor, key: Tensor) -> list[Tile] | None:
-    """What rows see that come without a mask: one row all that it is given, and a whole sequence what is before each."""
+    """What rows without a mask see: a single one all that it is given, and a whole sequence what is before each."""
     rows, keys = query.shape[2], key.shape[2]
     if rows == 1:
         return [Tile(0, 1, 0, keys, keys, None)]
