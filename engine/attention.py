@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
 TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
+WASTED_SCORES = 8192  # what one more tile costs in calls
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 PRODUCTS_GAIN = (
     1.25  # how much faster products must be: they round scores to the model's dtype, the kernel does not
@@ -81,8 +83,8 @@ Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
 def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
     """Cut ascending positions (R,) into tiles; masks are in dtype. absent (T,) bool: keys to leave out."""
     tiles = []
-    for start in range(0, rows.numel(), TILE_ROWS):
-        tile = rows[start : start + TILE_ROWS]
+    for start, end in _cuts(rows.tolist()):
+        tile = rows[start:end]
         first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
         if window is not None:
             first = max(0, least - window)
@@ -91,8 +93,18 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
         if ragged < stop:
             visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        tiles.append(Tile(start, start + tile.numel(), first, stop, ragged, mask))
+        tiles.append(Tile(start, end, first, stop, ragged, mask))
     return tiles
+
+
+def _cuts(positions: list[int]) -> list[tuple[int, int]]:
+    """Where tiles begin and end: at most TILE_ROWS rows, and none before a gap which they would not see for nothing."""
+    starts = [0]
+    for number, (before, position) in enumerate(pairwise(positions), 1):
+        held = number - starts[-1]
+        if held == TILE_ROWS or held * (position - before) > WASTED_SCORES:
+            starts.append(number)
+    return list(pairwise([*starts, len(positions)])) if positions else []
 
 
 @functools.cache

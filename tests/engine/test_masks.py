@@ -74,6 +74,14 @@ def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
         assert block.first_key == max(0, int(held[0]) - 19)
 
 
+def test_rows_on_both_sides_of_a_gap_are_in_tiles_of_their_own():
+    """A prompt's beginning and its question: the one does not see the passages, and is not multiplied with them."""
+    first, last = tiles(torch.cat([torch.arange(30), torch.arange(380, 400)]), None, torch.float32)
+    assert (first.stop, first.stop_key) == (30, 30) and (last.start, last.stop) == (30, 50)
+    assert last.ragged_key == 381
+    assert not tiles(torch.arange(0), None, torch.float32)
+
+
 @pytest.mark.parametrize("products", [False, True])
 def test_what_lies_behind_the_last_row_is_not_touched(products, monkeypatch):
     """Later rows may not have been computed yet: NaN there must not leak through a mask."""
