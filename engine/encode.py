@@ -41,5 +41,9 @@ class ChunkEncoder:
 
     @torch.inference_mode()
     def _append(self, token_ids: Sequence[int]) -> None:
-        ids = torch.tensor([list(token_ids)], device=self.decoder.device)
-        self.decoder.base(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        decoder, start = self.decoder, self._cache.get_seq_length()
+        rows = torch.arange(start, start + len(token_ids), device=decoder.device)
+        hidden = decoder.embed(torch.tensor(list(token_ids), device=decoder.device))
+        block = decoder.row_block(rows, start + len(token_ids), hidden)
+        for layer in range(decoder.geometry.layers):
+            hidden = decoder.run_layer(layer, hidden, block, self._cache)
