@@ -76,7 +76,10 @@ def test_the_gate_passes(engine):
 
 @pytest.mark.parametrize("method", ["full", "recompute"])
 def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, reference, eager, method):
-    """The floor is measured: transformers with itself, sdpa beside eager, differs by KL 2.5e-3 on this prompt."""
+    """The floor is measured: transformers with itself, sdpa beside eager, differs by KL 2.5e-3 on this prompt.
+
+    What is nearer to float32 is not said by it: where attention is by products, it rounds where eager attention does.
+    """
     found = engine.prefill(prompt, method=method).logits
     expected, other = reference[0][-1], eager[0][-1]
     kl, rms = divergence(expected, found), relative(found, expected)
@@ -84,8 +87,8 @@ def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, referenc
     print(
         f"{method}: KL {kl:.1e} nats, relative RMS {rms:.1e}; floor of bfloat16: {floor[0]:.1e}, {floor[1]:.1e}"
     )
-    assert kl < 1e-3
-    assert rms < 0.05
+    assert kl < 2 * floor[0]
+    assert rms < 2 * floor[1]
 
 
 def test_reuse_is_well_above_that_floor(engine, prompt, reference):
