@@ -24,6 +24,11 @@ CALLER = os.environ.pop("RAGBLEND_TEST_CALLER", None)
 CALLER_HOME = os.environ.pop("RAGBLEND_TEST_CALLER_HOME", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The browser's files first: they take longest, and what begins last should not keep one process busy alone."""
+    items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))
+
+
 @pytest.fixture(scope="session")
 def caller() -> dict[str, str]:
     """What opens that model; tests of it are skipped where nobody named one."""

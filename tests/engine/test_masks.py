@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragblend.engine.attention import TILE_ROWS, position_mask, rows_attention, tiles
+from ragblend.engine.attention import position_mask, rows_attention, tiles
 
 TOKENS = 400
 
@@ -48,18 +48,6 @@ def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_he
     assert weights is None
     assert found.shape == (1, rows.numel(), heads, 12)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
-    rows = scattered(300)
-    blocks = tiles(rows, 20, torch.float32)
-    assert [b.start for b in blocks] == list(range(0, 300, TILE_ROWS))
-    assert [b.stop for b in blocks][:-1] == [b.start for b in blocks][1:]
-    assert blocks[-1].stop == 300
-    for block in blocks:
-        held = rows[block.start : block.stop]
-        assert block.stop_key == int(held[-1]) + 1
-        assert block.first_key == max(0, int(held[0]) - 19)
 
 
 def test_what_lies_behind_the_last_row_is_not_touched():

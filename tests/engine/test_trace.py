@@ -20,7 +20,7 @@ def of(trace, part):
     return [event for event in trace.events if event.part == part]
 
 
-@pytest.mark.parametrize("method", ["reuse", "cacheblend", "cacheblend-gradual"])
+@pytest.mark.parametrize("method", ["reuse", "cacheblend", "cacheblend-gradual", "probe"])
 def test_every_layer_is_loaded_once_a_chunk_and_computed(traced, method):
     report = traced.prefill(make_prompt(TEXTS), method=method, ratio=0.5).report
     layers = range(traced.runtime.decoder.geometry.layers)

@@ -33,12 +33,9 @@ def harbour(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory, tiny_model):
-    """One page for the troubles after which it is as it was."""
-    home = tmp_path_factory.mktemp("quiet") / "home"
-    home.mkdir(mode=0o700)
-    (home / "settings.toml").write_text(f'model = "{tiny_model}"\n')
-    running = Server(home)
+def quiet(new_home):
+    """One page for the troubles that leave it as it was but for its documents; it has none at first."""
+    running = Server(new_home())
     yield running
     running.end()
 
@@ -48,6 +45,77 @@ def read(mine, folder: Path) -> None:
     mine.add(folder)
     mine.all_encoded()
     mine.tab("Chat")
+
+
+def test_another_writer_has_the_home(quiet, open_page, harbour) -> None:
+    """The page says who writes, answers meanwhile, and goes on when that one ends."""
+    mine = open_page(quiet)
+    page = mine.page
+    with writer_lock(quiet.home / "writer.lock", "ragblend ingest elsewhere"):
+        mine.tab("Library")
+        mine.add(harbour)
+        page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
+        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
+        mine.tab("Chat")
+        page.fill("#rb-question textarea", ASKED)
+        page.press("#rb-question textarea", "Control+Enter")
+        page.wait_for_selector("#rb-transcript .rb-turn.answer:has-text('Nothing has been ingested')")
+        mine.tab("Library")
+    mine.await_states(harbour="ready")
+    page.wait_for_selector("#rb-banner .rb-note", state="detached")
+
+
+def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
+    """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
+    mine = open_page(quiet)
+    page = mine.page
+    mine.tab("Library")
+    with (tmp_path / "large.txt").open("wb") as large:
+        large.truncate(2 * 1024**3)
+    (tmp_path / "small.txt").write_text(HARBOUR)
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
+    page.wait_for_selector("text=exceed the maximum allowed size of 512")
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
+    page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
+    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
+
+
+def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
+    """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
+    mine = open_page(quiet)
+    read(mine, harbour)
+    page, held = mine.page, []
+    page.route("**/gradio_api/run/**", lambda route: held.append(route))
+    mine.tab("Store")
+    page.click("#rb-check")
+    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
+    page.unroute("**/gradio_api/run/**")  # lets those go that were held
+    page.wait_for_selector("#rb-store-overview .rb-cards")
+    assert page.inner_text("#rb-store-message") == "Everything is sound."
+    mine.tab("Chat")
+    mine.tab("Store")
+    page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
+
+
+def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_model):
+    """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
+    running = quiet
+    other = running.home / "models" / "other-0123-float32"
+    shutil.copytree(tiny_model, other)
+    mine = open_page(running)
+    page = mine.page
+    mine.tab("Settings")
+    page.click("#rb-model-choice input")
+    page.click(f"[role=option]:has-text('{other.name}')")
+    page.wait_for_function(
+        f"document.querySelector('#rb-model input, #rb-model textarea').value === '{other}'"
+    )
+    mine.press("#rb-save", "#rb-saved:has-text('choose it again to go back')")
+    assert str(other) in (running.home / "settings.toml").read_text()
+    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
+    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
+    assert str(other) in (running.home / "settings.toml").read_text()
 
 
 def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_model, tmp_path, monkeypatch):
@@ -77,41 +145,6 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         mine.tab("Chat")
         mine.ask(ASKED)
         assert len(hub.asked) == asked, "the hub is asked once, not at every start"
-
-
-def test_a_model_is_picked_from_what_is_here(start, open_page, tmp_path, tiny_model):
-    """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
-    running = start()
-    other = running.home / "models" / "other-0123-float32"
-    shutil.copytree(tiny_model, other)
-    mine = open_page(running)
-    page = mine.page
-    mine.tab("Settings")
-    page.click("#rb-model-choice input")
-    page.click(f"[role=option]:has-text('{other.name}')")
-    page.wait_for_function(
-        f"document.querySelector('#rb-model input, #rb-model textarea').value === '{other}'"
-    )
-    mine.press("#rb-save", "#rb-saved:has-text('choose it again to go back')")
-    assert str(other) in (running.home / "settings.toml").read_text()
-    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
-    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
-    assert str(other) in (running.home / "settings.toml").read_text()
-
-
-def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
-    """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
-    mine = open_page(quiet)
-    page = mine.page
-    mine.tab("Library")
-    with (tmp_path / "large.txt").open("wb") as large:
-        large.truncate(2 * 1024**3)
-    (tmp_path / "small.txt").write_text(HARBOUR)
-    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
-    page.wait_for_selector("text=exceed the maximum allowed size of 512")
-    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
-    page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
-    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
 
 
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
@@ -160,24 +193,6 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
         page.wait_for_timeout(200)  # until it is encoded again, by the repair or behind it
 
 
-def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
-    """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
-    mine = open_page(quiet)
-    read(mine, harbour)
-    page, held = mine.page, []
-    page.route("**/gradio_api/run/**", lambda route: held.append(route))
-    mine.tab("Store")
-    page.click("#rb-check")
-    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
-    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
-    page.unroute("**/gradio_api/run/**")  # lets those go that were held
-    page.wait_for_selector("#rb-store-overview .rb-cards")
-    assert page.inner_text("#rb-store-message") == "Everything is sound."
-    mine.tab("Chat")
-    mine.tab("Store")
-    page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
-
-
 def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_model) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "ragblend.app.cli", "ui", "--no-browser", "--port", "0"]
@@ -202,25 +217,6 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_mod
         assert "token" not in page.url
     finally:
         context.close()
-
-
-def test_another_writer_has_the_home(start, open_page, harbour) -> None:
-    """The page says who writes, answers meanwhile, and goes on when that one ends."""
-    running = start()
-    mine = open_page(running)
-    page = mine.page
-    with writer_lock(running.home / "writer.lock", "ragblend ingest elsewhere"):
-        mine.tab("Library")
-        mine.add(harbour)
-        page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
-        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
-        mine.tab("Chat")
-        page.fill("#rb-question textarea", ASKED)
-        page.press("#rb-question textarea", "Control+Enter")
-        page.wait_for_selector("#rb-transcript .rb-turn.answer:has-text('Nothing has been ingested')")
-        mine.tab("Library")
-    mine.await_states(harbour="ready")
-    page.wait_for_selector("#rb-banner .rb-note", state="detached")
 
 
 def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
@@ -256,12 +252,14 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     page = open_page(running).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
-    # What has come so far is there before the server knows that nobody listens.
-    while "Stopped." not in page.inner_text("#rb-transcript"):
+    for _ in range(60):  # what has come so far is there before the server knows that nobody listens
+        if "Stopped." in page.inner_text("#rb-transcript"):
+            return
         page.click("#rb-new")
         page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open")
         page.wait_for_selector(".rb-turn.user")
+    raise AssertionError("the answer was not stopped")
 
 
 def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
