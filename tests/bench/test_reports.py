@@ -17,7 +17,6 @@ from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
 from ragblend.app.bench.table import print_tables, quality_tables
 from ragblend.app.bench.variants import Variant
 
-PNG = b"\x89PNG\r\n\x1a\n"
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant("cacheblend", 0.15))
 
 
