@@ -231,10 +231,10 @@ def holding(home: Path, word: str) -> list[str]:
     return [str(path.relative_to(home)) for path in files if word.encode() in path.read_bytes()]
 
 
-def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_history(start, chromium) -> None:
-    """Killed in the middle, started again: the queue goes on by itself; stopped and started: the chat is there."""
+def test_killed_while_reading_it_goes_on_where_it_was(start, chromium) -> None:
+    """Killed in the middle, started again: the queue goes on by itself."""
     running = start(settings=SETTINGS)
-    home, context = running.home, chromium.new_context()
+    context = chromium.new_context()
     first = Watched(context, running)
     first.page.click("[data-act=samples]")
     first.tab("Library")
@@ -252,16 +252,6 @@ def test_killed_while_reading_it_goes_on_where_it_was_and_a_restart_has_the_hist
         second.tab("Chat")
         second.ask(QUESTION)
         second.check()
-        context.close()
-        assert running.stop() == 0
-        assert list((home / "ui").iterdir()) == []
-        running = start()
-        context = chromium.new_context()
-        third = Watched(context, running)
-        third.page.click(".rb-chat-open")
-        third.page.wait_for_selector(".rb-turn.answer")
-        assert QUESTION in third.page.inner_text(".rb-turn.user")
-        third.check()
     finally:
         context.close()
 

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -148,7 +148,7 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
 
 
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
-    """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
+    """Settings and what was said are kept and shown again; a damaged KV file is found, and made again."""
     running = start(settings=f'method = "{TUNED}"\n')
     mine = open_page(running)
     page = mine.page
@@ -168,14 +168,19 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
     mine.tab("Library")
     mine.all_encoded(before)  # nothing may read the document again between the damage and its repair
+    mine.tab("Chat")
+    mine.ask(ASKED)
     mine.leave()
     assert running.stop() == 0
+    assert list((running.home / "ui").iterdir()) == []
     value = next((running.home / "kv" / "values").rglob("*.kv"))
     content = bytearray(value.read_bytes())
     content[-20] ^= 255
     value.write_bytes(content)
     mine = open_page(start())
     page = mine.page
+    page.click(".rb-chat-open")
+    page.wait_for_selector(f".rb-turn.user:has-text('{ASKED}')")
     mine.tab("Settings")
     page.wait_for_function("document.querySelector('#rb-top-k input[type=number]').value === '9'")
     assert page.input_value("#rb-chunk input[type=number]") == "256"
@@ -219,13 +224,22 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_mod
         context.close()
 
 
+@pytest.fixture(scope="module")
+def talkative(new_home, tmp_path_factory):
+    """A page whose answers do not end soon; what it answers from has been read."""
+    (folder := tmp_path_factory.mktemp("harbour") / "harbour.txt").write_text(HARBOUR)
+    running = Server(new_home(LONG))
+    running.source = folder
+    yield running
+    running.end()
+
+
 def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
-    start, play, open_page, harbour, tmp_path
+    talkative, play, open_page, tmp_path
 ) -> None:
     """No goodbye is sent: the connection breaks, and what had come is kept as stopped."""
-    running = start(settings=LONG)
-    mine = open_page(running)
-    read(mine, harbour)
+    mine = open_page(talkative)
+    read(mine, talkative.source)
     mine.leave()
     victim = subprocess.Popen(
         [
@@ -243,13 +257,13 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     try:
         port = until(lambda: (tmp_path / "profile" / "DevToolsActivePort").read_text().split()[0])
         browser = play.chromium.connect_over_cdp(f"http://127.0.0.1:{port}")
-        killed = Watched(browser.contexts[0], running)
+        killed = Watched(browser.contexts[0], talkative)
         killed.begin(ASKED)
         killed.page.wait_for_selector("#rb-live .rb-prose")
     finally:
         os.killpg(victim.pid, signal.SIGKILL)
         victim.wait(60)
-    page = open_page(running).page
+    page = open_page(talkative).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
     for _ in range(60):  # what has come so far is there before the server knows that nobody listens
@@ -262,23 +276,31 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     raise AssertionError("the answer was not stopped")
 
 
+@pytest.fixture
+def afterwards():
+    """What is to be done when the pages are closed."""
+    with ExitStack() as stack:
+        yield stack
+
+
 def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
-    start, chromium, open_page, harbour
+    afterwards, talkative, chromium, open_page
 ) -> None:
     """Marked as cut off, with a way to ask again; it used to leave the question without a word."""
-    running = start(settings=LONG)
     context = chromium.new_context()  # nobody looks at what it complains of when the server is gone
-    mine = Watched(context, running)
-    read(mine, harbour)
+    mine = Watched(context, talkative)
+    read(mine, talkative.source)
     mine.begin(ASKED)
     mine.page.wait_for_function(
         "(document.querySelector('#rb-live .rb-prose')?.textContent.length ?? 0) > 40"
     )
     shown = letters(mine.page.inner_text("#rb-live .rb-prose"))
-    until(lambda: letters(kept(running.home)).index(shown))  # half a second later at most
-    running.kill()
+    until(lambda: letters(kept(talkative.home)).index(shown))  # half a second later at most
+    talkative.kill()
     context.close()
-    mine = open_page(start())
+    second = Server(talkative.home)
+    afterwards.callback(second.end)
+    mine = open_page(second)
     page = mine.page
     page.click(".rb-chat-open")
     page.wait_for_selector("#rb-transcript .rb-note:has-text('ended while this answer was being written')")
