@@ -36,12 +36,11 @@ def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(
     llm = make_tiny()
     ask, engine = program.make(llm, library), llm.backend.engine
     for question in QUESTIONS:
-        library.found.forget()
-        with watched() as answers:
+        with watched() as answers, library.finding() as found:
             said = ask(question)
         assert engine.finish_background(60)
     results = results_of(answers)
-    assert served(engine, results, library.found.texts).share >= 0.5
+    assert served(engine, results, found.texts).share >= 0.5
     assert said.strip() in [result.text.strip() for result in results]
     for result in results:
         if not result.report.misses:
