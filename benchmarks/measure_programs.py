@@ -3,10 +3,10 @@
     python -m benchmarks.measure_programs --home /tmp/programs
 
 Every program (`programs_langchain.py`, `programs_llama_index.py`) is asked three questions about the bundled model's
-sample documents. Counted is the third one. With `--repeats 5` the first one is timed as well, beside the same program
-with `method="full"` and nothing learnt or registered, in turn, each time in a new collection: ratios of medians,
-`first` by the clock (worth something on an idle machine) and `first_cpu` of processor time, until the answer is there.
-`--only` runs some programs, and leaves what is recorded of the others.
+sample documents, and the third is counted. With `--repeats 5` first questions are timed, beside the same program
+with `method="full"` and nothing learnt or registered, in turn, each time in a new collection. Recorded are ratios of
+medians: `first` by the clock, and `first_cpu` of processor time until the answer is there. `--only` runs some programs;
+what is recorded of the others is left.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def main() -> int:
         for program in framework.programs:
             if given.only and program.name not in given.only:
                 continue
-            known[program.name] = measured(framework, program, str(given.home), given.repeats)
+            row = known.get(program.name, {}) | {"program": program.name, "source": program.source}
+            known[program.name] = row | measured(framework, program, str(given.home), given.repeats)
             print(json.dumps(known[program.name]), flush=True)
             recorded[name] = [known[each.name] for each in framework.programs if each.name in known]
             lines = json.dumps(recorded, indent=1).replace("\n   ", " ").replace("\n  }", " }")
@@ -108,16 +109,15 @@ def main() -> int:
 
 
 def measured(framework: Framework, program: Program, home: str, repeats: int) -> Row:
-    """A row of the table. home: where nothing of this run's collections is stored yet."""
-    row: Row = {"program": program.name, "source": program.source} | third(framework, program, home)
-    times: dict[str, list[tuple[float, float]]] = {"ours": [], "full": []}
-    for _ in range(repeats):
-        times["ours"].append(first(framework, program, home, {}))
-        times["full"].append(first(framework, program, home, PLAIN))
-    for number, name in enumerate(("first", "first_cpu") if repeats else ()):
-        ours, full = (statistics.median(each[number] for each in found) for found in times.values())
-        row[name] = round(ours / full, 3)
-    return row
+    """What is to be recorded. home: where nothing of this run's collections is stored yet."""
+    if not repeats:
+        return third(framework, program, home)
+    kinds: list[Row] = [{}, PLAIN]
+    times = [[first(framework, program, home, options) for options in kinds] for _ in range(repeats)]
+    ours, full = (
+        [statistics.median(each) for each in zip(*spent, strict=True)] for spent in zip(*times, strict=True)
+    )
+    return {name: round(ours[at] / full[at], 3) for at, name in enumerate(("first", "first_cpu"))}
 
 
 def made(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
