@@ -129,11 +129,11 @@ def _before_question(
     last = _last_line(text, len(text))
     line = _last_line(text, last)
     asks = any(mark in text[line:last] for mark in _QUESTION_MARKS)
-    before, question = starts.searchsorted(line), starts.searchsorted(last)
+    before, question = (int(starts.searchsorted(at)) for at in (line, last))
     for first, stop in runs:
         end = min(stop, before if asks or stop == len(starts) else question)
         if first < end:
-            yield first, int(end)
+            yield first, end
 
 
 def _last_line(text: str, stop: int) -> int:

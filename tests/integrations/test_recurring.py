@@ -45,7 +45,9 @@ def test_passages_that_stood_together_come_back_apart_and_behind_a_word_of_the_t
 
 
 def test_what_is_repeated_within_one_prompt_did_not_come_back() -> None:
-    assert recalled(RecurringText(), ROPE * 1000) == []
+    memory = RecurringText()
+    assert recalled(memory, ROPE * 1000) == []
+    assert "\n".join(recalled(memory, ROPE * 1000, is_asking=False)) == (ROPE * 1000).rstrip()
 
 
 def test_the_question_is_read_anew_unless_something_follows_it() -> None:
