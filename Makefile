@@ -51,7 +51,7 @@ demo: $(VENV)/.installed
 	$(BIN)/ragblend demo --home $(DEMO_HOME)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 faults: $(VENV)/.installed-dev
 	FAULTS=full $(BIN)/python -m pytest tests/faults --durations=0 -rP

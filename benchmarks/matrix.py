@@ -11,6 +11,8 @@ from ragblend.engine.engine import Engine
 from ragblend.engine.results import Result, Stream
 from ragblend.integrations.finding import MINIMUM
 
+Ask = Callable[[str], Any]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -21,7 +23,7 @@ class Program:
 
     name: str
     source: str
-    make: Callable[[Any, Any], Callable[[str], Any]]
+    make: Callable[[Any, Any], Ask]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
     python -m benchmarks.measure_programs --home /tmp/programs
 
 Every program (`programs_langchain.py`, `programs_llama_index.py`) is asked three questions about the bundled model's
-sample documents. Counted is the third one. With `--repeats 5` the first one is timed as well, beside the same program
-with `method="full"` and nothing learnt or registered, in turn, each time in a new collection; the ratio is that of the
-medians, and worth something on an idle machine. `--only` runs some programs, and leaves what is recorded of the others.
+sample documents, and the third is counted. With `--repeats 5` first questions are timed, beside the same program
+with `method="full"` and nothing learnt or registered, in turn, each time in a new collection. Recorded are ratios of
+medians: `first` by the clock, and `first_cpu` of processor time until the answer is there. `--only` runs some programs;
+what is recorded of the others is left.
 """
 
 import argparse
@@ -16,17 +17,15 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from benchmarks.matrix import Program, results_of, served, watched
+from benchmarks.matrix import Ask, Program, results_of, served, watched
 from benchmarks.results import FRAMEWORKS, PROGRAMS, with_programs
 from ragblend.app import samples
 from ragblend.app.readers import read_document
@@ -41,40 +40,37 @@ PLAIN = {"method": "full", "learn_from_prompts": False, "register_retrieved": Fa
 Row = dict[str, Any]
 
 
-class LangChain:
-    """Its programs on the sample documents, and what was retrieved."""
+class Framework(NamedTuple):
+    """Its programs, our model for it, what that is made with, and the sample documents."""
 
-    def __init__(self) -> None:
-        from langchain_core.documents import Document
-
-        from benchmarks import programs_langchain
-        from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
-
-        self.programs, self.model = programs_langchain.PROGRAMS, ChatRAGBlend
-        self.options = {"max_tokens": ANSWER_TOKENS}
-        documents = [Document(text, metadata={"source": name}) for name, text in texts().items()]
-        self.library = programs_langchain.Library(documents, RAGBlendEmbeddings())
-
-    @contextmanager
-    def finding(self) -> Iterator[Any]:
-        self.library.found.forget()
-        yield self.library.found
+    programs: list[Program]
+    model: Any
+    options: Row
+    library: Any
 
 
-class LlamaIndex:
-    """The same of LlamaIndex."""
+def langchain() -> Framework:
+    from langchain_core.documents import Document
 
-    def __init__(self) -> None:
-        from llama_index.core import Document
+    from benchmarks.programs_langchain import PROGRAMS, Library
+    from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
-        from benchmarks import programs_llama_index
-        from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
+    documents = [Document(text, metadata={"source": name}) for name, text in texts().items()]
+    return Framework(
+        PROGRAMS, ChatRAGBlend, {"max_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbeddings())
+    )
 
-        self.programs, self.model = programs_llama_index.PROGRAMS, RAGBlendLLM
-        self.options = {"max_new_tokens": ANSWER_TOKENS}
-        self.finding = programs_llama_index.finding
-        documents = [Document(text=text, metadata={"file_name": name}) for name, text in texts().items()]
-        self.library = programs_llama_index.Library(documents, RAGBlendEmbedding())
+
+def llama_index() -> Framework:
+    from llama_index.core import Document
+
+    from benchmarks.programs_llama_index import PROGRAMS, Library
+    from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
+
+    documents = [Document(text=text, metadata={"file_name": name}) for name, text in texts().items()]
+    return Framework(
+        PROGRAMS, RAGBlendLLM, {"max_new_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbedding())
+    )
 
 
 def texts() -> dict[str, str]:
@@ -96,13 +92,14 @@ def main() -> int:
     recorded: dict[str, list[Row]] = (
         json.loads(PROGRAMS.read_text(encoding="utf-8")) if PROGRAMS.exists() else {}
     )
-    for name, kind in {"langchain": LangChain, "llama-index": LlamaIndex}.items():
-        framework: Any = kind()
+    for name, make in {"langchain": langchain, "llama-index": llama_index}.items():
+        framework = make()
         known = {row["program"]: row for row in recorded.get(name, [])}
         for program in framework.programs:
             if given.only and program.name not in given.only:
                 continue
-            known[program.name] = measured(framework, program, str(given.home), given.repeats)
+            row = known.get(program.name, {}) | {"program": program.name, "source": program.source}
+            known[program.name] = row | measured(framework, program, str(given.home), given.repeats)
             print(json.dumps(known[program.name]), flush=True)
             recorded[name] = [known[each.name] for each in framework.programs if each.name in known]
             lines = json.dumps(recorded, indent=1).replace("\n   ", " ").replace("\n  }", " }")
@@ -111,28 +108,21 @@ def main() -> int:
     return 0
 
 
-def measured(framework: Any, program: Program, home: str, repeats: int) -> Row:
-    """A row of the table. home: where nothing of this run's collections is stored yet."""
-    row: Row = {"program": program.name, "source": program.source}
-    ask, engine = made(framework, program, home, {})
-    ask(QUESTIONS[0])
-    row |= third(framework, ask, engine)
-    times: dict[str, list[float]] = {"full": [], "ours": []}
-    for _ in range(repeats):
-        for kind, options in (("ours", {}), ("full", PLAIN)):
-            del ask
-            gc.collect()  # models that are alive learn what others retrieve
-            ask, engine = made(framework, program, home, options)
-            begun = time.perf_counter()
-            ask(QUESTIONS[0])
-            times[kind].append(time.perf_counter() - begun)
-            engine.finish_background()
-    medians = {kind: statistics.median(found) for kind, found in times.items() if found}
-    return row | ({"first": round(medians["ours"] / medians["full"], 3)} if medians else {})
+def measured(framework: Framework, program: Program, home: str, repeats: int) -> Row:
+    """What is to be recorded. home: where nothing of this run's collections is stored yet."""
+    if not repeats:
+        return third(framework, program, home)
+    kinds: list[Row] = [{}, PLAIN]
+    times = [[first(framework, program, home, options) for options in kinds] for _ in range(repeats)]
+    ours, full = (
+        [statistics.median(each) for each in zip(*spent, strict=True)] for spent in zip(*times, strict=True)
+    )
+    return {name: round(ours[at] / full[at], 3) for at, name in enumerate(("first", "first_cpu"))}
 
 
-def made(framework: Any, program: Program, home: str, options: Row) -> tuple[Callable[[str], Any], Any]:
+def made(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
     """The program on a model with a collection of its own, warm."""
+    gc.collect()  # models that are alive learn what others retrieve
     llm = framework.model(home=home, collection=f"{time.time_ns()}", **framework.options, **options)
     ask = program.make(llm, framework.library)
     llm.complete("Hello") if hasattr(llm, "complete") else llm.invoke("Hello")
@@ -140,10 +130,21 @@ def made(framework: Any, program: Program, home: str, options: Row) -> tuple[Cal
     return ask, llm.backend.engine
 
 
-def third(framework: Any, ask: Callable[[str], Any], engine: Any) -> Row:
+def first(framework: Framework, program: Program, home: str, options: Row) -> tuple[float, float]:
+    """Seconds that the first question takes: by the clock, and of processor time."""
+    ask, engine = made(framework, program, home, options)
+    begun = time.perf_counter(), time.process_time()
+    ask(QUESTIONS[0])
+    spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
     engine.finish_background()
-    for question in QUESTIONS[1:]:
-        with watched() as answers, framework.finding() as found:
+    return spent
+
+
+def third(framework: Framework, program: Program, home: str) -> Row:
+    """What became of the tokens of the third question."""
+    ask, engine = made(framework, program, home, {})
+    for question in QUESTIONS:
+        with watched() as answers, framework.library.finding() as found:
             ask(question)
         engine.finish_background()
     return asdict(served(engine, results_of(answers), found.texts))

@@ -3,7 +3,8 @@
 Beside each stand the repository and the file that it follows. Only the model is ours, and the documents.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -38,10 +39,9 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel
 
-from benchmarks.matrix import Program
+from benchmarks.matrix import Ask, Program
 from ragblend.integrations.langchain import ChatRAGBlend
 
-Ask = Callable[[str], Any]
 QUESTION_FIRST = ChatPromptTemplate.from_template(
     "You answer questions from what was found in the archive, in three sentences at most. What is not in it you do "
     "not know.\nQuestion: {question} \nContext: {context} \nAnswer:"
@@ -92,6 +92,12 @@ class Library:
     overlap: int = 200
     child: int = 400
     found: Found = field(default_factory=Found)
+
+    @contextmanager
+    def finding(self) -> Iterator[Found]:
+        """What is retrieved meanwhile."""
+        self.found.forget()
+        yield self.found
 
     def empty_store(self) -> Store:
         store = Store(self.embeddings)

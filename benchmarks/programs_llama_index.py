@@ -19,7 +19,7 @@ from llama_index.core import (
     get_response_synthesizer,
 )
 from llama_index.core.agent.react.output_parser import ReActOutputParser
-from llama_index.core.agent.react.types import ActionReasoningStep
+from llama_index.core.agent.react.types import ActionReasoningStep, ResponseReasoningStep
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -56,9 +56,7 @@ from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
 
-from benchmarks.matrix import Program
-
-Ask = Callable[[str], Any]
+from benchmarks.matrix import Ask, Program
 
 
 class Found(BaseEventHandler):
@@ -84,16 +82,6 @@ class Found(BaseEventHandler):
         return self._texts
 
 
-@contextmanager
-def finding() -> Iterator[Found]:
-    found, handlers = Found(), dispatcher.root.event_handlers
-    handlers.append(found)
-    try:
-        yield found
-    finally:
-        handlers.remove(found)
-
-
 @dataclass
 class Library:
     """Documents, and how they are embedded and cut; sizes in tokens of LlamaIndex's counting."""
@@ -106,6 +94,16 @@ class Library:
     @property
     def splitter(self) -> SentenceSplitter:
         return SentenceSplitter(chunk_size=self.chunk, chunk_overlap=self.overlap)
+
+    @contextmanager
+    def finding(self) -> Iterator[Found]:
+        """What is retrieved meanwhile."""
+        found, handlers = Found(), dispatcher.root.event_handlers
+        handlers.append(found)
+        try:
+            yield found
+        finally:
+            handlers.remove(found)
 
     def index(self) -> VectorStoreIndex:
         return VectorStoreIndex.from_documents(
@@ -270,11 +268,11 @@ def as_evaluated(llm: LLM, library: Library) -> Ask:
 class Instead(ReActOutputParser):
     """What a larger model would have said in the format that was asked for; what this one said is let go."""
 
-    def __init__(self, said: Callable[[], Any]) -> None:
+    def __init__(self, said: Callable[[str], Any]) -> None:
         self.said = said
 
     def parse(self, output: str, is_streaming: bool = False) -> Any:
-        return self.said() or super().parse(output, is_streaming)
+        return self.said(output)
 
     def format(self, query: str) -> str:
         return query
@@ -293,14 +291,14 @@ def as_router(llm: LLM, library: Library) -> Ask:
         ),
     ]
     second = StructuredOutput(raw_output="", parsed_output=[Answer(choice=2, reason="It is one question.")])
-    selector = LLMSingleSelector.from_defaults(llm=llm, output_parser=Instead(lambda: second))
+    selector = LLMSingleSelector.from_defaults(llm=llm, output_parser=Instead(lambda _: second))
     return querying(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm))
 
 
 def as_sub_questions(llm: LLM, library: Library) -> Ask:
     asked: list[str] = []
 
-    def generated() -> StructuredOutput:
+    def generated(_: str) -> StructuredOutput:
         questions = [SubQuestion(sub_question=asked[-1], tool_name="archive")]
         return StructuredOutput(raw_output="", parsed_output=questions)
 
@@ -321,17 +319,18 @@ def as_sub_questions(llm: LLM, library: Library) -> Ask:
 
 
 def as_react_agent(llm: LLM, library: Library) -> Ask:
-    steps: list[Any] = []
+    steps: list[ActionReasoningStep] = []
     tool = QueryEngineTool(
         query_engine=library.index().as_query_engine(llm=llm, similarity_top_k=3),
         metadata=ToolMetadata(name="archive", description="Answers a plain question about the tramway"),
     )
-    parser = Instead(lambda: steps.pop(0))
+    parser = Instead(lambda said: steps.pop() if steps else ResponseReasoningStep(thought="", response=said))
     agent = ReActAgent(tools=[tool], llm=llm, output_parser=parser, streaming=False)
 
     async def asked(question: str) -> str:
-        search = ActionReasoningStep(thought="I look.", action="archive", action_input={"input": question})
-        steps[:] = [search, None]
+        steps[:] = [
+            ActionReasoningStep(thought="I look.", action="archive", action_input={"input": question})
+        ]
         return str(await agent.run(question, ctx=Context(agent)))
 
     return lambda question: asyncio.run(asked(question))

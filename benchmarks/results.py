@@ -151,7 +151,7 @@ def _of_program(row: Row) -> dict[str, str]:
     counts = {"reused": "reused", "recomputed": "computed again", "fresh": "fresh"}
     cells = {"program": row["program"], **{heading: f"{row[name]:,}" for name, heading in counts.items()}}
     cells["of what was retrieved"] = percent(row["found"] / row["retrieved"])
-    return cells | ({"first question": f"{row['first']:.2f}"} if "first" in row else {})
+    return cells | {"first question": f"{row['first_cpu']:.2f}" if "first_cpu" in row else ""}
 
 
 def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:

@@ -30,7 +30,7 @@ class Constraint:
     """Two logits processors for one answer: `mask`, before anything is sampled, and `close`, after it.
 
     tokens: as `token_grammars` made them. most: the most tokens of the answer. Raises UsageError where those are
-    too few for the shortest answer that there is.
+    too few for the shortest answer that there is, or where that is too long to be looked for.
     """
 
     def __init__(self, grammar: Grammar, tokens: Any, prompt_tokens: int, most: int) -> None:
@@ -40,9 +40,13 @@ class Constraint:
         self._soonest = [tokens.tokenize_str(each)[0] for each in _SOONEST]
         self._raise_error()
         self.was_closed = False
-        shortest = self._distance(self._matcher) if grammar.is_closed else None
-        self._closes = shortest is not None
-        if shortest is not None and shortest > most:
+        self._closes = grammar.is_closed
+        shortest = self._distance(self._matcher) if grammar.is_closed else 0
+        if shortest is None:
+            raise UsageError(
+                f"no answer of this schema was found that ends within {MAX_CLOSING_TOKENS} tokens: ask for less at once"
+            )
+        if shortest > most:
             raise UsageError(
                 f"an answer of this schema takes {shortest} tokens at least, and max_new_tokens is {most}: allow more"
             )

@@ -21,7 +21,7 @@ from ragblend.engine.decode import OnText, answered, continue_logits
 from ragblend.engine.decoder import kv_geometry
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.nodes import Nodes, Progress
-from ragblend.engine.prefill import Request, prefill
+from ragblend.engine.prefill import Request, follow_up, prefill
 from ragblend.engine.profiling import measure
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, Stream
@@ -250,7 +250,9 @@ class Engine:
         """
         request = self._request(prompt, method, ratio, seed)
         with self.runtime.queue.turn(cancel):
-            return prefill(self.runtime, request, cancel)
+            prefilled = prefill(self.runtime, request, cancel)
+            follow_up(self.runtime, request, prefilled.report)
+            return prefilled
 
     def generate(
         self,
@@ -332,6 +334,7 @@ class Engine:
                 answer = result.token_ids
                 return result
             finally:  # also of an answer that was stopped: its prompt has been read
+                follow_up(self.runtime, request, prefilled.report)
                 if request.session is not None and prefilled.cache is not None:
                     ids = (*request.prompt.token_ids, *answer)
                     request.session.keep(ids, prefilled.cache, self.runtime.decoder)

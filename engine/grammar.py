@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ragblend.kvstore.errors import UsageError
@@ -50,10 +51,16 @@ def json_rule(schema: Mapping[str, Any], name: str = "the JSON schema") -> str:
 
 def checked(grammar: Grammar, name: str) -> Grammar:
     """The same grammar. Raises UsageError where no answer can be made by it."""
-    if said := library().LLMatcher.validate_grammar(grammar.text):
+    library()
+    if said := _validated(grammar.text):
         reason = said.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
         raise UsageError(f"{name} cannot be kept to: {reason}")
     return grammar
+
+
+@lru_cache(maxsize=256)  # tools are said again with every call
+def _validated(text: str) -> str:
+    return library().LLMatcher.validate_grammar(text) or ""
 
 
 def _tightened(schema: Any, is_part: bool = False) -> Any:

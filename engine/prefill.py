@@ -53,17 +53,20 @@ def prefill(
     refusal = runtime.refusal(len(request.prompt.token_ids))
     if refusal is not None:
         return _unfused(runtime, request, refusal, cancel, answering)
-    prefilled = _fused(runtime, request, cancel)
-    if prefilled.report.misses and request.policy.name != "full":
+    return _fused(runtime, request, cancel)
+
+
+def follow_up(runtime: Runtime, request: Request, report: Report) -> None:
+    """What a prompt that was read leaves to do in the background: for when its answer is out."""
+    if report.misses and request.policy.name != "full":
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
                 nodes = Nodes(runtime, chunk.collection or request.collection)
                 runtime.chores.add(partial(nodes.encode_later, chunk))
-    if prefilled.report.hits:
+    if report.hits:
         if runtime.store.tiers:
             runtime.chores.add(partial(_promote, runtime, request))
         runtime.chores.add(runtime.store.write_uses)
-    return prefilled
 
 
 def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -> Prefilled:

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
 _POLL_S = 0.05
+PAUSE_S = 0.05  # a program's next call often comes within it, and would stop what had just begun
 
 
 _running: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -34,20 +36,21 @@ def _end_all() -> None:
 class DeviceQueue:
     """A fair lock: first come, first served; a waiting request can be cancelled. Not reentrant.
 
-    Work in the background begins when nobody else waits, and asks `wanted` whether somebody has come since.
+    Work in the background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
+        self._left_at = -PAUSE_S  # when the last request left
 
     @contextmanager
     def turn(self, cancel: threading.Event | None = None, background: bool = False) -> Iterator[None]:
         """Hold the device. Raises Cancelled if `cancel` is set before the turn comes."""
         ticket = object()
         with self._changed:
-            while background and self._waiting:
-                self._changed.wait()
+            if background:
+                self._await_pause()
             self._waiting.append(ticket)
             try:
                 while self._waiting[0] is not ticket:
@@ -62,6 +65,12 @@ class DeviceQueue:
         finally:
             with self._changed:
                 self._leave(ticket)
+                if not background:
+                    self._left_at = time.monotonic()
+
+    def _await_pause(self) -> None:
+        while self._waiting or (left := self._left_at + PAUSE_S - time.monotonic()) > 0:
+            self._changed.wait(None if self._waiting else left)
 
     @property
     def wanted(self) -> bool:

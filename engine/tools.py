@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragblend.engine.grammar import Grammar, checked, json_rule
+from ragblend.engine.grammar import MAX_SCHEMA_CHARS, Grammar, checked, json_rule
 from ragblend.engine.prompt import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
@@ -120,9 +120,15 @@ def named(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raises UsageError for a tool whose arguments' schema cannot be kept to; loads no model."""
-    for name, function in named(tools).items():
-        subject = f"the schema of the tool {name!r}"
-        checked(Grammar(f"start: {_arguments(name, function)}\n"), subject)
+    rules = {name: _arguments(name, function) for name, function in named(tools).items()}
+    length = sum(map(len, rules.values()))
+    if length > MAX_SCHEMA_CHARS:
+        raise UsageError(
+            f"the schemas of these {len(rules)} tools have {length:,} characters as JSON; at most "
+            f"{MAX_SCHEMA_CHARS:,} are compiled: offer fewer tools at once"
+        )
+    for name, rule in rules.items():
+        checked(Grammar(f"start: {rule}\n"), f"the schema of the tool {name!r}")
 
 
 def tools_grammar(

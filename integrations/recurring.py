@@ -20,6 +20,7 @@ SENTENCES = 1_500_000  # remembered: 30 MB, and as much again for a moment; of m
 SENTENCES_A_PROMPT = 50_000  # looked at: far beyond any but texts made to be hard
 _RECENT = 1 << 15  # sentences that are not yet in the table
 _ENDERS, _WIDE_ENDERS = (np.array([ord(mark) for mark in marks]) for marks in (".!?:;", "。！？"))
+_QUESTION_MARKS = "?？؟"
 _END = np.uint64(0)  # between two texts
 Places = list[tuple[int, int]]
 
@@ -39,7 +40,7 @@ class RecurringText:
         """For each text of a prompt, where something stands that also stood, in whole sentences, in an earlier prompt.
 
         Disjoint, ascending (start, stop), in characters: the paragraphs in longest runs of sentences that stood so
-        once. is_asking: the last text ends with the question: its last two lines are read anew, unless they are long.
+        once. is_asking: the last text ends with the question, which is read anew.
         The texts are remembered: in time for the next prompt, so what is repeated within one is nothing.
         """
         split = [_sentences_of(text) for text in texts]
@@ -47,10 +48,9 @@ class RecurringText:
         found: list[Places] = []
         with self._lock:
             for number, (text, (starts, lengths), keys) in enumerate(zip(texts, split, hashed, strict=True)):
-                full = lengths >= MINIMUM
-                is_last = is_asking and number == len(texts) - 1
-                last = starts.searchsorted(_before_question(text)) if is_last else len(keys)
-                runs = self._runs(keys[:last], full[:last])
+                runs = self._runs(keys, lengths >= MINIMUM)
+                if is_asking and number == len(texts) - 1:
+                    runs = _before_question(text, starts, runs)
                 found.append(list(_passages(text, starts, starts + lengths, runs)))
             for (_, lengths), keys in zip(split, hashed, strict=True):
                 self._remember(keys, lengths >= MINIMUM)
@@ -119,16 +119,28 @@ def _sentences_of(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return starts[inside], (ends - starts)[inside]
 
 
-def _before_question(text: str) -> int:
-    """Where the last two lines begin that are not empty; a line that is too long for a question is none of them."""
-    at = len(text)
-    for _ in range(2):
-        before = text[:at].rstrip()
-        start = before.rfind("\n") + 1
-        if len(before) - start > QUESTION:
-            break
-        at = start
-    return at
+def _before_question(
+    text: str, starts: NDArray[np.int64], runs: Iterator[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """The runs without the question: the last line, and the one before it where that is one, or may be.
+
+    It may be where all to the end stood so before ("Answer:"); else what differs behind it is the question.
+    """
+    last = _last_line(text, len(text))
+    line = _last_line(text, last)
+    asks = any(mark in text[line:last] for mark in _QUESTION_MARKS)
+    before, question = (int(starts.searchsorted(at)) for at in (line, last))
+    for first, stop in runs:
+        end = min(stop, before if asks or stop == len(starts) else question)
+        if first < end:
+            yield first, end
+
+
+def _last_line(text: str, stop: int) -> int:
+    """Where the last line of text[:stop] begins that is not empty; `stop` where it is too long for a question."""
+    before = text[:stop].rstrip()
+    start = before.rfind("\n") + 1
+    return start if len(before) - start <= QUESTION else stop
 
 
 def _passages(

@@ -16,12 +16,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
-# A folder that keeps the converted SmolLM2 between sessions. Taken out of the environment, where the app's settings
-# would find an unknown RAGBLEND_* variable, here and in subprocesses.
-KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None)
+
+
+def told(name: str) -> str | None:
+    """What RAGBLEND_`name` says, kept as `name` for the other test processes.
+
+    Taken out of the environment, where the app's settings would find an unknown RAGBLEND_* variable.
+    """
+    value = os.environ.pop(f"RAGBLEND_{name}", None) or os.environ.get(name)
+    if value:
+        os.environ[name] = value
+    return value
+
+
+# A folder that keeps the converted SmolLM2 between sessions.
+KEPT_MODELS = told("TEST_MODELS")
 # A model that was trained to call tools (a folder or a .gguf file), and a home in which it was converted.
-CALLER = os.environ.pop("RAGBLEND_TEST_CALLER", None)
-CALLER_HOME = os.environ.pop("RAGBLEND_TEST_CALLER_HOME", None)
+CALLER = told("TEST_CALLER")
+CALLER_HOME = told("TEST_CALLER_HOME")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The browser's files first: they take longest, and what begins last should not keep one process busy alone."""
+    items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))
 
 
 @pytest.fixture(scope="session")

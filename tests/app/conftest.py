@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-sys.path.insert(1, str(Path(__file__).parents[1] / "faults"))
 
 from app_fakes import FakeEmbedder, FakeEngine
 
@@ -146,14 +145,6 @@ def write_epub(path, chapters):
             f"<package {namespace}><manifest>{items}</manifest><spine>{spine}</spine></package>",
         )
     return path
-
-
-@pytest.fixture
-def documents_of():
-    """The makers of documents whose size or shape is an attack."""
-    import fault_documents
-
-    return fault_documents
 
 
 @pytest.fixture

@@ -105,12 +105,6 @@ def test_an_answer_that_is_interrupted_says_so_and_stays(two, capfd, interrupts,
     assert two.engine.stream_made.closed
 
 
-def test_any_other_command_that_is_interrupted_says_so(two, capfd, monkeypatch, interrupts):
-    monkeypatch.setattr(two.embedder, "load", interrupts)
-    assert two("doctor") == 1
-    assert capfd.readouterr().err == "Interrupted.\n"
-
-
 def test_waiting_for_missing_passages_may_be_skipped(two, capfd, monkeypatch, interrupts):
     """As it says of itself; the answer is there."""
     two.engine.misses = 1

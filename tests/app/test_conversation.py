@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats
-from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.app.conversation import AskOptions, Conversations
 from ragblend.app.desk import Desk
 from ragblend.app.hood import Hood
 from ragblend.app.ingest import ingest
@@ -367,10 +367,3 @@ def test_lost_index_says_what_to_do(talks, workspaces):
     index.delete(list(index.node_ids()))
     with pytest.raises(LibraryError, match="store repair"):
         talks.answer(SKY)
-
-
-def test_same_passage_in_two_files_is_read_once(talks, workspaces, documents):
-    (documents / "copy.txt").write_text((documents / "sky.txt").read_text())
-    ingest(workspaces.first, [documents])
-    found = [source.text for source in talks.answer(SKY, AskOptions(least_score=ANY)).whole().sources]
-    assert len(found) == len(set(found)) == 4

@@ -82,6 +82,10 @@ def assert_nothing_is_left_over(workspace):
 
 
 def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_model, folder, opened):
+    opened.embedder.load()
+    assert (
+        opened.engine.gate.passed
+    )  # loaded by now: what is done below must be done while the other one encodes
     running = start(home, tiny_model, folder)
     await_values(running, home, 3)
     documents = opened.library.documents("default")

@@ -92,18 +92,6 @@ def test_the_boxes_lie_on_the_letters(sources, tmp_path, rotation, crop):
     assert (page.width > page.height) == (rotation in (0, 180))
 
 
-def test_only_the_passage_is_marked(sources, tmp_path):
-    library, rows = sources(write_page(tmp_path / "a.pdf", [LINES]))
-    assert len(rows) > 1
-    tops = []
-    for row in rows:
-        (page,) = locate_source(library, row).pages
-        outside, inside = dark_outside(page, margin=1)
-        assert outside > 500 and inside > 300
-        tops.append(min(box.top for box in page.boxes))
-    assert tops == sorted(tops)
-
-
 def test_of_a_cited_passage_only_the_sentence_is_marked(sources, tmp_path):
     """Also where the same letters stand on the page before it, and across lines."""
     path = write_page(tmp_path / "a.pdf", [["both of the ledgers", *LINES]])

@@ -165,15 +165,6 @@ def test_a_picker_offers_each_once_and_what_is_in_use():
     assert "to download" in labels[fitting[-1].model.name] and "15.2 GB" in labels[fitting[-1].model.name]
 
 
-def test_the_page_tells_a_newcomer_of_larger_ones():
-    fitting = offers(Machine(40 * GIGABYTE, **FAST))
-    told = views.settings.larger_models("It is <small>.", fitting)
-    assert all(offer.model.name in told for offer in fitting) and "under Settings" in told
-    welcome = views.chat.welcome
-    assert told in welcome(0, [], "It is <small>.", fitting) and "under Settings" not in welcome(0)
-    assert views.settings.larger_models("It is small.", []) == ""
-
-
 def download_that(monkeypatch, act):
     monkeypatch.setattr(models, "download", act)
     return ModelDownload("anna/model")

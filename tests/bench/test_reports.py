@@ -1,8 +1,6 @@
 """What people see: tables, pictures and files, from rows made by hand."""
 
-import dataclasses
 import io
-import json
 from html.parser import HTMLParser
 
 import pytest
@@ -11,13 +9,12 @@ from rich.console import Console
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.plots import pareto, plot_quality
 from ragblend.app.bench.quality_report import report_page
-from ragblend.app.bench.records import Record, make_folder, write_json
+from ragblend.app.bench.records import Record
 from ragblend.app.bench.sources import PASSAGES, sample_questions, sample_source
-from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
+from ragblend.app.bench.summary import comparison_matrix, summarise
 from ragblend.app.bench.table import print_tables, quality_tables
 from ragblend.app.bench.variants import Variant
 
-PNG = b"\x89PNG\r\n\x1a\n"
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant("cacheblend", 0.15))
 
 
@@ -77,23 +74,6 @@ def test_any_two_methods_are_compared_once_and_the_reference_not(questions) -> N
     assert last["kl_ratio_ci"] == pytest.approx((3, 3))
     assert (last["ratio"], last["against_ratio"], last["verdict"]) == (0.15, 0.15, "worse")
     assert (last["same_cost"], last["cost_difference"]) == (True, 0)
-
-
-def test_exact_answers_are_counted_by_task(questions) -> None:
-    tasks = [dataclasses.replace(q, task="ab"[q.index % 2]) for q in questions]
-    kls = dict.fromkeys(("full", "reuse", "random", "cacheblend"), 0.1)
-    records = {
-        key: dataclasses.replace(record, found=(1.0, 0.5)[place % 2])
-        for place, (key, record) in enumerate(made_records(kls, tasks).items())
-    }
-    found = {(row["task"], row["method"]): row for row in by_task(records, tasks, VARIANTS, 0)}
-    assert len(found) == 8
-    assert found["a", "full"]["n"] == 3
-    assert (found["a", "full"]["accuracy"], found["a", "full"]["found"]) == (1, 1)
-    assert (found["b", "full"]["accuracy"], found["b", "full"]["found"]) == (0, 0.5)
-    rows, _ = summarise(records, tasks, VARIANTS, 0)
-    assert rows[0]["accuracy"] == 0.6
-    assert by_task(records, questions, VARIANTS, 0) == []  # one task is what the rows say already
 
 
 def test_what_a_table_says_is_text_and_no_markup(summary) -> None:
@@ -156,15 +136,6 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
     assert "5 prompts settle nothing" in page.text
     assert "1 records were left out" in page.text
     assert "0.33" in page.text  # cacheblend against random
-
-
-def test_results_are_replaced_whole(tmp_path) -> None:
-    path = make_folder(tmp_path / "a" / "b") / "results.json"
-    write_json(path, {"rows": [1]})
-    with pytest.raises(TypeError):
-        write_json(path, {"rows": object()})
-    assert json.loads(path.read_text()) == {"rows": [1]}
-    assert [each.name for each in path.parent.iterdir()] == ["results.json"]
 
 
 def test_the_samples_make_questions_whose_passages_hold_an_answer() -> None:

@@ -57,16 +57,6 @@ def test_a_longbench_context_is_cut_where_its_passages_begin(write) -> None:
     assert question.instruction is None
 
 
-def test_a_longbench_task_that_asks_nothing_is_told_what_to_do(write) -> None:
-    context = "\n\n".join(f"{n} " + "word " * 100 for n in range(20))
-    record = longbench(context=context, input="", dataset="gov_report")
-    (question,) = load(write([record], lines=True)).questions
-    assert question.text.startswith("Write a one-page summary")
-    assert question.instruction == ""
-    assert len(question.passages) == 7
-    assert "".join("".join(question.passages).split()) == "".join(context.split())  # nothing is lost
-
-
 def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -> None:
     questions = load(write(squad()), passages=5).questions
     assert len(questions) == 12

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.tasks import RULER, TASKS, generate, parse_specs
+from benchmarks.tasks import TASKS, generate, parse_specs
 from ragblend.app.bench.data import entry_question
 from ragblend.kvstore.errors import UsageError
 
@@ -75,15 +75,6 @@ def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
         passages = [[name in passage for name in (town, *question.required)] for passage in question.passages]
         assert [True, True] not in passages  # one passage alone does not do
         assert len(re.findall("was born in", text)) == 4
-
-
-def test_a_family_is_all_its_tasks_and_specs_add_up() -> None:
-    specs = parse_specs(["ruler,n=2,tokens=900", "ruler:multi_key,items=6", "two_hop"])
-    assert [spec.task for spec in specs] == [*RULER, "multi_key", "two_hop"]
-    assert {(spec.n, spec.tokens) for spec in specs[: len(RULER)]} == {(2, 900)}
-    assert specs[-2].items == 6
-    entries = generate(specs[:2], count_words)
-    assert [entry["task"] for entry in entries] == ["single_needle 900"] * 2 + ["multi_key 900"] * 2
 
 
 @pytest.mark.parametrize(

@@ -169,13 +169,6 @@ def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
     assert (said.text, said.unscored) == (chosen, unscored)
 
 
-# LangChain reduces 3000: two that do not fit, and one by itself.
-@pytest.mark.parametrize("words", [1600, 5000])
-def test_extracts_that_never_get_shorter_end_in_a_named_error(ask, words) -> None:
-    with pytest.raises(BenchError, match=r"map_reduce gave up .* --passages N"):
-        ask("map_reduce", ["word " * words] * 50)
-
-
 # --- as it is typed
 
 

@@ -161,3 +161,15 @@ def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
     made = [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()]
     assert len(made) == 1 and made[0].endswith("-tokenizer")
     engine.close()
+
+
+def test_nothing_is_begun_before_the_answer_is_out(fresh):
+    """What was missing is encoded by a thread that would otherwise run beside the answer's tokens."""
+    idle = []
+    asked = make_prompt(TEXTS)
+    fresh.engine.generate(
+        asked, max_new_tokens=6, on_text=lambda _: idle.append(fresh.engine.finish_background(0))
+    )
+    assert idle and all(idle)
+    assert fresh.engine.finish_background(60)
+    assert fresh.engine.prefill(asked, method="reuse").report.misses == 0

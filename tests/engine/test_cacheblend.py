@@ -108,12 +108,6 @@ def test_shares_say_how_the_ratio_is_spent_over_the_layers(shares, expected):
     assert ratios != [mean] * 9 or shares == "2"
 
 
-def test_shares_above_what_can_be_computed_are_drawn_to_the_mean():
-    ratios, mean = course("cacheblend-gradual:shares=9/1/1/1", ratio=0.7)
-    assert max(ratios) == pytest.approx(1.0)
-    assert sum(ratios) / len(ratios) == pytest.approx(mean)
-
-
 @pytest.mark.parametrize(("ratio", "kept"), [(0.02, 0.01), (0.004, 0.004)])
 def test_a_little_is_kept_where_the_check_has_spent_the_ratio(ratio, kept):
     assert course("cacheblend", ratio) == ([kept] * 9, kept)

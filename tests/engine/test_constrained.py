@@ -108,10 +108,33 @@ def test_what_is_no_schema_is_refused_where_it_is_said(schema, said):
         json_grammar(schema)
 
 
-def test_a_schema_that_no_answer_ever_ends_is_refused(llama):
+def test_a_schema_that_no_answer_ever_ends_or_that_is_too_wide_is_refused(llama):
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    with pytest.raises(UsageError, match="too much for its compiler"):
-        llama.engine.generate(PROMPT, grammar=json_grammar(endless), max_new_tokens=30)
+    wide = {"type": "object", "properties": {f"key_{number}": {"type": "null"} for number in range(600)}}
+    open_end = Grammar(json_grammar(wide).text, is_closed=False)  # as those of tools
+    asked = ((json_grammar(endless), "ends within 512 tokens"), (open_end, "too much for its compiler"))
+    for grammar, said in asked:
+        with pytest.raises(UsageError, match=said):
+            llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=30)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 10**9},
+        {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
+        {
+            "type": "object",
+            "properties": (keys := {f"key_{n}": {"type": "string"} for n in range(2000)}),
+            "required": [*keys],
+        },
+    ],
+    ids=["text", "list", "keys"],
+)
+def test_a_schema_whose_shortest_answer_is_too_long_to_be_closed_is_refused(llama, schema):
+    """Cut off at the most tokens it would be no JSON."""
+    with pytest.raises(UsageError, match="ends within 512 tokens"):
+        llama.engine.generate(PROMPT, grammar=json_grammar(schema), max_new_tokens=30)
 
 
 def test_without_its_library_a_schema_is_refused_with_what_to_install(monkeypatch):

@@ -81,14 +81,6 @@ def test_what_loading_hides_costs_nothing_and_more_does(megabytes, expected):
     assert taken <= free + 0.1 * 1000 * hidden / LAYERS + 1e-9
 
 
-def test_a_slow_tier_buys_rows_and_a_fast_one_none():
-    slow = decide(profile(disk=100), work(5), None, 0.15)
-    assert slow.reason == "what loading hides"
-    assert slow.ratio == pytest.approx(0.4, abs=0.002)  # 50 ms of loading, 10 of which the fresh rows take
-    fast = decide(profile(disk=5000), work(5), None, 0.15)
-    assert (fast.ratio, fast.reason) == (0.15, "the least for quality")
-
-
 def test_where_reading_takes_what_computes_nothing_is_hidden():
     """On two cores reading takes turns with computing: `reuse` was predicted a third too short, as if it did not."""
     found = profile(overlaps=False)

@@ -220,12 +220,6 @@ def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named
         _ = Engine.open(**{"model": str(model_folder("llama")), "home": tmp_path} | options).device
 
 
-def test_open_shares_one_engine(model_folder, tmp_path):
-    one, two = (Engine.open(str(model_folder("llama")), home=tmp_path, dtype="float32") for _ in range(2))
-    assert one is two
-    assert Engine.open(str(model_folder("llama")), home=tmp_path / "other", dtype="float32") is not one
-
-
 def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_path, monkeypatch):
     from ragblend.engine import runtime
 

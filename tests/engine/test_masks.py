@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ragblend.engine import attention
-from ragblend.engine.attention import TILE_ROWS, position_mask, rows_attention, tiles
+from ragblend.engine.attention import position_mask, rows_attention, tiles
 
 TOKENS = 400
 
@@ -60,18 +60,6 @@ def test_a_whole_sequence_and_a_single_row_need_no_mask(monkeypatch):
     assert torch.allclose(rows_attention(nn.Module(), query, key, value, None)[0], expected, atol=1e-5)
     last = rows_attention(nn.Module(), query[:, :, -1:], key, value, None)[0]
     assert torch.allclose(last, expected[:, -1:], atol=1e-5)
-
-
-def test_blocks_cover_every_row_once_and_only_keys_that_are_seen():
-    rows = scattered(300)
-    blocks = tiles(rows, 20, torch.float32)
-    assert [b.start for b in blocks] == list(range(0, 300, TILE_ROWS))
-    assert [b.stop for b in blocks][:-1] == [b.start for b in blocks][1:]
-    assert blocks[-1].stop == 300
-    for block in blocks:
-        held = rows[block.start : block.stop]
-        assert block.stop_key == int(held[-1]) + 1
-        assert block.first_key == max(0, int(held[0]) - 19)
 
 
 def test_products_come_in_few_shapes(monkeypatch):

@@ -74,11 +74,6 @@ def test_no_copy_is_made_where_memory_is_short(block, monkeypatch):
     assert pack(block) == 2
 
 
-def test_other_types_are_left_alone():
-    block = Block(torch.float32)
-    assert pack(block) == 0 and type(block.head) is nn.Linear
-
-
 def test_without_the_operators_nothing_is_packed(block, monkeypatch):
     monkeypatch.setattr(packing, "_operators", lambda: object())
     assert not packs() and pack(block) == 0

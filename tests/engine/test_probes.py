@@ -9,7 +9,6 @@ from benches import largest_error, make_prompt, make_text, pairs
 from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
-from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind
 from ragblend.engine.prompt import Literal, Prompt
 from ragblend.engine.selection import BLIND, ByAttention, by_attention
@@ -197,27 +196,10 @@ def test_missing_chunks_are_left_out_of_the_probe(fresh, monkeypatch, name):
     found = fresh.engine.prefill(prompt, method=name, ratio=0.7)
     assert found.report.misses == 1
     assert torch.equal(found.logits, expected.logits)
-
-
-@pytest.mark.parametrize("name", GUIDED)
-def test_with_a_missing_chunk_all_rows_computed_are_the_model(fresh, name):
-    fresh.engine.encode([TEXTS[0], TEXTS[2], TEXTS[3]])
-    prompt = fresh.engine.tokenize(make_prompt(TEXTS))
-    expected = fresh.logits(prompt)[-1]
-    assert largest_error(fresh.engine.prefill(prompt, method=name, ratio=1.0).logits, expected) < 1e-4
-
-
-def test_everything_is_loaded_once(llama, monkeypatch):
-    """The second pass uses what the probe loaded; loading again would write over what it computed."""
-    llama.engine.encode(TEXTS)
-    reads, fetched = [], LayerLoader._fetched
-    monkeypatch.setattr(
-        LayerLoader,
-        "_fetched",
-        lambda self, span, layer, *a: reads.append((span.start, layer)) or fetched(self, span, layer, *a),
-    )
-    llama.engine.prefill(make_prompt(TEXTS), method="probe", ratio=0.5)
-    assert len(reads) == len(set(reads)) == 4 * len(TEXTS)
+    fresh.engine.finish_background()
+    fresh.engine.store.delete(fresh.engine.encode([TEXTS[1]]).keys[0])
+    everything = fresh.engine.prefill(prompt, method=name, ratio=1.0).logits
+    assert largest_error(everything, fresh.logits(prompt)[-1]) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["probe", "a3"])

@@ -65,6 +65,26 @@ def test_one_who_gives_up_does_not_hold_up_the_others():
     assert outcome == ["gave up", "served"]
 
 
+def test_work_in_the_background_begins_when_no_next_call_comes(monkeypatch):
+    """Between two calls of one program it would be stopped again, and have taken the cores from retrieval."""
+    monkeypatch.setattr("ragblend.engine.scheduler.PAUSE_S", 0.5)
+    queue, order = DeviceQueue(), []
+
+    def works():
+        with queue.turn(background=True):
+            order.append("background")
+
+    thread = threading.Thread(target=works)
+    for number in range(3):
+        with queue.turn():
+            order.append(number)
+            if not number:
+                thread.start()
+        time.sleep(0.02)
+    thread.join(10)
+    assert order == [0, 1, 2, "background"]
+
+
 def test_an_error_gives_the_device_back():
     queue = DeviceQueue()
     with pytest.raises(ZeroDivisionError), queue.turn():

@@ -196,6 +196,7 @@ def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
         ([tool("two words")], "letters, digits"),
         ([tool("add", a={"type": "nonsense"})], "the tool 'add' cannot be kept to: Invalid type"),
         ([tool("add", a={"enum": ["x" * 100_001]})], "the tool 'add' has"),
+        ([tool(f"add{n}", a={"enum": ["x" * 1_000]}) for n in range(100)], "of these 100 tools have"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_name(wrong, said):

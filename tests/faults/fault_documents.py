@@ -96,11 +96,6 @@ def endless_text(path: Path, size: int) -> Path:
     return _written(path, (b"boats and ships and tides and " * (size // 30 + 1))[:size])
 
 
-def endless_word(path: Path, size: int) -> Path:
-    """size: bytes without a space."""
-    return _written(path, b"x" * size)
-
-
 def spaces(path: Path, size: int) -> Path:
     """size: bytes of white space inside a line."""
     return _written(path, b"a" + b" " * size + b"b")

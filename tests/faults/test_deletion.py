@@ -93,19 +93,27 @@ def traces(workspace, document):
 
 def found(home, marks):
     """Which kinds of which documents stand in which files: {(document, kind): file}."""
+    every = [needle for kinds, _ in marks.values() for needles in kinds.values() for needle in needles]
+    beginnings = np.unique(np.frombuffer(b"".join(needle[:8] for needle in every), "<u8"))
     result = {}
     for path in home.rglob("*"):
         if not path.is_file() or path.is_relative_to(home / "models"):
             continue
         content = path.read_bytes()
-        near = _rounded(content)
+        near, begun = _rounded(content), _begun(content, beginnings)
         for name, (kinds, rows) in marks.items():
             for kind, needles in kinds.items():
-                if any(needle in content for needle in needles):
+                if any(needle[:8] in begun and needle in content for needle in needles):
                     result[name, kind] = path.name
             if any(tuple(np.round(row[:3], 4)) in near for row in rows):
                 result[name, "vector, nearly"] = path.name
     return result
+
+
+def _begun(content, beginnings):
+    """Which of these beginnings, of 8 bytes, stand anywhere in a file."""
+    runs = [np.frombuffer(content, "<u8", (len(content) - at) // 8, at) for at in range(min(8, len(content)))]
+    return {each.tobytes() for run in runs for each in run[np.isin(run, beginnings)]}
 
 
 def _rounded(content):

@@ -45,6 +45,7 @@ def test_killed_at_every_system_call(traced_lab, tmp_path, count, what):
         folder=tmp_path / "case",
         what=what,
         every=count(True, False),
+        stride=count(1, STRIDES[what]),
     )
     print(what, totals)
     assert totals["killed"] > 2

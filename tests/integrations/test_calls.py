@@ -22,6 +22,8 @@ def test_the_last_layer_that_says_something_wins():
 
 NEUTRAL = {
     "n": 1,
+    "best_of": 1,
+    "echo": False,
     "stream_usage": True,
     "presence_penalty": 0.0,
     "frequency_penalty": 0,
@@ -30,7 +32,8 @@ NEUTRAL = {
 
 
 def test_what_says_nothing_here_is_taken_and_another_value_of_it_refused_by_name():
-    assert call({"max_tokens": 9}, NEUTRAL, {"request_timeout": 3}).arguments == {"max_new_tokens": 9}
+    told = call({"max_tokens": 9}, NEUTRAL, {"request_timeout": 3, "n": None, "stream_usage": False})
+    assert (told.arguments, told.timeout) == ({"max_new_tokens": 9}, 3)
     for name, value in {"n": 2, "presence_penalty": 0.1, "logit_bias": {"7": 100}}.items():
         with pytest.raises(UsageError, match=f"{name}=.* cannot be done"):
             call({name: value})
@@ -63,6 +66,8 @@ def test_a_constructor_of_another_model_is_taken_as_it_is(make):
         "request_timeout": 30.0,
         "api_key": "sk-1",
         "max_retries": 2,
+        "base_url": "http://localhost",
+        "api_base": "http://localhost",
     }
     model = make(**told, **NEUTRAL)
     assert (model.temperature, model.max_new_tokens, model.timeout) == (0.5, 12, 30.0)
@@ -93,8 +98,9 @@ def test_nonsense_is_named(told, message):
 
 def test_why_nothing_is_reused_is_said_once_for_each_reason_and_only_where_it_is_true(place, caplog):
     backend, text = Backend(**place), "The bell at the causeway is rung by hand, twice a day. " * 40
+    other, learning = (Backend(**place, collection=name) for name in ("other", "learning"))
 
-    def said(words, named=(), learn=False, **arguments) -> list[str]:
+    def said(words, named=(), learn=False, backend=backend, **arguments) -> list[str]:
         caplog.clear()
         told = Call.of(backend, named, learn, arguments)
         for _ in range(2):
@@ -106,6 +112,8 @@ def test_why_nothing_is_reused_is_said_once_for_each_reason_and_only_where_it_is
         backend.registry.awaited = len(changed)
 
     assert said("Give this chat a title.") == said(text, method="full") == []
+    other.remember([Passage("Something else, which is known.")])
+    assert said(text, backend=other) == said(text, learn=True, backend=learning) == []
     assert said(text) == ["nothing is known in this"]
     assert said(text, named=[Passage("A passage that is elsewhere.")]) == ["passages that this call "]
     assert said(text.upper(), learn=True) == []

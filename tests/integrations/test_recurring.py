@@ -45,7 +45,9 @@ def test_passages_that_stood_together_come_back_apart_and_behind_a_word_of_the_t
 
 
 def test_what_is_repeated_within_one_prompt_did_not_come_back() -> None:
-    assert recalled(RecurringText(), ROPE * 1000) == []
+    memory = RecurringText()
+    assert recalled(memory, ROPE * 1000) == []
+    assert "\n".join(recalled(memory, ROPE * 1000, is_asking=False)) == (ROPE * 1000).rstrip()
 
 
 def test_the_question_is_read_anew_unless_something_follows_it() -> None:
@@ -57,6 +59,25 @@ def test_the_question_is_read_anew_unless_something_follows_it() -> None:
         memory = RecurringText()
         assert recalled(memory, prompt(question=long), is_asking) == []
         assert recalled(memory, prompt(question=long), is_asking) == expected
+
+
+def test_a_passage_right_before_the_question_is_one_when_another_question_follows() -> None:
+    rope, memory = (
+        ROPE.partition("\n")[0] + " It floats, and it is never lent to anybody from the south side.",
+        RecurringText(),
+    )
+    asked = [
+        f"{HEAD}{rope}\n\nQuestion: {question}?"
+        for question in ("What is sold", "Who cuts it", "Who cuts it")
+    ]
+    assert [recalled(memory, each) for each in asked] == [[], [rope], []]
+
+
+def test_a_long_question_that_is_asked_again_is_no_passage() -> None:
+    long = "Say at great length who it is that keeps the ledgers of the harbour, " * 3 + "and where they lie"
+    for ends in (("?\nAnswer in German.", "?\n\nAnswer in French."), (".\nAnswer:", ".\nAnswer:")):
+        memory = RecurringText()
+        assert [recalled(memory, f"{HEAD}{long}{end}") for end in ends] == [[], []]
 
 
 def test_a_text_without_a_newline_is_known_by_its_sentences_and_a_changed_sentence_is_another() -> None:

@@ -52,6 +52,17 @@ def test_named_passages_come_first(registry):
     )
 
 
+def test_of_passages_that_overlap_or_nest_the_longest_and_of_a_repeated_line_the_most(registry):
+    text_of_both = f"{HARBOUR} {CRANE}"
+    left, right, inside = text_of_both[:90], text_of_both[60:], text_of_both[95:120]
+    for named in ([left, right, inside], [inside, right, left]):
+        found = resolve([text_of_both], None, [Passage(each) for each in named])
+        assert [each.text for each in found] == [left, text_of_both[90:95], inside, text_of_both[120:]]
+    registry.add([Passage(f"{CRANE}\n" * count, f"{count} lines") for count in (1, 2, 1000)])
+    found = resolve([f"{CRANE}\n" * 1003 + "Why?"], registry)
+    assert [getattr(each, "node_id", None) for each in found] == ["1000 lines", "2 lines", "1 lines", None]
+
+
 def test_short_named_passages_do_not_shred_the_prompt(registry):
     prompt = "An answer is wanted, and an explanation of it."
     registry.add([Passage("an", "a")])

@@ -136,6 +136,7 @@ def test_figures_are_those_that_were_recorded() -> None:
     adapters = results.FRAMEWORKS.read_text(encoding="utf-8")
     assert results.with_programs(adapters, programs) == adapters
     assert all(row["found"] >= row["retrieved"] / 2 for rows in programs.values() for row in rows)
+    assert sum(map(len, programs.values())) == 26  # those of benchmarks/programs_*.py
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:

@@ -30,6 +30,7 @@ def package(request, repo, clean_environment, tmp_path):
 def test_it_gives_all_that_the_integration_gives(package, clean_environment):
     name, folder = package
     theirs, ours = NAMES[name]
+    assert folder.joinpath(*theirs.split("."), "py.typed").is_file()
     same = clean_environment.python_says(
         f"import sys; sys.path.insert(0, {str(folder)!r})\n"
         f"import {theirs} as theirs, {ours} as ours, llama_index.core\n"

@@ -66,6 +66,19 @@ def write_epub():
     return load(TESTS / "app" / "conftest.py").write_epub
 
 
+@pytest.fixture(scope="session")
+def new_home(tmp_path_factory, tiny_model):
+    """new_home(settings): an empty home with the tiny model."""
+
+    def make(settings: str = "") -> Path:
+        home = tmp_path_factory.mktemp("page") / "home"
+        home.mkdir(mode=0o700)
+        (home / "settings.toml").write_text(f'model = "{tiny_model}"\n{settings}')
+        return home
+
+    return make
+
+
 @pytest.fixture
 def start(tmp_path, tiny_model):
     """Starts `ragblend ui` on a home of its own with the tiny model, as often as it is called; ends what still runs."""

@@ -58,10 +58,9 @@ def watch_sockets(folder: Path) -> Path:
     return log
 
 
-def through_the_page(home: Path, folder: Path) -> str:
+def through_the_page(server: Server, folder: Path) -> str:
     from playwright.sync_api import sync_playwright
 
-    server = Server(home)
     try:
         with sync_playwright() as play:
             arguments = ["--no-sandbox", "--disable-gpu", QUIET]
@@ -88,12 +87,11 @@ def story(home: Path, folder: Path, notes: Path) -> dict[str, object]:
     command("ingest", str(folder), "--home", str(home))
     answer = json.loads(command("ask", QUESTION, "--home", str(home)))
     server = Server(home)
-    server.end()
     left = attempts()
     with contextlib.suppress(OSError):
         socket.create_connection(("192.0.2.1", 80), 1)  # the count must count
     counted = attempts() - left
-    said = through_the_page(home, folder)
+    said = through_the_page(server, folder)
     asked = sorted(set(log.read_text().splitlines()))
     return {
         "page": said,

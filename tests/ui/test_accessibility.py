@@ -1,6 +1,7 @@
 """Every view, light and dark, wide and narrow: it fits, and axe finds nothing serious that keeps somebody out."""
 
 import pytest
+from browser import Server
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 
@@ -36,12 +37,25 @@ def open_tab(mine, name: str) -> None:
     tab.click()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_no_view_has_a_serious_finding(start, open_page, tmp_path, scheme, width) -> None:
-    (folder := tmp_path / "harbour").mkdir()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harbour")
     (folder / "harbour.txt").write_text(HARBOUR * 100)  # more than its frame shows
     (folder / "broken.pdf").write_bytes(b"%PDF-1.4 and then nothing that a reader knows")
-    mine = open_page(start(settings="max_new_tokens = 24\n"), width, 844, color_scheme=scheme)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(new_home):
+    """Empty for the first look; for the second it has what the first one put there."""
+    running = Server(new_home("max_new_tokens = 24\n"))
+    yield running
+    running.end()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None:
+    mine = open_page(width=width, height=844, color_scheme=scheme)
     page, judge = mine.page, Judge(mine.page)
     judge.look("welcome")
     tops = [page.locator(part).bounding_box()["y"] for part in ("#rb-middle", "#rb-side", "#rb-more")]

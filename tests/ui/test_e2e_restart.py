@@ -30,7 +30,9 @@ def again(start, running, *options):
     return start("--port", running.address.rpartition(":")[2], *options)
 
 
-def test_it_goes_on_with_its_conversation_and_what_was_typed(start, open_plainly) -> None:
+def test_it_goes_on_with_its_conversation_and_what_was_typed_until_the_link_is_another(
+    start, open_plainly
+) -> None:
     running = start()
     page = open_plainly(running)
     page.fill("#rb-question textarea", ASKED)
@@ -46,16 +48,11 @@ def test_it_goes_on_with_its_conversation_and_what_was_typed(start, open_plainly
     page.press("#rb-question textarea", "Control+Enter")
     page.wait_for_function("document.querySelectorAll('#rb-transcript .rb-turn.answer').length === 2")
     assert page.locator(".rb-chat").count() == 1
-
-
-def test_one_that_is_let_in_no_more_says_that_it_needs_the_new_link(start, open_plainly) -> None:
-    running = start()
-    page = open_plainly(running)
-    page.fill("#rb-question textarea", "Half a question")
-    second = again(start, running, "--new-link")
+    page.fill("#rb-question textarea", "Half of another")
+    third = again(start, second, "--new-link")
     note = page.wait_for_selector("#rb-new-link[role=alert]")
     assert "Open the new link" in note.inner_text()
-    assert page.input_value("#rb-question textarea") == "Half a question"
-    page.goto(second.url)
+    assert page.input_value("#rb-question textarea") == "Half of another"
+    page.goto(third.url)
     page.wait_for_selector("#rb-hello .rb-welcome")
     assert page.locator("#rb-new-link").count() == 0

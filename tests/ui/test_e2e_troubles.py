@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,9 @@ def harbour(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory, tiny_model):
-    """One page for the troubles after which it is as it was."""
-    home = tmp_path_factory.mktemp("quiet") / "home"
-    home.mkdir(mode=0o700)
-    (home / "settings.toml").write_text(f'model = "{tiny_model}"\n')
-    running = Server(home)
+def quiet(new_home):
+    """One page for the troubles that leave it as it was but for its documents; it has none at first."""
+    running = Server(new_home())
     yield running
     running.end()
 
@@ -48,6 +45,77 @@ def read(mine, folder: Path) -> None:
     mine.add(folder)
     mine.all_encoded()
     mine.tab("Chat")
+
+
+def test_another_writer_has_the_home(quiet, open_page, harbour) -> None:
+    """The page says who writes, answers meanwhile, and goes on when that one ends."""
+    mine = open_page(quiet)
+    page = mine.page
+    with writer_lock(quiet.home / "writer.lock", "ragblend ingest elsewhere"):
+        mine.tab("Library")
+        mine.add(harbour)
+        page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
+        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
+        mine.tab("Chat")
+        page.fill("#rb-question textarea", ASKED)
+        page.press("#rb-question textarea", "Control+Enter")
+        page.wait_for_selector("#rb-transcript .rb-turn.answer:has-text('Nothing has been ingested')")
+        mine.tab("Library")
+    mine.await_states(harbour="ready")
+    page.wait_for_selector("#rb-banner .rb-note", state="detached")
+
+
+def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
+    """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
+    mine = open_page(quiet)
+    page = mine.page
+    mine.tab("Library")
+    with (tmp_path / "large.txt").open("wb") as large:
+        large.truncate(2 * 1024**3)
+    (tmp_path / "small.txt").write_text(HARBOUR)
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
+    page.wait_for_selector("text=exceed the maximum allowed size of 512")
+    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
+    page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
+    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
+
+
+def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
+    """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
+    mine = open_page(quiet)
+    read(mine, harbour)
+    page, held = mine.page, []
+    page.route("**/gradio_api/run/**", lambda route: held.append(route))
+    mine.tab("Store")
+    page.click("#rb-check")
+    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
+    page.unroute("**/gradio_api/run/**")  # lets those go that were held
+    page.wait_for_selector("#rb-store-overview .rb-cards")
+    assert page.inner_text("#rb-store-message") == "Everything is sound."
+    mine.tab("Chat")
+    mine.tab("Store")
+    page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
+
+
+def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_model):
+    """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
+    running = quiet
+    other = running.home / "models" / "other-0123-float32"
+    shutil.copytree(tiny_model, other)
+    mine = open_page(running)
+    page = mine.page
+    mine.tab("Settings")
+    page.click("#rb-model-choice input")
+    page.click(f"[role=option]:has-text('{other.name}')")
+    page.wait_for_function(
+        f"document.querySelector('#rb-model input, #rb-model textarea').value === '{other}'"
+    )
+    mine.press("#rb-save", "#rb-saved:has-text('choose it again to go back')")
+    assert str(other) in (running.home / "settings.toml").read_text()
+    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
+    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
+    assert str(other) in (running.home / "settings.toml").read_text()
 
 
 def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_model, tmp_path, monkeypatch):
@@ -79,43 +147,8 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         assert len(hub.asked) == asked, "the hub is asked once, not at every start"
 
 
-def test_a_model_is_picked_from_what_is_here(start, open_page, tmp_path, tiny_model):
-    """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
-    running = start()
-    other = running.home / "models" / "other-0123-float32"
-    shutil.copytree(tiny_model, other)
-    mine = open_page(running)
-    page = mine.page
-    mine.tab("Settings")
-    page.click("#rb-model-choice input")
-    page.click(f"[role=option]:has-text('{other.name}')")
-    page.wait_for_function(
-        f"document.querySelector('#rb-model input, #rb-model textarea').value === '{other}'"
-    )
-    mine.press("#rb-save", "#rb-saved:has-text('choose it again to go back')")
-    assert str(other) in (running.home / "settings.toml").read_text()
-    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
-    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
-    assert str(other) in (running.home / "settings.toml").read_text()
-
-
-def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
-    """2 GB: refused before any of it is sent, with the limit; the next file goes in."""
-    mine = open_page(quiet)
-    page = mine.page
-    mine.tab("Library")
-    with (tmp_path / "large.txt").open("wb") as large:
-        large.truncate(2 * 1024**3)
-    (tmp_path / "small.txt").write_text(HARBOUR)
-    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "large.txt"))
-    page.wait_for_selector("text=exceed the maximum allowed size of 512")
-    page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
-    page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
-    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
-
-
 def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
-    """Settings are kept in the file and shown again; a damaged KV file is found, and made again."""
+    """Settings and what was said are kept and shown again; a damaged KV file is found, and made again."""
     running = start(settings=f'method = "{TUNED}"\n')
     mine = open_page(running)
     page = mine.page
@@ -135,14 +168,19 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
     mine.tab("Library")
     mine.all_encoded(before)  # nothing may read the document again between the damage and its repair
+    mine.tab("Chat")
+    mine.ask(ASKED)
     mine.leave()
     assert running.stop() == 0
+    assert list((running.home / "ui").iterdir()) == []
     value = next((running.home / "kv" / "values").rglob("*.kv"))
     content = bytearray(value.read_bytes())
     content[-20] ^= 255
     value.write_bytes(content)
     mine = open_page(start())
     page = mine.page
+    page.click(".rb-chat-open")
+    page.wait_for_selector(f".rb-turn.user:has-text('{ASKED}')")
     mine.tab("Settings")
     page.wait_for_function("document.querySelector('#rb-top-k input[type=number]').value === '9'")
     assert page.input_value("#rb-chunk input[type=number]") == "256"
@@ -158,24 +196,6 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
     while not any(path.read_bytes() != content for path in value.parents[1].rglob("*.kv")):
         page.wait_for_timeout(200)  # until it is encoded again, by the repair or behind it
-
-
-def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
-    """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
-    mine = open_page(quiet)
-    read(mine, harbour)
-    page, held = mine.page, []
-    page.route("**/gradio_api/run/**", lambda route: held.append(route))
-    mine.tab("Store")
-    page.click("#rb-check")
-    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
-    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
-    page.unroute("**/gradio_api/run/**")  # lets those go that were held
-    page.wait_for_selector("#rb-store-overview .rb-cards")
-    assert page.inner_text("#rb-store-message") == "Everything is sound."
-    mine.tab("Chat")
-    mine.tab("Store")
-    page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
 
 
 def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_model) -> None:
@@ -204,32 +224,22 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_mod
         context.close()
 
 
-def test_another_writer_has_the_home(start, open_page, harbour) -> None:
-    """The page says who writes, answers meanwhile, and goes on when that one ends."""
-    running = start()
-    mine = open_page(running)
-    page = mine.page
-    with writer_lock(running.home / "writer.lock", "ragblend ingest elsewhere"):
-        mine.tab("Library")
-        mine.add(harbour)
-        page.wait_for_selector("#rb-banner .rb-note:has-text('ragblend ingest elsewhere')")
-        page.wait_for_selector("#rb-queue .rb-note:has-text('one writer at a time')")
-        mine.tab("Chat")
-        page.fill("#rb-question textarea", ASKED)
-        page.press("#rb-question textarea", "Control+Enter")
-        page.wait_for_selector("#rb-transcript .rb-turn.answer:has-text('Nothing has been ingested')")
-        mine.tab("Library")
-    mine.await_states(harbour="ready")
-    page.wait_for_selector("#rb-banner .rb-note", state="detached")
+@pytest.fixture(scope="module")
+def talkative(new_home, tmp_path_factory):
+    """A page whose answers do not end soon; what it answers from has been read."""
+    (folder := tmp_path_factory.mktemp("harbour") / "harbour.txt").write_text(HARBOUR)
+    running = Server(new_home(LONG))
+    running.source = folder
+    yield running
+    running.end()
 
 
 def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
-    start, play, open_page, harbour, tmp_path
+    talkative, play, open_page, tmp_path
 ) -> None:
     """No goodbye is sent: the connection breaks, and what had come is kept as stopped."""
-    running = start(settings=LONG)
-    mine = open_page(running)
-    read(mine, harbour)
+    mine = open_page(talkative)
+    read(mine, talkative.source)
     mine.leave()
     victim = subprocess.Popen(
         [
@@ -247,51 +257,65 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     try:
         port = until(lambda: (tmp_path / "profile" / "DevToolsActivePort").read_text().split()[0])
         browser = play.chromium.connect_over_cdp(f"http://127.0.0.1:{port}")
-        killed = Watched(browser.contexts[0], running)
+        killed = Watched(browser.contexts[0], talkative)
         killed.begin(ASKED)
         killed.page.wait_for_selector("#rb-live .rb-prose")
     finally:
         os.killpg(victim.pid, signal.SIGKILL)
         victim.wait(60)
-    page = open_page(running).page
+    page = open_page(talkative).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
-    # What has come so far is there before the server knows that nobody listens.
-    while "Stopped." not in page.inner_text("#rb-transcript"):
+    for _ in range(60):  # what has come so far is there before the server knows that nobody listens
+        if "Stopped." in page.inner_text("#rb-transcript"):
+            return
         page.click("#rb-new")
         page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open")
         page.wait_for_selector(".rb-turn.user")
+    raise AssertionError("the answer was not stopped")
+
+
+@pytest.fixture
+def afterwards():
+    """What is to be done when the pages are closed."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
-    start, chromium, open_page, harbour
+    afterwards, talkative, chromium, open_page
 ) -> None:
     """Marked as cut off, with a way to ask again; it used to leave the question without a word."""
-    running = start(settings=LONG)
     context = chromium.new_context()  # nobody looks at what it complains of when the server is gone
-    mine = Watched(context, running)
-    read(mine, harbour)
+    mine = Watched(context, talkative)
+    read(mine, talkative.source)
     mine.begin(ASKED)
     mine.page.wait_for_function(
         "(document.querySelector('#rb-live .rb-prose')?.textContent.length ?? 0) > 40"
     )
-    # A word of it: what is drawn lacks the marks of Markdown that the model may have written.
-    shown = max(re.findall("[A-Za-z]+", mine.page.inner_text("#rb-live .rb-prose")), key=len)
-    until(lambda: kept(running.home).index(shown))  # half a second later at most
-    running.kill()
+    shown = letters(mine.page.inner_text("#rb-live .rb-prose"))
+    until(lambda: letters(kept(talkative.home)).index(shown))  # half a second later at most
+    talkative.kill()
     context.close()
-    mine = open_page(start())
+    second = Server(talkative.home)
+    afterwards.callback(second.end)
+    mine = open_page(second)
     page = mine.page
     page.click(".rb-chat-open")
     page.wait_for_selector("#rb-transcript .rb-note:has-text('ended while this answer was being written')")
-    assert shown in page.inner_text("#rb-transcript .rb-prose")
+    assert shown in letters(page.inner_text("#rb-transcript .rb-prose"))
     page.click("button:has-text('Ask again')")
     page.wait_for_selector("#rb-stop")
     page.keyboard.press("Escape")
     mine.ended()
     assert mine.answers() == 1
     assert "ended while" not in page.inner_text("#rb-transcript")
+
+
+def letters(text: str) -> str:
+    """What is drawn lacks the marks of Markdown that the model may have written, in the middle of words too."""
+    return re.sub("[^A-Za-z]", "", text)
 
 
 def kept(home: Path) -> str:

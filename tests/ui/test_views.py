@@ -7,7 +7,6 @@ from hostile import acts
 from records import document, hood, job, message, queue, source
 
 from ragblend.app.citations import cite
-from ragblend.app.comparing import Compared, Side
 from ragblend.app.encoding import KvProgress
 from ragblend.app.hood import HoodSegment, Run
 from ragblend.app.library import DocumentPage
@@ -179,11 +178,6 @@ def test_another_view_is_another_list() -> None:
 
 
 # --- compare, store, settings
-
-
-def compared(method, text, kl=0.02, ratio=None):
-    tokens = {"prompt": 100, "reused": 80, "recomputed": 10, "fresh": 10, "missing": 0}
-    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1)
 
 
 def test_only_what_needs_reading_again_has_a_price() -> None:

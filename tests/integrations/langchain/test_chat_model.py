@@ -21,7 +21,6 @@ from ragblend.integrations.langchain.messages import turns_of
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError, UsageError
 
 QUESTION = "Who rings the bell?"
-TOO_LONG_S = 60  # only what is broken takes it
 
 
 def by_all_ways(model, *asked, **options):

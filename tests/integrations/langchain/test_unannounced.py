@@ -34,6 +34,13 @@ def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, sto
     assert not len(model.backend.registry)
 
 
+def test_that_documents_were_changed_on_their_way_into_the_prompt_is_said(make_tiny, store, caplog) -> None:
+    model = make_tiny()
+    found = store.as_retriever().invoke(QUESTIONS[0])
+    model.invoke("\n".join(each.page_content.upper() for each in found))
+    assert "passages were retrieved, and none of them stands in this prompt unchanged" in caplog.text
+
+
 def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     """In a bare text they count: text that holds one is not a passage, which would make it words."""
     model = RAGBlendLLM(**place, max_tokens=4)

@@ -1,6 +1,5 @@
 """Bad input: errors of LlamaIndex's own kinds, which say what to do."""
 
-import asyncio
 import logging
 
 import pytest
@@ -19,8 +18,6 @@ from ragblend.integrations.llama_index import (
 )
 from ragblend.integrations.llama_index.messages import text_of
 from ragblend.kvstore.errors import PromptTooLongError
-
-PIXEL = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 
 
 @pytest.mark.parametrize(
@@ -69,11 +66,6 @@ def test_a_key_for_a_service_is_forgotten_and_not_repeated():
     with pytest.raises(ValidationError) as raised:
         RAGBlendLLM(api_key="sk-1", temperature=-1)
     assert "sk-" not in str(raised.value)
-
-
-def chat(llm, method, messages):
-    answer = getattr(llm, method)(messages)
-    return asyncio.run(answer) if method.startswith("a") else answer
 
 
 def test_text_blocks_are_joined_and_hints_are_silent():

@@ -5,7 +5,7 @@ import pytest
 from llama_helpers import listening
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms import ChatMessage
-from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -13,7 +13,6 @@ from ragblend.integrations.llama_index import RAGBlendSynthesizer, WholePassages
 from ragblend.integrations.llama_index.nodes import passage_of
 from ragblend.integrations.llama_index.packing import packed
 
-TEMPLATE = PromptTemplate("{context_str} {query_str}")
 NODES = [
     NodeWithScore(
         node=TextNode(id_=f"n{n}", text=f"Chapter {n}. " + " ".join(f"word{i}of{n}" for i in range(30)))

@@ -5,7 +5,7 @@ from llama_helpers import STORIES, HashEmbedding
 from llama_index.core import Document
 
 from benchmarks.matrix import results_of, served, watched
-from benchmarks.programs_llama_index import PROGRAMS, Library, finding
+from benchmarks.programs_llama_index import PROGRAMS, Library
 
 # What the framework's own agent makes its context with.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -20,10 +20,10 @@ def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(p
         Document(text=text, metadata={"file_name": f"story{number}.md"})
         for number, text in enumerate(STORIES)
     ]
-    ask = program.make(llm, Library(documents, HashEmbedding(), chunk=256, overlap=0))
-    engine = llm.backend.engine
+    library = Library(documents, HashEmbedding(), chunk=256, overlap=0)
+    ask, engine = program.make(llm, library), llm.backend.engine
     for question in QUESTIONS:
-        with watched() as answers, finding() as found:
+        with watched() as answers, library.finding() as found:
             said = ask(question)
         assert engine.finish_background(60)
     results = results_of(answers)

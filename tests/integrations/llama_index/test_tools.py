@@ -6,7 +6,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallB
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.kvstore.errors import UsageError
@@ -23,12 +23,6 @@ class Person(BaseModel):
     name: str
     age: int
     tags: list[str]
-
-
-class Count(BaseModel):
-    """A number."""
-
-    value: int = Field(ge=10, le=99)
 
 
 def double(value: int) -> int:
