@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
 TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
-WASTED_SCORES = 8192  # what one more tile costs in calls
+WASTED_SCORES = 32768  # what one more tile costs in calls
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 PRODUCTS_GAIN = (
     1.25  # how much faster products must be: they round scores to the model's dtype, the kernel does not
@@ -104,7 +104,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
 
 def _rounded_up(keys: int) -> int:
     """To a quarter of the power of two below it: oneDNN compiles for each shape, a megabyte and a millisecond."""
-    step = max(256, 1 << max(0, keys.bit_length() - 3))
+    step = max(512, 1 << max(0, keys.bit_length() - 3))
     return -(-keys // step) * step
 
 
@@ -204,7 +204,9 @@ def rows_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return attended
-    attend = _by_products if products_are_faster(query.dtype) else _by_kernel
+    # Not a single row: that is a shape of its own for every token of an answer.
+    by_products = query.shape[2] > 1 and products_are_faster(query.dtype)
+    attend = _by_products if by_products else _by_kernel
     return attend(query, key, value, scaling, tiles), None
 
 
@@ -274,19 +276,22 @@ def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]
 ) -> Tensor:
     """The same, a key head at a time, so that its scores are still in the cache when they are read."""
-    heads, rows, size = query.shape[1:]
+    heads, rows, width = query.shape[1:]
     group = heads // key.shape[1]
-    scale = size**-0.5 if scaling is None else scaling
-    groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
+    scale = width**-0.5 if scaling is None else scaling
+    groups = query.reshape(key.shape[1], group, rows, width)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     nothing = query.new_zeros(1)
-    for tile in tiles:
+    sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]
+    room = query.new_empty(max(sizes, default=0))
+    for tile, size in zip(tiles, sizes, strict=True):
         keys, mask = slice(tile.first_key, tile.stop_key), tile.folded(group)
         for head, queries in enumerate(groups[:, :, tile.start : tile.stop].flatten(1, 2)):  # (G * R, D)
-            scores = torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale)
+            scores = room[:size].view(len(queries), -1)
+            torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
             if mask is not None:
                 scores[:, tile.ragged_key - tile.first_key :] += mask
-            part = scores.softmax(-1) @ value[0, head, keys]
+            part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
     return out
