@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
 TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
-WASTED_SCORES = 32768  # what one more tile costs in calls
+WASTED_SCORES = 8192  # what one more tile costs in calls
+WASTED_PRODUCTS = 32768  # and in a shape of its own
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 PRODUCTS_GAIN = (
     1.25  # how much faster products must be: they round scores to the model's dtype, the kernel does not
@@ -86,7 +87,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
     All keys up to the last row must hold numbers, though no row may see them: for products tiles end at round ones.
     """
     tiles, rounds = [], products_are_faster(dtype)
-    for start, end in _cuts(rows.tolist()):
+    for start, end in _cuts(rows.tolist(), WASTED_PRODUCTS if rounds else WASTED_SCORES):
         tile = rows[start:end]
         first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
         if rounds:
@@ -108,12 +109,12 @@ def _rounded_up(keys: int) -> int:
     return -(-keys // step) * step
 
 
-def _cuts(positions: list[int]) -> list[tuple[int, int]]:
-    """Where tiles begin and end: at most TILE_ROWS rows, and none before a gap which they would not see for nothing."""
+def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
+    """Where tiles begin and end: at most TILE_ROWS rows, and an end before a gap that would waste more scores."""
     starts = [0]
     for number, (before, position) in enumerate(pairwise(positions), 1):
         held = number - starts[-1]
-        if held == TILE_ROWS or held * (position - before) > WASTED_SCORES:
+        if held == TILE_ROWS or held * (position - before) > most_wasted:
             starts.append(number)
     return list(pairwise([*starts, len(positions)])) if positions else []
 
