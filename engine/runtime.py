@@ -17,6 +17,7 @@ from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.steps import ModelSteps, Steps, kept_steps
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
 from ragblend.kvstore.codec import RAW, Codec, codec_named
@@ -177,6 +178,13 @@ class Runtime:
                 "%s cannot be fused, and is served by full prefill: %s", self.model_name, verdict.reason
             )
         return verdict
+
+    @once
+    def steps(self) -> Steps:
+        """What computes the tokens of an answer."""
+        ids = self.tokenizing.passage_ids(TEXT)
+        found = kept_steps(self.home / "models", self.fingerprint.digest, self.decoder, ids)
+        return ModelSteps(self.loaded.model) if found is None else found
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first
 
