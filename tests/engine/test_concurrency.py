@@ -69,7 +69,7 @@ def endless(stored, monkeypatch):
     """The model never ends an answer by itself; counts its forward passes."""
     model, calls = stored.engine.runtime.loaded.model, []
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    hook = model.model.norm.register_forward_pre_hook(lambda *_: calls.append(1))
     yield calls
     hook.remove()
 
