@@ -30,9 +30,8 @@ TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by produ
 WASTED_SCORES = 8192  # what one more tile costs in calls
 WASTED_PRODUCTS = 32768  # and in a shape of its own
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
-PRODUCTS_GAIN = (
-    1.25  # how much faster products must be: they round scores to the model's dtype, the kernel does not
-)
+# How much faster products must be: they round scores to the model's dtype, the kernel does not.
+PRODUCTS_GAIN = 1.25
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
 1. Observed   dX (C, F), F = 2 H D: of the computed rows new minus stored, keys un-rotated to position 0, so that they
               compare wherever they stand, beside values                                        `Change`
-2. Fitted     W (B, F) = (S' S + 0.3 S_B)^-1 S' dX: S (C, B) is the similarity of the computed rows to B of them, an
-              even sample, and S_B (B, B) that of these to each other                           `KernelShift.delta`
-3. Added      s(i, B) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
+2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `KernelShift.delta`
+3. Added      s(i, C) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
 4. Trusted    times 0.8 C / (C + D / 2): what is fitted to few rows is a guess, the more so the more there is to tell.
               And far from all computed rows s is nothing, so that nothing is added there.
 
@@ -18,9 +17,9 @@ d^2 is the squared distance of what is stored for two rows: keys (un-rotated) an
 its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
 layer's input was. 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
 
-This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2), by a subset of
-regressors (§8.3.1); where B is C, it is the whole one. Nothing is trained beforehand. Ours; what it is worth, and how
-little hangs on the numbers: docs/methods.md. Cost: products of 4 n B F, and a system of B unknowns a layer.
+This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
+beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 4 n C F and
+a system of C unknowns a layer; of more than MOST_FITTED computed rows as many are fitted, evenly.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,10 +38,7 @@ NEAR_TOKENS = 128.0
 NOISE = 0.3
 LENGTH = 0.25
 SHRINK_SIZES = 0.5
-# With 128 to 192 the 0.5B model loses a seventh (docs/decisions.md).
-BASIS_ROWS = 768
-# Keeps the system positive where rows of the basis are alike.
-JITTER = 1e-5
+MOST_FITTED = 768
 
 
 @dataclass(frozen=True)
@@ -63,35 +59,27 @@ class Run:
         return cls(start, stop, computed, [(begin, end) for begin, end in edges if begin < end])
 
     @cached_property
-    def places(self) -> Tensor:
-        """(C,) ascending: where the computed rows stand, counted from start."""
-        return self.computed - self.start
+    def picked(self) -> Tensor:
+        """(C',) places among the computed rows of those that are fitted."""
+        count = self.computed.numel()
+        return evenly_spread(torch.arange(count, device=self.computed.device), MOST_FITTED)
 
     @cached_property
-    def basis(self) -> Tensor:
-        """(B,) places among the computed rows of those that others are compared with."""
-        return evenly_spread(torch.arange(self.computed.numel(), device=self.computed.device), BASIS_ROWS)
+    def fitted(self) -> Tensor:
+        """(C',) ascending: where the fitted rows stand, counted from start."""
+        return self.computed[self.picked] - self.start
 
     @cached_property
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
-        """Of each chunk its rows, those of the basis, and (rows, of the basis) float32: 1 + 2 exp(-distance / 128)."""
-        found, basis = [], self.places[self.basis]
+        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) float32, 1 + 2 exp(-distance / 128)."""
+        found = []
         for begin, end in self.chunks:
-            first, last = (int(torch.searchsorted(basis, edge)) for edge in (begin, end))
-            rows = torch.arange(begin, end, device=basis.device)
-            apart = (rows[:, None] - basis[first:last]).abs()
+            first, last = (int(torch.searchsorted(self.fitted, edge)) for edge in (begin, end))
+            rows = torch.arange(begin, end, device=self.fitted.device)
+            apart = (rows[:, None] - self.fitted[first:last]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
             found.append((slice(begin, end), slice(first, last), gain))
         return found
-
-    @cached_property
-    def nearness_of_computed(self) -> Tensor:
-        """(C, B) float32: the same between the computed rows and those of the basis, 1 across chunks."""
-        gains = torch.ones(self.computed.numel(), self.basis.numel(), device=self.computed.device)
-        for chunk, basis, gain in self.nearness:
-            first, last = (int(torch.searchsorted(self.places, edge)) for edge in (chunk.start, chunk.stop))
-            gains[first:last, basis] = gain[self.places[first:last] - chunk.start]
-        return gains
 
 
 @dataclass(frozen=True)
@@ -132,43 +120,41 @@ class KernelShift:
         run, keys, values = change.run, change.stored_keys, change.stored_values
         if run.computed.numel() < 2:
             return None
-        observed = torch.cat([_flat(change.keys), _flat(change.values)], dim=1)
-        rows, basis, similarity = _compared(change)
-        similarity *= run.nearness_of_computed
-        system = similarity.T @ similarity + NOISE * similarity[run.basis]
-        system.diagonal().mul_(1 + JITTER)
+        observed = torch.cat([_flat(part[:, run.picked]) for part in (change.keys, change.values)], dim=1)
+        rows, fitted_rows, similarity = _compared(change)
+        nearness = [(chunk, fitted, gain.to(rows)) for chunk, fitted, gain in run.nearness]
+        for chunk, fitted, gain in nearness:
+            similarity[fitted, fitted] *= gain[run.fitted[fitted] - chunk.start].float()
+        similarity.diagonal().add_(NOISE)
         trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * keys.shape[-1])
-        # `cholesky_ex`, because `cholesky` waits for the device, to say what cannot be.
-        factor, _ = torch.linalg.cholesky_ex(system)
-        weights = torch.cholesky_solve(trust * (similarity.T @ observed), factor).to(rows)  # (B, F)
+        factor, _ = torch.linalg.cholesky_ex(
+            similarity
+        )  # the other one waits for the device, to say what cannot be
+        weights = torch.cholesky_solve(trust * observed, factor).to(rows)  # (C, F)
 
         # Chunk by chunk, so that what lies between the two products fits into a processor's cache.
         added = rows.new_zeros(len(rows), weights.shape[1])  # (n, F)
-        room = rows.new_empty(max(end - begin for begin, end in run.chunks), len(basis))
-        for chunk, near_ones, gain in run.nearness:
+        room = rows.new_empty(max(end - begin for begin, end in run.chunks), len(fitted_rows))
+        for chunk, fitted, gain in nearness:
             # 1 + d^2, of which rounding may leave less than 1.
-            near = torch.mm(rows[chunk], basis.T, out=room[: len(gain)]).clamp_min_(1).rsqrt_()
-            near[:, near_ones] *= gain.to(near)
+            near = torch.mm(rows[chunk], fitted_rows.T, out=room[: len(gain)]).clamp_min_(1).rsqrt_()
+            near[:, fitted] *= gain
             torch.mm(near, weights, out=added[chunk])
         of_keys = keys.shape[0] * keys.shape[-1]
         return Delta(_by_head(added[:, :of_keys], keys), _by_head(added[:, of_keys:], values))
 
 
 def _compared(change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """rows (n, F + 4) and the basis (B, F + 4), whose products are 1 + d^2; and (C, B) 1 / sqrt(1 + d^2), computed rows
-    with those of the basis.
-    """
-    stored, run = (change.stored_keys, change.stored_values), change.run
-    computed = [part[:, run.places].float() for part in stored]
-    means = [part.mean(1, keepdim=True) for part in computed]
-    computed = [part - mean for part, mean in zip(computed, means, strict=True)]
-    scales = [(part.square().mean() + 1e-12).rsqrt() for part in computed]
-    flat = torch.cat([_flat(part * scale) for part, scale in zip(computed, scales, strict=True)], dim=1)
+    """rows (n, F + 4) and fitted rows (C, F + 4), whose products are 1 + d^2; and (C, C) 1 / sqrt(1 + d^2)."""
+    stored, at = (change.stored_keys, change.stored_values), change.run.fitted
+    fitted = [part[:, at].float() for part in stored]
+    means = [part.mean(1, keepdim=True) for part in fitted]
+    fitted = [part - mean for part, mean in zip(fitted, means, strict=True)]
+    scales = [(part.square().mean() + 1e-12).rsqrt() for part in fitted]
+    flat = torch.cat([_flat(part * scale) for part, scale in zip(fitted, scales, strict=True)], dim=1)
+    apart = torch.cdist(flat, flat, compute_mode="use_mm_for_euclid_dist").square_().fill_diagonal_(0)
     count, size = flat.shape
-    # The mean over all pairs of computed rows, from what is the mean of centred rows' squares.
-    unit = LENGTH * 2 * flat.square().sum() / (count - 1) + 1e-12
-    apart = torch.cdist(flat, flat[run.basis], compute_mode="use_mm_for_euclid_dist").square_()
-    apart[run.basis, torch.arange(run.basis.numel(), device=apart.device)] = 0
+    unit = LENGTH * apart.sum() / (count * (count - 1)) + 1e-12
 
     rows, filled = stored[0].new_empty(stored[0].shape[1], size + 4), 0
     for part, mean, scale in zip(stored, means, scales, strict=True):
@@ -182,11 +168,10 @@ def _compared(change: Change) -> tuple[Tensor, Tensor, Tensor]:
     squares = torch.linalg.vector_norm(rows[:, :size], dim=1, dtype=torch.float32).square_()
     rows[:, size : size + 2] = _in_two(squares, rows)
     rows[:, size + 2 :] = 1
-    at = run.places[run.basis]
-    basis = rows[at]
+    others = rows[at]
     squares = _in_two(squares[at] + 1, rows)
-    basis = torch.cat([-2 * basis[:, :size], basis[:, size + 2 :], squares], dim=1)
-    return rows, basis, (apart / unit + 1).rsqrt_()
+    others = torch.cat([-2 * others[:, :size], others[:, size + 2 :], squares], dim=1)
+    return rows, others, (apart / unit + 1).rsqrt_()
 
 
 def _in_two(numbers: Tensor, like: Tensor) -> Tensor:

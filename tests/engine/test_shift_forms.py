@@ -93,13 +93,12 @@ def shifted(bench, monkeypatch):
 
 @pytest.mark.parametrize("most", [768, 12])
 def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most):
-    """One pair of rows at a time; of many computed rows an even sample is what others are compared with."""
-    monkeypatch.setattr(shift, "BASIS_ROWS", most)
+    """One pair of rows at a time; of too many computed rows some are learnt from."""
+    monkeypatch.setattr(shift, "MOST_FITTED", most)
     layer = shifted()
     picked, left = layer.picked, layer.left()[::7]
-    basis = picked
     if most < len(picked):
-        basis = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
+        picked = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
 
     def features(row):
         parts = []
@@ -121,15 +120,14 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
         near = 2 * math.exp(-abs(one - other) / 128) if layer.chunk[one] == layer.chunk[other] else 0
         return (1 + near) / math.sqrt(1 + squared(one, other) / (0.25 * typical))
 
-    to_basis = torch.tensor([[alike(a, b) for b in basis] for a in picked], dtype=torch.float64)
-    of_basis = torch.tensor([[alike(a, b) for b in basis] for a in basis], dtype=torch.float64)
-    system = to_basis.T @ to_basis + 0.3 * of_basis
+    system = torch.tensor([[alike(a, b) for b in picked] for a in picked], dtype=torch.float64)
+    system += 0.3 * torch.eye(len(picked), dtype=torch.float64)
     strength = 0.8 * len(picked) / (len(picked) + layer.stale[0].shape[-1] / 2)
     for kind in (0, 1):
         changes = torch.stack([layer.change(row, kind) for row in picked])
-        weights = torch.linalg.solve(system, to_basis.T @ changes.flatten(1))
+        weights = torch.linalg.solve(system, changes.flatten(1))
         for row in left:
-            likeness = torch.tensor([alike(row, each) for each in basis], dtype=torch.float64)
+            likeness = torch.tensor([alike(row, each) for each in picked], dtype=torch.float64)
             layer.assert_shifted(row, kind, strength * (likeness @ weights).view_as(changes[0]))
             layer.assert_moved(row, kind, by_more_than=1e-4)
 
