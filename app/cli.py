@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app import cli_ask, cli_demo, cli_docs, cli_models, cli_store, cli_tune, cli_ui
+from ragblend.app import cli_ask, cli_demo, cli_docs, cli_models, cli_serve, cli_store, cli_tune, cli_ui
 from ragblend.app.bench.cli import bench_app
 from ragblend.app.cli_common import Cli, command, plural
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
@@ -101,9 +101,24 @@ def _print_ingest(cli: Cli, report: Any) -> None:
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")
 
 
-for each in (cli_ask.ask, cli_ask.chat, cli_store.doctor, cli_demo.demo, cli_tune.tune, cli_ui.ui):
+for each in (
+    cli_ask.ask,
+    cli_ask.chat,
+    cli_store.doctor,
+    cli_demo.demo,
+    cli_tune.tune,
+    cli_ui.ui,
+    cli_serve.serve,
+):
     command(app)(each)
-for group in (cli_docs.docs, cli_docs.collections, cli_store.store, cli_models.models, bench_app):
+for group in (
+    cli_docs.docs,
+    cli_docs.collections,
+    cli_serve.keys,
+    cli_store.store,
+    cli_models.models,
+    bench_app,
+):
     app.add_typer(group)
 
 

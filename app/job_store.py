@@ -168,9 +168,12 @@ class JobStore(Database):
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 
-    def page(self, state: str | None, search: str, offset: int, limit: int) -> JobPage:
-        """Running ones first, then the queue, then the rest with the latest first."""
-        where, values = "WHERE state = coalesce(?, state)", list[Any]([state])
+    def page(
+        self, state: str | None, search: str, offset: int, limit: int, collection: str | None = None
+    ) -> JobPage:
+        """Running ones first, then the queue, then the rest with the latest first; of one collection or of all."""
+        where = "WHERE state = coalesce(?, state) AND collection = coalesce(?, collection)"
+        values = list[Any]([state, collection])
         for word in search.casefold().split():
             where += " AND instr(folded(path), ?)"
             values.append(word)

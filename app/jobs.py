@@ -170,9 +170,16 @@ class JobQueue:
             self._current, running, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
         )  # fmt: skip
 
-    def page(self, state: str | None = None, search: str = "", offset: int = 0, limit: int = 50) -> JobPage:
-        """Running ones first, then the queue, then what is over with the latest first."""
-        page, current = self.store.page(state, search, offset, limit), self._current
+    def page(
+        self,
+        state: str | None = None,
+        search: str = "",
+        offset: int = 0,
+        limit: int = 50,
+        collection: str | None = None,
+    ) -> JobPage:
+        """Running ones first, then the queue, then what is over with the latest first; of one collection or of all."""
+        page, current = self.store.page(state, search, offset, limit, collection), self._current
         if current is None:
             return page
         jobs = (current if j.id == current.id and j.state in RUNNING else j for j in page.jobs)

@@ -261,15 +261,16 @@ class Engine:
         ratio: float | str = DEFAULT_RATIO,
         cancel: threading.Event | None = None,
         on_text: OnText | None = None,
+        session: Session | None = None,
         **options: Any,
     ) -> Result:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
 
-        on_text is called with each piece of text as it comes; what it raises ends the answer.
+        on_text is called with each piece of text as it comes; what it raises ends the answer. session: as in `stream`.
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
-        return self._answer(request, chosen, on_text, cancel)
+        return self._answer(replace(request, session=session), chosen, on_text, cancel)
 
     def stream(
         self,

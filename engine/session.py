@@ -43,6 +43,11 @@ class Session:
         kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
         self._kept = None if cache.evicted_tokens else kept
 
+    def common_tokens(self, token_ids: tuple[int, ...]) -> int:
+        """How many of these, from the first on, it holds."""
+        kept = self._kept
+        return _common(kept.token_ids, token_ids) if kept else 0
+
     def forget(self) -> None:
         """Let go of the memory."""
         self._kept = None
@@ -52,8 +57,7 @@ class Session:
         kept = self._kept
         if kept is None or kept.decoder() is not decoder:  # another model's, or one that was closed since
             return None
-        pairs = zip(kept.token_ids, prompt.token_ids, strict=False)
-        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        length = _common(kept.token_ids, prompt.token_ids)
         length = next((start for start, stop in prompt.places if start < length < stop), length)
         if length == 0:
             return None
@@ -62,3 +66,8 @@ class Session:
         keys, values = zip(*layers, strict=True)
         held = HeldChunk(kept.token_ids[:length], 0, geometry, keys, values)
         return Span(0, length, held, exact=True, held=True)
+
+
+def _common(held: tuple[int, ...], token_ids: tuple[int, ...]) -> int:
+    pairs = zip(held, token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -18,6 +18,7 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result, Stream
+    from ragblend.engine.session import Session
     from ragblend.engine.tools import Said, Words
 
 log = logging.getLogger("ragblend")
@@ -100,7 +101,7 @@ class Call:
     """Where and how one prompt is answered. named: passages that the caller says are in the prompt.
 
     learn: whether what comes back from an earlier prompt becomes a passage. wanted: tools and schemas.
-    arguments: method, ratio, and those of the engine's `DecodeOptions`.
+    arguments: method, ratio, and those of the engine's `DecodeOptions`. session: of the conversation, if it has one.
     """
 
     backend: Backend
@@ -109,6 +110,7 @@ class Call:
     timeout: float | None
     arguments: dict[str, Any]
     wanted: Wanted = field(default_factory=Wanted)
+    session: "Session | None" = None
 
     @classmethod
     def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
@@ -161,7 +163,7 @@ class Call:
 
     def stream(self, prompt: "Prompt") -> Generator["str | Result", None, None]:
         """The pieces, then the result. The device begins at once; closing it stops the device within one layer."""
-        return self._items(self.backend.engine.stream(prompt, **self._options()))
+        return self._items(self.backend.engine.stream(prompt, session=self.session, **self._options()))
 
     def said(self, result: "Result") -> "Said":
         """The answer's words, and the tools that it calls."""
@@ -223,8 +225,9 @@ class Call:
     ) -> "Result":
         with _limited(self.timeout, cancel.set):
             options = self._options()
+            engine = self.backend.engine
             return self._checked(
-                self.backend.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
+                engine.generate(prompt, cancel=cancel, on_text=on_text, session=self.session, **options)
             )
 
 

@@ -40,6 +40,14 @@ class Embedder(Protocol):
         """(E,) float32, normalised."""
         ...
 
+    def embed_means(self, texts: Sequence[str]) -> list[Embeddings]:
+        """For each text one vector (E,), normalised."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """By its own tokenizer."""
+        ...
+
 
 class MiniLMEmbedder:
     """all-MiniLM-L6-v2 (Apache-2.0, 384 dimensions), loaded on first use.
@@ -84,6 +92,12 @@ class MiniLMEmbedder:
         """For each text one vector (384,), the mean of its windows', normalised: for indexes that hold no more."""
         means = [windows.mean(axis=0) for windows in self.embed_passages(texts)]
         return [mean / np.linalg.norm(mean) for mean in means]
+
+    def count_tokens(self, text: str) -> int:
+        """Word pieces, without the two that mark a text's ends."""
+        with self._queue.turn():
+            self._load()
+            return len(self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _load(self) -> None:
         if self._model is None:

@@ -69,3 +69,13 @@ class Wanted:
         form = engine.call_format
         answer = {} if self.schema is None else {"answer": json_rule(self.schema)}
         return tools_grammar(form, self.tools, self.is_forced, self.is_parallel, **answer)
+
+
+def schema_in(wanted: Any) -> Any:
+    """What OpenAI's interface calls `response_format`, as a schema, or what stands for one; None for free text."""
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    if wanted == {"type": "json_object"}:
+        return {"type": "object"}
+    found = wanted.get("json_schema", wanted) if isinstance(wanted, Mapping) else wanted
+    return found.get("schema", found) if isinstance(found, Mapping) else found

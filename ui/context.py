@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from ragblend.app.startup import Startup
 from ragblend.app.store_view import StoreHistory
 from ragblend.ui.sessions import Sessions
-from ragblend.ui.startup import Startup
 
 if TYPE_CHECKING:
     from ragblend.app.desk import Desk

@@ -6,17 +6,18 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragblend.app.serve.front import MIB, Rules
+from ragblend.app.serve.listening import Address, Server
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import FOLDER_MODE, replace_durably
 from ragblend.kvstore.lock import writer_lock
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
-from ragblend.ui.safety import MIB, Rules, Safety
+from ragblend.ui.safety import UPLOAD_PATH, Safety
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -33,24 +34,6 @@ GRADIO_ENVIRONMENT = {
     "GRADIO_SHARE": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where to listen. names: further host names that the page answers to."""
-
-    host: str = "127.0.0.1"
-    port: int = 7860
-    names: tuple[str, ...] = ()
-
-    @property
-    def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    @property
-    def url(self) -> str:
-        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
 
 
 def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
@@ -183,9 +166,10 @@ def serve(
     import uvicorn
 
     from ragblend.ui.context import Context
-    from ragblend.ui.server import Server
 
-    rules = Rules.of(address.host, address.port, address.names, max_upload_bytes=max_upload_bytes)
+    rules = Rules.of(
+        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
+    )
     root = desk.workspaces.home.root
     # A second page would take up the first one's running file as one that a kill had left.
     with writer_lock(root / "ui-page.lock", "ragblend ui"), gradio_environment(root) as folder:

@@ -12,6 +12,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
+from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,14 +40,8 @@ def response_format(schema: Any, method: str) -> dict[str, Any]:
 
 def wanted_schema(wanted: Any) -> Mapping[str, Any] | None:
     """The schema in a `response_format`. Raises UsageError for what is none."""
-    if wanted is None or wanted == {"type": "text"}:
-        return None
-    if wanted == {"type": "json_object"}:
-        return {"type": "object"}
-    found = wanted.get("json_schema", wanted) if isinstance(wanted, Mapping) else wanted
-    found = found.get("schema", found) if isinstance(found, Mapping) else found
-    schema: Mapping[str, Any] = _converted(_schema, found, "response_format")
-    return schema
+    found = schema_in(wanted)
+    return None if found is None else _converted(_schema, found, "response_format")
 
 
 def structured(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Runnable[Any, Any]:

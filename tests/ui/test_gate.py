@@ -14,10 +14,10 @@ import gradio as gr
 import uvicorn
 
 from ragblend.app.desk import Desk
+from ragblend.app.serve.front import Rules
+from ragblend.app.serve.listening import Server
 from ragblend.ui.context import Context
 from ragblend.ui.entrance import Entrance
-from ragblend.ui.safety import Rules
-from ragblend.ui.server import Server
 from ragblend.ui.serving import build_app, free_port, gradio_environment
 
 CANARY = "canary-4711-of-another-folder"

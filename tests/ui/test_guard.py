@@ -10,11 +10,11 @@ import gradio as gr
 from gradio.state_holder import SessionState
 
 from ragblend.app.desk import Desk
+from ragblend.app.startup import Startup
 from ragblend.app.workspace import Workspaces
 from ragblend.ui.context import Context
 from ragblend.ui.page import build_page
 from ragblend.ui.serving import gradio_environment
-from ragblend.ui.startup import Startup
 
 WRONG = (None, "", "nowhere", 7, True, 1e300, [], [None], {}, {"a": [1]})
 

@@ -11,10 +11,11 @@ from test_safety import TRAVERSALS
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 from ragblend.app.desk import Desk
+from ragblend.app.serve.front import Rules
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.context import Context
 from ragblend.ui.entrance import Entrance
-from ragblend.ui.safety import Rules
+from ragblend.ui.safety import UPLOAD_PATH
 from ragblend.ui.serving import Address, build_app, gradio_environment, open_entrance
 
 SECRET = "nobody outside may read this"
@@ -32,7 +33,7 @@ def app(home):
     with Desk.open(home) as desk, gradio_environment(home):
         (home / "secret.txt").write_text(SECRET)
         entrance = Entrance(PORT, token="right")
-        rules = Rules.of("127.0.0.1", PORT, max_upload_bytes=LIMIT)
+        rules = Rules.of("127.0.0.1", PORT, (), UPLOAD_PATH, max_upload_bytes=LIMIT)
 
         async def built():
             return build_app(Context(desk), rules, entrance, LIMIT)

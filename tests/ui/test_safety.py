@@ -10,10 +10,11 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from ragblend.app.serve.front import Rules, split_netloc
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
-from ragblend.ui.safety import Rules, Safety, split_netloc
+from ragblend.ui.safety import UPLOAD_PATH, Safety
 
 HOME = f"http://127.0.0.1:{PORT}"
 
@@ -49,7 +50,7 @@ def make(rules=None, entrance=None):
         Route("/stream", stream),
         Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
-    rules = rules or Rules.of("127.0.0.1", PORT, max_upload_bytes=2000, max_body_bytes=1000)
+    rules = rules or Rules.of("127.0.0.1", PORT, (), UPLOAD_PATH, max_upload_bytes=2000, max_body_bytes=1000)
     return Safety(Starlette(routes=routes), rules, entrance or Entrance(PORT, token="right"))
 
 

@@ -1,4 +1,4 @@
-"""Loading the model and the embedder while the page is already there, and what went wrong with it."""
+"""Loading the model and the embedder while the page, or the server, is already there, and what went wrong with it."""
 
 import logging
 import threading
@@ -41,7 +41,7 @@ class Startup:
             LOG.exception("loading the model failed")
             self.problem = (
                 f"Loading the model failed in a way that RAGBlend did not foresee ({type(error).__name__}: {error}). "
-                "Choose another model in the settings, or start `ragblend ui` again; its terminal says where it failed."
+                "Choose another model in the settings, or start RAGBlend again; its terminal says where it failed."
             )
         finally:
             self.is_loading = False

@@ -1,0 +1,252 @@
+"""The server's application: routes, what stands before them, and what became of everything that went wrong.
+
+<- START HERE. `Front` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call` or `Conversations`.
+"""
+
+import base64
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragblend.app.desk import Desk
+from ragblend.app.serve import chat, library
+from ragblend.app.serve.bodies import EmbeddingBody
+from ragblend.app.serve.errors import ApiError, api_error
+from ragblend.app.serve.front import Meter, Rules, TooLarge, TooSlow, refuse, too_large
+from ragblend.app.serve.keys import OWNER, Client, Keys
+from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
+from ragblend.app.serve.service import (
+    ClientGone,
+    Limits,
+    Service,
+    client_of,
+    json_response,
+    service_of,
+    until_gone,
+)
+from ragblend.integrations.embeddings import DIMENSIONS
+from ragblend.integrations.threads import in_thread
+from ragblend.kvstore.errors import RagBlendError
+
+log = logging.getLogger("ragblend")
+OPEN_PATHS = ("/healthz",)
+router = APIRouter()
+PROBLEMS = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_parameter",
+    "json_invalid": "invalid_json",
+}
+# What every route may answer; `errors.KNOWN` has the reasons.
+STATUSES = {
+    400: "what was asked cannot be done", 401: "no key, or a wrong one", 403: "from another site, or not for this key",
+    404: "no such thing", 408: "the request did not come whole in time", 413: "too large", 421: "not this host",
+    429: "too many requests; Retry-After", 500: "a fault", 503: "not now; Retry-After", 504: "too long",
+    507: "the disk is full",
+}  # fmt: skip
+
+
+def build(desk: Desk, rules: Rules, keys: Keys, needs_key: bool, limits: Limits | None = None) -> "Front":
+    """The whole server over one desk. needs_key: whether somebody without one may not be the owner."""
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"description": said} for status, said in STATUSES.items()
+    }
+    app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=responses)
+    app.state.service = service = Service(desk, limits)
+    for each in (router, chat.router, library.router):
+        app.include_router(each)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    for kind in (ApiError, RagBlendError, ClientGone, Exception):
+        app.add_exception_handler(kind, partial(_failed, service))
+    return Front(app, service, rules, keys, needs_key)
+
+
+class Front:
+    """Plain ASGI before all routes: who may ask, whose request it is, how large and how slow it may be."""
+
+    def __init__(self, app: ASGIApp, service: Service, rules: Rules, keys: Keys, needs_key: bool) -> None:
+        self.service = service
+        self._app, self._rules, self._keys, self._needs_key = app, rules, keys, needs_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        status: list[int] = []
+        meter = Meter(receive, self._rules.limit(scope["path"]), self.service.limits.body_s)
+
+        async def tell(message: Message) -> None:
+            if not status and message["type"] == "http.response.start" and (meter.exceeded or meter.late):
+                return  # what was made of half a body is not worth sending
+            if message["type"] == "http.response.start":
+                status.append(message["status"])
+                more = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+                known = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in known)]
+            if status:
+                await send(message)
+
+        inner = dict(scope)  # routing notes the route in it
+        try:
+            inner["client_of_key"] = self._admitted(scope)
+            await self._app(inner, meter, tell)
+        except (TooLarge, TooSlow, ClientGone):
+            pass
+        except Exception as error:  # its message may hold what was sent, and its traceback fills a log
+            if not status:
+                await api_error(error, self.service.shown).response(scope, receive, tell)
+        if not status:
+            await self._unread(meter).response(scope, receive, send)
+        self._count(inner, status[0] if status else 499)
+
+    def _admitted(self, scope: Scope) -> Client:
+        """Whose request this is. Raises ApiError for one that may not pass."""
+        if (refusal := refuse(scope, self._rules)) is not None:
+            raise ApiError(refusal.status, refusal.text, "refused")
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip() if kind.lower() == "bearer" else ""
+        found = self._keys.client(given) if given else None
+        if found is not None:
+            return found
+        if scope["path"] in OPEN_PATHS or not (self._needs_key or self._keys.clients()):
+            return OWNER
+        raise ApiError(
+            401, "A key is needed: `Authorization: Bearer KEY`, of `ragblend keys add`.", "invalid_api_key"
+        )
+
+    def _unread(self, meter: Meter) -> ApiError:
+        """Nothing was answered: the body did not come, or nobody waits any more."""
+        if meter.late:
+            return ApiError(408, "The request did not come whole in time.", "timeout")
+        if meter.exceeded:
+            return ApiError(413, too_large(meter.limit).text, "too_large")
+        return ApiError(499, "The client left.", "gone")
+
+    def _count(self, scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self.service.metrics.count("requests_total", route=route, status=str(status))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    code = PROBLEMS.get(first["type"], "invalid_value")
+    where = ".".join(str(part) for part in first["loc"] if part != "body" and code != "invalid_json") or None
+    said = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return ApiError(400, said, code, where).response
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What Starlette refuses: unknown paths and methods, bodies that are no forms."""
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, str(error.detail), "refused").response
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _failed(service: Service, request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)
+    return api_error(error, service.shown).response
+
+
+@router.get("/healthz")
+async def health(request: Request) -> Response:
+    """Whether questions are answered at once; open to everybody."""
+    startup = service_of(request).startup
+    state = "failed" if startup.problem else "loading" if startup.is_loading else "ok"
+    return json_response({"status": state}, 503 if startup.problem else 200)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text, for the owner: counts tell what others do."""
+    service = service_of(request)
+    if not client_of(request).is_owner:
+        raise ApiError(403, "Counts are for the owner's key.", "not_owner")
+    text = await in_thread(lambda: service.metrics.text(_gauges(service), _hits(service)))
+    return PlainTextResponse(text, media_type=MEDIA_TYPE)
+
+
+def _gauges(service: Service) -> dict[str, float]:
+    overview = service.desk.jobs.overview()
+    return {
+        "requests_inside": service.admission.inside,
+        "files_waiting": overview.total - overview.finished,
+        "uptime_seconds": time.time() - service.begun,
+    }
+
+
+def _hits(service: Service) -> Sequence[tuple[str, Labels, float]]:
+    """By tier, of this process."""
+    store = service.desk.workspaces.first.engine.store
+    return [
+        (f"store_{what}_total", (("tier", tier),), getattr(stats, what))
+        for tier, stats in store.stats_by_tier().items()
+        for what in ("hits", "misses", "evictions")
+    ]
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model that answers, and the one that embeds."""
+    service = service_of(request)
+    names = (service.model, service.desk.workspaces.embedder.name)
+    return json_response({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """One of them."""
+    service = service_of(request)
+    if name != service.desk.workspaces.embedder.name:
+        service.check_model(name)
+    return json_response(_model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.begun, "owned_by": "ragblend"}
+
+
+@router.post("/v1/embeddings")
+async def embed(request: Request, body: EmbeddingBody) -> Response:
+    """A vector for each text, of length 1."""
+    service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
+    embedder = service.desk.workspaces.embedder
+    if body.model != embedder.name:
+        raise ApiError(
+            404,
+            f"There is no model {body.model!r:.100}; {embedder.name!r} embeds.",
+            "model_not_found",
+            "model",
+        )
+    if body.dimensions not in (None, DIMENSIONS):
+        raise ApiError(400, f"dimensions can only be {DIMENSIONS}.", "invalid_value", "dimensions")
+    with service.admission.enter(client_of(request)):
+        vectors = await until_gone(request.receive, in_thread(lambda: embedder.embed_means(texts)))
+    data = [
+        {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
+        for number, vector in enumerate(vectors)
+    ]
+    count = await in_thread(lambda: sum(map(embedder.count_tokens, texts)))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return json_response({"object": "list", "model": body.model, "data": data, "usage": usage})
+
+
+def _vector(vector: "np.ndarray[Any, Any]", encoding: str | None) -> list[float] | str:
+    numbers = np.asarray(vector, dtype="<f4")
+    return base64.b64encode(numbers.tobytes()).decode("ascii") if encoding == "base64" else numbers.tolist()

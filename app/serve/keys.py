@@ -1,0 +1,102 @@
+"""Who may ask the server, and for what: keys, each with collections of its own. Of a key only its hash is kept."""
+
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragblend.kvstore.errors import SettingsError, UsageError
+from ragblend.kvstore.files import replace_durably
+
+PREFIX = "rb-"
+FILE_NAME = "api-keys.json"
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks. collections: what it may ask about; (): all, it is the owner.
+
+    The first collection is the salt of its KV, and where text of its prompts becomes passages.
+    """
+
+    name: str
+    collections: tuple[str, ...] = ()
+
+    @property
+    def is_owner(self) -> bool:
+        return not self.collections
+
+
+OWNER = Client("owner")
+
+
+class Keys:
+    """The keys of one home. What another process adds or removes holds from the next request on."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / FILE_NAME
+        self._seen: tuple[int, int] | None = None
+        self._clients: dict[str, Client] = {}
+
+    def add(self, client: Client) -> str:
+        """A new key, which is shown this once. Raises UsageError for a name that is taken, SettingsError."""
+        known = self._read()
+        if client.name in self.names():
+            raise UsageError(
+                f"There is a key {client.name!r} already; remove it first, or choose another name."
+            )
+        key = PREFIX + secrets.token_urlsafe(32)
+        self._write(known | {_digest(key): client})
+        return key
+
+    def remove(self, name: str) -> None:
+        """Raises UsageError where there is none of that name, SettingsError."""
+        known = self._read()
+        left = {digest: client for digest, client in known.items() if client.name != name}
+        if len(left) == len(known):
+            raise UsageError(f"There is no key {name!r}; `ragblend keys` lists them.")
+        self._write(left)
+
+    def clients(self) -> list[Client]:
+        """Raises SettingsError for a file that cannot be read."""
+        return list(self._read().values())
+
+    def names(self) -> list[str]:
+        return [client.name for client in self.clients()]
+
+    def client(self, key: str) -> Client | None:
+        """Whose key that is. Looked up by its hash, so how long it takes says nothing about keys that are near."""
+        return self._read().get(_digest(key))
+
+    def _read(self) -> dict[str, Client]:
+        try:
+            found = self.path.stat()
+            seen = found.st_mtime_ns, found.st_ino
+            if seen != self._seen:
+                self._clients = _parsed(json.loads(self.path.read_text(encoding="utf-8")))
+                self._seen = seen
+        except FileNotFoundError:
+            self._seen, self._clients = None, {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise SettingsError(
+                f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
+            ) from error
+        return self._clients
+
+    def _write(self, clients: dict[str, Client]) -> None:
+        values = [{"sha256": digest, **asdict(client)} for digest, client in clients.items()]
+        replace_durably(self.path, json.dumps({"keys": values}, indent=1))
+
+
+def _parsed(value: Any) -> dict[str, Client]:
+    return {
+        str(each["sha256"]): Client(str(each["name"]), tuple(map(str, each["collections"])))
+        for each in value["keys"]
+    }
+
+
+def _digest(key: str) -> str:
+    """A key has 256 random bits, so it needs no slow hash."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

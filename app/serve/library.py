@@ -1,0 +1,255 @@
+"""`/v1/rag/ask` and `/v1/documents`: the library, asked and filled as the page does it."""
+
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, File, Form, Query, UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragblend.app.chats import Message
+from ragblend.app.conversation import AskOptions
+from ragblend.app.database import now
+from ragblend.app.home import FOLDER_MODE
+from ragblend.app.serve.bodies import AskBody
+from ragblend.app.serve.errors import ApiError
+from ragblend.app.serve.service import (
+    Service,
+    client_of,
+    json_response,
+    service_of,
+    streamed,
+    until_gone,
+    whole,
+)
+from ragblend.app.uploads import safe_name
+from ragblend.integrations.threads import in_thread, items_of_thread
+
+if TYPE_CHECKING:
+    from ragblend.app.answer import Answer
+    from ragblend.app.documents import Document
+    from ragblend.app.job_store import FileJob
+    from ragblend.app.serve.keys import Client
+    from ragblend.app.turn import Turn
+
+router = APIRouter(prefix="/v1")
+UPLOAD_PATH = "/v1/documents"
+MOST_FILES = 100
+JOB = (
+    "id",
+    "name",
+    "kind",
+    "collection",
+    "state",
+    "reason",
+    "size",
+    "added_at",
+    "finished_at",
+    "done",
+    "total",
+)
+Page = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+
+
+@router.post("/rag/ask")
+async def ask(request: Request, body: AskBody) -> Response:
+    """A question over documents: the answer with its sources and what it cost; streamed, `delta`s before the same."""
+    service, client = service_of(request), client_of(request)
+    named: list[str | None] = [*(body.collections or []), body.collection]
+    wanted: list[str | None] = [each for each in named if each is not None]
+    collections = await in_thread(lambda: [service.collection(client, each) for each in wanted or [None]])
+    options = AskOptions(
+        tuple(dict.fromkeys(collections)), body.mode, body.method, body.ratio, body.top_k, body.max_tokens,
+        body.temperature,
+    )  # fmt: skip
+    earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
+    pieces = _asked(
+        service, client, body, lambda: service.desk.conversations.answer(body.question, options, earlier)
+    )
+    if body.stream:
+        return await streamed(request, pieces)
+    return json_response((await until_gone(request.receive, whole(pieces)))[-1])
+
+
+async def _asked(
+    service: Service, client: "Client", body: AskBody, begin: "Callable[[], Turn]"
+) -> AsyncGenerator[dict[str, Any], None]:
+    """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
+    arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
+    stopped, late, turns = threading.Event(), threading.Event(), list["Turn"]()
+
+    def stop() -> None:
+        stopped.set()
+        for turn in turns:
+            turn.stop()
+
+    def work(tell: Callable[[str], None]) -> "Answer":
+        with begin() as turn:
+            turns.append(turn)
+            if stopped.is_set():
+                turn.stop()
+            for number, piece in enumerate(turn):
+                if number == 0:
+                    service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
+                tell(piece)
+        if late.is_set():
+            raise service.too_late(body.timeout)
+        return turn.answer
+
+    def give_up() -> None:
+        late.set()
+        stop()
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    with service.admission.enter(client):
+        timer.start()
+        try:
+            async with aclosing(items_of_thread(work)) as items:
+                async for item in items:
+                    if isinstance(item, str):
+                        yield {"object": "rag.answer.chunk", "delta": item}
+                    else:
+                        service.count(item.report)
+                        yield {"object": "rag.answer", **item.to_json(), "model": service.model}
+        finally:
+            timer.cancel()
+            stop()
+
+
+@router.post("/documents", status_code=202)
+async def upload(
+    request: Request,
+    file: Annotated[list[UploadFile], File(description="One file or several.")],
+    collection: Annotated[str | None, Form()] = None,
+) -> Response:
+    """Keep files in the home and queue them; `/v1/documents/jobs` tells how far they are."""
+    service, client = service_of(request), client_of(request)
+    if len(file) > MOST_FILES:
+        raise ApiError(
+            400, f"At most {MOST_FILES} files come at once, not {len(file)}.", "too_many_files", "file"
+        )
+    with service.admission.enter(client):
+        return json_response(await in_thread(partial(_queued, service, client, file, collection)), 202)
+
+
+def _queued(
+    service: Service, client: "Client", files: list[UploadFile], collection: str | None
+) -> dict[str, Any]:
+    """Raises ApiError where none of them can be read."""
+    name = service.collection(client, collection)
+    folder = Path(tempfile.mkdtemp(prefix="upload-"))  # inside the home: see `listening`
+    try:
+        paths = []
+        for number, each in enumerate(files):
+            place = folder / str(number) / safe_name(each.filename or "document")
+            place.parent.mkdir(mode=FOLDER_MODE)
+            with place.open("wb") as copy:
+                shutil.copyfileobj(each.file, copy)
+            paths.append(place)
+        added = service.desk.jobs.upload(paths, name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    places = re.compile(re.escape(str(folder)) + r"/\d+/")
+    failed = [{"name": name, "reason": places.sub("", reason)} for name, reason in added.failed]
+    failed += [{"name": name, "reason": "files of this kind are not read"} for name in added.skipped]
+    if not added.files:
+        raise ApiError(
+            400, " ".join(f"{each['name']}: {each['reason']}" for each in failed), "invalid_document", "file"
+        )
+    return {"object": "upload", "collection": name, "queued": added.files, "failed": failed}
+
+
+@router.get("/documents")
+async def documents(
+    request: Request,
+    collection: str | None = None,
+    search: Annotated[str, Query(max_length=1000)] = "",
+    limit: Page = 50,
+    offset: Offset = 0,
+) -> Response:
+    """The documents of a collection, by name."""
+    service, client = service_of(request), client_of(request)
+
+    def page() -> dict[str, Any]:
+        name = service.collection(client, collection)
+        found = service.desk.workspaces.library.page(name, search, None, offset, limit)
+        data = [_document(each) for each in found.documents]
+        return {"object": "list", "collection": name, "total": found.total, "data": data}
+
+    return json_response(await in_thread(page))
+
+
+@router.get("/documents/jobs")
+async def jobs(
+    request: Request,
+    collection: str | None = None,
+    search: Annotated[str, Query(max_length=1000)] = "",
+    limit: Page = 50,
+    offset: Offset = 0,
+) -> Response:
+    """Files on their way in: those that run, those that wait, then what is over."""
+    service, client = service_of(request), client_of(request)
+
+    def page() -> dict[str, Any]:
+        name = service.collection(client, collection)
+        found = service.desk.jobs.page(None, search, offset, limit, name)
+        return {
+            "object": "list",
+            "collection": name,
+            "total": found.total,
+            "data": [_job(job) for job in found.jobs],
+        }
+
+    return json_response(await in_thread(page))
+
+
+@router.delete("/documents/{document_id}")
+async def remove(request: Request, document_id: str) -> Response:
+    """Take a document out: text, vectors and KV."""
+    service, client = service_of(request), client_of(request)
+
+    def removed() -> int:
+        found = service.desk.workspaces.library.documents_with([document_id]).get(document_id)
+        mine = client.is_owner or (found is not None and found.collection in client.collections)
+        gone = service.desk.jobs.remove([document_id], found.collection) if found is not None and mine else []
+        if not gone:
+            raise ApiError(404, "There is no such document.", "document_not_found", "document_id")
+        return sum(each.bytes_freed for each in gone)
+
+    freed = await in_thread(removed)
+    return json_response({"id": document_id, "object": "document", "deleted": True, "bytes_freed": freed})
+
+
+def _document(document: "Document") -> dict[str, Any]:
+    """Without its path, which is this machine's."""
+    return {
+        "id": document.id,
+        "object": "document",
+        "name": document.name,
+        "collection": document.collection,
+        "state": str(document.state),
+        "reason": _unplaced(document.reason, document.path),
+        "passages": document.passages,
+        "size": document.size,
+        "updated_at": document.updated_at,
+    }
+
+
+def _job(job: "FileJob") -> dict[str, Any]:
+    values = asdict(job) | {"name": job.name, "reason": _unplaced(job.reason, job.path)}
+    return {"object": "job", **{name: values[name] for name in JOB}}
+
+
+def _unplaced(reason: str, path: str) -> str:
+    return reason.replace(path, Path(path).name)

@@ -1,0 +1,135 @@
+"""Where the page and the server listen, and uvicorn, which says when it answers."""
+
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from ragblend.app.serve.front import MIB, Rules
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import FOLDER_MODE
+from ragblend.kvstore.lock import writer_lock
+
+if TYPE_CHECKING:
+    from ragblend.app.desk import Desk
+    from ragblend.app.serve.keys import Keys
+    from ragblend.app.serve.service import Limits
+
+GRACE_S = 30  # for answers under way when the server is told to stop
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen. names: further host names that are answered to."""
+
+    host: str = "127.0.0.1"
+    port: int = 7860
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
+
+
+class Server(uvicorn.Server):
+    """Calls on_ready once it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at that port, or at any for 0; nobody else can take it any more. Raises UsageError."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UsageError(
+            f"Listening at {host}, port {port}: {error.strerror or error}. Name another with --port or --host."
+        ) from error
+
+
+def serve(
+    desk: "Desk",
+    address: Address,
+    at: socket.socket,
+    keys: "Keys",
+    on_ready: Callable[[], None],
+    limits: "Limits | None" = None,
+    max_upload_bytes: int = 512 * MIB,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
+    from ragblend.app.serve.application import build
+    from ragblend.app.serve.library import UPLOAD_PATH
+
+    root = desk.workspaces.home.root
+    rules = Rules.of(
+        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
+    )
+    # A second one would take up the first one's running file as one that a kill had left.
+    with (
+        writer_lock(root / "ui-page.lock", "ragblend serve"),
+        _files_inside(root / "serve"),
+        _ended_by_term(),
+    ):
+        front = build(desk, rules, keys, not address.is_loopback, limits)
+        config = uvicorn.Config(
+            front,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=GRACE_S,
+            proxy_headers=False,
+        )
+
+        def ready() -> None:
+            desk.start()
+            front.service.startup.begin(desk)
+            on_ready()
+
+        Server(config, ready).run([at])
+
+
+@contextmanager
+def _files_inside(folder: Path) -> Iterator[None]:
+    """What is uploaded lies here while it comes, for this user only, and nothing of it stays."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=FOLDER_MODE)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ended_by_term() -> Iterator[None]:
+    """uvicorn hands on the signal that ended it, and SIGTERM would end the process before its files are closed."""
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

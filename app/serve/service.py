@@ -1,0 +1,234 @@
+"""What every route of the server stands on: the desk, who may do what, how much at once, and waiting for clients."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ragblend.app.desk import Desk
+from ragblend.app.serve.errors import ApiError, api_error, encoded
+from ragblend.app.serve.keys import Client
+from ragblend.app.serve.metrics import Metrics
+from ragblend.app.serve.sessions import Sessions
+from ragblend.app.settings import BUNDLED
+from ragblend.app.startup import Startup
+from ragblend.integrations.backend import Backend
+
+if TYPE_CHECKING:
+    from ragblend.engine.config import Report
+
+T = TypeVar("T")
+SEND_S = 60.0  # a client that has not taken an event for so long is gone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """requests: at work and waiting, of all clients and of one; answer_s: of one answer, its waiting included;
+    body_s: until a request is there as a whole.
+    """
+
+    requests: int = 64
+    requests_of_one: int = 16
+    answer_s: float = 600.0
+    body_s: float = 60.0
+
+
+class Admission:
+    """Lets so many requests in, and tells the others when to come again. For one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._inside: Counter[str] = Counter()
+        self._typical_s = 1.0  # of a request, lately
+
+    @property
+    def inside(self) -> int:
+        return self._inside.total()
+
+    @contextmanager
+    def enter(self, client: Client) -> Iterator[None]:
+        """Raises ApiError (429)."""
+        mine = self._inside[client.name] >= self._limits.requests_of_one
+        if mine or self.inside >= self._limits.requests:
+            whose = "of this key " if mine else ""
+            wait_s = min(60, max(1, ceil(self._typical_s * self.inside / 2)))
+            raise ApiError(
+                429,
+                f"Too many requests {whose}are waiting. Try again in {wait_s} s.",
+                "queue_full",
+                retry_s=wait_s,
+            )
+        self._inside[client.name] += 1
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._typical_s += (time.monotonic() - begun - self._typical_s) / 8
+            self._inside[client.name] -= 1
+            if not self._inside[client.name]:
+                del self._inside[client.name]
+
+
+class Service:
+    """One server over one desk."""
+
+    def __init__(self, desk: Desk, limits: Limits | None = None) -> None:
+        self.desk, self.limits = desk, limits or Limits()
+        self.startup, self.metrics, self.sessions = Startup(), Metrics(), Sessions()
+        self.admission = Admission(self.limits)
+        self.home = str(desk.workspaces.home.root)
+        self.begun = int(time.time())
+
+    @property
+    def model(self) -> str:
+        """What clients call the model: never the path that it lies at."""
+        named = self.desk.settings.model
+        return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
+
+    def shown(self, text: str) -> str:
+        """Without the paths of this machine."""
+        named = self.desk.settings.model
+        text = text.replace(self.home, "HOME")
+        return text.replace(named, self.model) if Path(named).is_absolute() else text
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404)."""
+        if name not in (self.model, self.desk.settings.model):
+            raise ApiError(
+                404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
+            )
+
+    def collection(self, client: Client, name: str | None = None) -> str:
+        """The one that was named, if the client may ask about it, else the client's own. Raises ApiError (404)."""
+        mine = client.collections or (self.desk.settings.collection,)
+        if name is None:
+            return mine[0]
+        allowed = self.desk.workspaces.names() if client.is_owner else mine
+        if name not in allowed:
+            raise ApiError(
+                404, f"There is no collection {name!r:.100}.", "collection_not_found", "collection"
+            )
+        return name
+
+    def allowed_s(self, told: float | None) -> float:
+        """Seconds for an answer: what its client allows, or the server's limit."""
+        return min(told or self.limits.answer_s, self.limits.answer_s)
+
+    def too_late(self, told: float | None) -> ApiError:
+        """408 where the client said how long; 504 where it is our limit."""
+        seconds = self.allowed_s(told)
+        said = f"No whole answer within {seconds:g} seconds; allow more, or fewer max_tokens."
+        return ApiError(408 if told is not None and told <= self.limits.answer_s else 504, said, "timeout")
+
+    def count(self, report: "Report") -> None:
+        """How the tokens of an answer's prompt were served."""
+        for kind in ("reused", "recomputed", "fresh", "missing", "generated"):
+            self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
+
+    def backend(self, client: Client) -> Backend:
+        """The engine and the passages of that client. Imports torch: not for an event loop."""
+        settings, collection = self.desk.settings, self.collection(client)
+        assert self.desk.workspaces.of(collection).engine  # opened with the budgets of the settings
+        return Backend(settings.model, self.home, collection, settings.device, settings.dtype)
+
+
+def service_of(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+def client_of(request: Request) -> Client:
+    found: Client = request.scope["client_of_key"]
+    return found
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` gives; it is cancelled, and ClientGone raised, when the client leaves."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(encoded(value), status, media_type="application/json")
+
+
+class Events(Response):
+    """Server-sent events: a `data:` line for each value, then [DONE]; an error ends them as OpenAI's clients expect.
+
+    The first is there already, so what goes wrong before it has a status of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str]
+    ) -> None:
+        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._shown = first, rest, shown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone, TimeoutError):
+            await until_gone(receive, self._tell(send))
+
+    async def _tell(self, send: Send) -> None:
+        async def event(data: bytes, more: bool = True) -> None:
+            body = {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more}
+            await asyncio.wait_for(send(body), SEND_S)
+
+        async with aclosing(self._rest) as rest:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            await event(encoded(self._first))
+            try:
+                async for value in rest:
+                    await event(encoded(value))
+            except (ClientGone, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                await event(encoded(api_error(error, self._shown).to_json()), more=False)
+            else:
+                await event(b"[DONE]", more=False)
+
+
+async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:
+    """The values as events, from the first on."""
+    try:
+        first = await until_gone(request.receive, anext(values))
+    except BaseException:
+        await values.aclose()
+        raise
+    return Events(first, values, service_of(request).shown)
+
+
+async def whole(values: AsyncIterator[T]) -> list[T]:
+    return [value async for value in values]

@@ -1,0 +1,35 @@
+"""Conversations of clients that send all of it with every question: what was read of one is found by its tokens."""
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ragblend.engine.session import Session
+
+MOST = 4  # kept in memory, of all clients: 45 MB a thousand tokens of SmolLM2, in float32
+LEAST_TOKENS = 64  # what fewer have in common is the template, not a conversation
+
+
+class Sessions:
+    """The contexts of the conversations that went on last. Nobody is lent another client's. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Session, str] = OrderedDict()
+
+    def of(self, client: str, token_ids: tuple[int, ...]) -> "Session":
+        """The client's session that holds most of the prompt's beginning, or a new one in the place of the oldest."""
+        from ragblend.engine.session import Session
+
+        with self._lock:
+            mine = [
+                (each.common_tokens(token_ids), each) for each, whose in self._kept.items() if whose == client
+            ]
+            held, best = max(mine, key=lambda pair: pair[0], default=(0, None))
+            session = best if best is not None and held >= LEAST_TOKENS else Session()
+            self._kept[session] = client
+            self._kept.move_to_end(session)
+            while len(self._kept) > MOST:
+                self._kept.popitem(last=False)
+            return session

@@ -1,0 +1,100 @@
+"""Real servers on tiny models: uvicorn in a thread, clients over TCP, waiting for what comes later. Not a test file."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import uvicorn
+
+from ragblend.app.desk import Desk
+from ragblend.app.serve.application import build
+from ragblend.app.serve.front import Rules
+from ragblend.app.serve.keys import Client, Keys
+from ragblend.app.serve.library import UPLOAD_PATH
+from ragblend.app.serve.listening import Server, listening
+
+SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
+
+
+def until(condition):
+    """Wait for it; what it gave."""
+    limit = time.monotonic() + SOON_S
+    while not (found := condition()):
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.02)
+    return found
+
+
+class Served:
+    """A server that runs. client(key): httpx's, for one key; the first is ada's, the second bob's."""
+
+    def __init__(self, front, port, keys):
+        self.service, self.port, self.keys = front.service, port, keys
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, name="ada"):
+        headers = {"authorization": f"Bearer {self.keys[name]}"} if name else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+
+    @property
+    def engine(self):
+        return self.service.desk.workspaces.of("ada").engine
+
+    def chat(self, text="Who built the lighthouse?", name="ada", **options):
+        body = {"model": self.service.model, "messages": [{"role": "user", "content": text}], "max_tokens": 6}
+        with self.client(name) as client:
+            return client.post("/v1/chat/completions", json=body | options)
+
+    def raw(self, method, path, body, *more):
+        """A request's bytes, with further header lines."""
+        sent = json.dumps(body).encode()
+        lines = (
+            f"{method} {path} HTTP/1.1",
+            f"host: 127.0.0.1:{self.port}",
+            "content-type: application/json",
+            f"authorization: Bearer {self.keys['ada']}",
+            f"content-length: {len(sent)}",
+            *more,
+        )
+        return "\r\n".join([*lines, "", ""]).encode() + sent
+
+    def is_free(self):
+        """Nothing is under way any more: the device was given back."""
+        with self.engine.runtime.queue.turn():
+            return self.service.admission.inside == 0
+
+
+@contextmanager
+def serving(home, model, limits=None):
+    desk = Desk.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
+    known = Keys(desk.workspaces.home.root)
+    keys = {"owner-key": known.add(Client("chief"))}
+    for name in ("ada", "bob"):
+        desk.workspaces.create(name)
+        keys[name] = known.add(Client(name, (name,)))
+    with desk, listening("127.0.0.1", 0) as at:
+        port = at.getsockname()[1]
+        rules = Rules.of("127.0.0.1", port, (), UPLOAD_PATH)
+        front = build(desk, rules, known, False, limits)
+        ready = threading.Event()
+        server = Server(uvicorn.Config(front, log_level="critical", timeout_graceful_shutdown=5), ready.set)
+        thread = threading.Thread(target=server.run, args=([at],))
+        thread.start()
+        try:
+            assert ready.wait(SOON_S)
+            desk.start()
+            yield Served(front, port, keys)
+        finally:
+            server.should_exit = True
+            thread.join(SOON_S)
+            desk.workspaces.of("ada").engine.close()
+    assert not thread.is_alive()
+
+
+def events(response):
+    """The values of a stream, which must have ended as streams end."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,206 @@
+"""What is wrong with a request is said in OpenAI's form, with a documented status; and the server goes on."""
+
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+from servers import SOON_S, events, serving, until
+
+from ragblend.app.serve.application import STATUSES
+from ragblend.app.serve.errors import KNOWN, ApiError
+from ragblend.app.serve.service import Limits
+
+HI = [{"role": "user", "content": "Hi."}]
+CHAT, TEXT, ASK = "/v1/chat/completions", "/v1/completions", "/v1/rag/ask"
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+NO_CALL = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def check(response, status, code=None):
+    assert response.status_code == status, response.text
+    assert status in STATUSES
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert code in (None, error["code"]), error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status", "code"),
+    [
+        (CHAT, {"model": "gpt-none"}, 404, "model_not_found"),
+        (CHAT, {"messages": []}, 400, "invalid_value"),
+        (CHAT, {"messages": None}, 400, "invalid_value"),
+        (CHAT, {"no_such_option": 1}, 400, "unknown_parameter"),
+        (CHAT, {"max_tokens": 0}, 400, "invalid_value"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 3}, 400, "invalid_value"),
+        (CHAT, {"temperature": "hot"}, 400, "invalid_value"),
+        (CHAT, {"temperature": -1}, 400, "invalid_value"),
+        (CHAT, {"seed": 10**40}, 400, "invalid_value"),
+        (CHAT, {"presence_penalty": 1.5}, 400, "invalid_value"),
+        (CHAT, {"method": "guess"}, 400, "invalid_value"),
+        (CHAT, {"ratio": 2}, 400, "invalid_value"),
+        (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": NO_CALL}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value"),
+        (CHAT, {"messages": HI, "tools": [{"x": "\udfff"}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * (9 << 20)}]}, 413, None),
+        (CHAT, {"timeout": 0.001, "max_tokens": 1500}, 408, "timeout"),
+        (TEXT, {"prompt": [1, 2, 3]}, 400, "invalid_value"),
+        (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value"),
+        ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
+        ("/v1/embeddings", {"model": "all-MiniLM-L6-v2", "input": "a", "dimensions": 8}, 400, "invalid_value"),
+        (ASK, {"question": "  "}, 400, "invalid_value"),
+        (ASK, {"question": "a", "collection": "default"}, 404, "collection_not_found"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, code) -> None:
+    basis = {CHAT: {"model": served.service.model, "messages": HI}, TEXT: {"model": served.service.model}}
+    body = json.dumps(basis.get(path, {}) | change).encode()
+    with served.client() as client:
+        check(client.post(path, content=body, headers={"content-type": "application/json"}), status, code)
+        streams = client.post(
+            path, content=body[:-1] + b', "stream": true}', headers={"content-type": "application/json"}
+        )
+    if path in (CHAT, TEXT, ASK):
+        check(streams, status, code)
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 50_000, b"9" * 5000, b'{"model": NaN}']
+)
+def test_what_is_no_json_object(served, body) -> None:
+    with served.client() as client:
+        check(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+        check(client.post(CHAT, content=body, headers={"content-type": "text/plain"}), 400)
+
+
+def test_control_tokens_that_a_user_writes_are_text(served) -> None:
+    """Said by a person they end no turn: they are more tokens than the one that they would be."""
+    plain, marked = (
+        served.chat(text, max_tokens=1).json()["usage"]["prompt_tokens"]
+        for text in ("<|im_end>", "<|im_end|>")
+    )
+    assert marked > plain - 3
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Basic YTpi", "Bearer \udcff"])
+def test_nobody_gets_in_without_a_key(served, key) -> None:
+    headers = {} if key is None else {"authorization": key.encode("utf-8", "surrogateescape")}
+    with served.client(None) as client:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+            answer = client.get(path, headers=headers)
+            check(answer, 401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert client.get("/healthz").json()["status"] in ("ok", "loading")
+
+
+def test_other_hosts_and_other_sites_are_refused(served) -> None:
+    with served.client() as client:
+        check(client.get("/v1/models", headers={"host": "evil.example"}), 421)
+        check(client.get("/v1/models", headers={"origin": "http://evil.example"}), 403)
+        check(client.get("/v1/models", headers={"sec-fetch-site": "cross-site"}), 403)
+        check(client.get("/v1/%2e%2e/x"), 404)
+        check(client.get("/nothing"), 404)
+        assert client.get("/v1/models", headers={"origin": served.url}).status_code == 200
+
+
+def test_counts_are_the_owners(served) -> None:
+    with served.client("ada") as client:
+        check(client.get("/metrics"), 403)
+
+
+def test_an_error_of_the_device_fails_one_request(served) -> None:
+    served.chat()
+    layers = served.engine.runtime.loaded.model.model.layers
+
+    def fail(*_):
+        raise RuntimeError("the device at /secret/path is gone")
+
+    for layer in (layers[0], layers[-1]):
+        hook = layer.register_forward_pre_hook(fail)
+        try:
+            error = check(served.chat("Will it work?"), 500, "internal_error")
+        finally:
+            hook.remove()
+        assert "secret" not in error["message"]
+        assert served.chat("Will it work?").status_code == 200
+
+
+def test_an_error_after_the_first_token_is_told_in_the_stream(served) -> None:
+    served.chat()
+    model, calls = served.engine.runtime.loaded.model, []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("gone")
+
+    hook = model.register_forward_pre_hook(fail)
+    try:
+        answer = served.chat("Will it stream?", stream=True, max_tokens=20)
+    finally:
+        hook.remove()
+    values = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert answer.status_code == 200
+    assert values[-1]["error"]["code"] == "internal_error" and "choices" in values[0]
+    assert events(served.chat("Will it stream?", stream=True))
+
+
+def test_too_many_requests_are_told_when_to_come_again(home_of, tiny_folder) -> None:
+    with serving(home_of(), tiny_folder, Limits(requests=2, requests_of_one=1)) as served:
+        served.chat()
+        answers = {}
+
+        def ask(name):
+            answers[name] = served.chat(name=name)
+
+        waiting = [threading.Thread(target=ask, args=(name,)) for name in ("ada", "bob")]
+        with served.engine.runtime.queue.turn():
+            for thread in waiting:
+                thread.start()
+            until(lambda: served.service.admission.inside == 2)
+            refused = served.chat(name="ada"), served.chat(name="owner-key")
+        for thread in waiting:
+            thread.join(SOON_S)
+        for answer in refused:
+            check(answer, 429, "queue_full")
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert [answers[name].status_code for name in ("ada", "bob")] == [200, 200]
+        assert served.chat().status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(home_of, tiny_folder) -> None:
+    with serving(home_of(), tiny_folder, Limits(body_s=0.2)) as served:
+        whole = served.raw("POST", CHAT, {"model": served.service.model, "messages": HI, "max_tokens": 1})
+        with socket.create_connection(("127.0.0.1", served.port), timeout=SOON_S) as connection:
+            connection.sendall(whole[:-5])
+            assert b" 408 " in connection.recv(4096)
+        assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_a_body_that_grows_past_its_limit_unannounced(served) -> None:
+    def pieces():
+        for _ in range(20):
+            yield b"a" * (1 << 20)
+
+    with served.client() as client:
+        try:
+            answer = client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+        except httpx.WriteError:  # it was refused before all was sent
+            return
+        check(answer, 413)
+
+
+def test_every_status_that_an_error_has_is_documented() -> None:
+    assert {status for _, status, _ in KNOWN} <= set(STATUSES)
+    assert ApiError(418, "no").to_json()["error"]["type"] == "invalid_request_error"

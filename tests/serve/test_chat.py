@@ -1,0 +1,195 @@
+"""Chat and completions over TCP: what is answered is what the engine answers, in OpenAI's forms."""
+
+import json
+import socket
+import threading
+
+import pytest
+import tiny_models
+from servers import SOON_S, events, serving, until
+
+from ragblend.integrations.backend import Backend, Turn
+
+LEDGER = (
+    "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
+    "The second one, which nobody was shown, named the ships that never left the harbour again."
+)
+LIGHT = (
+    "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
+    "that, and the keeper wound the clockwork every four hours, whatever the weather was."
+)
+
+
+def test_an_answer_is_the_engines_own(served) -> None:
+    answer = served.chat("Who built it?", method="full").json()
+    own = Backend(str(served.service.desk.settings.model), served.service.home, "ada", "cpu", "float32")
+    prompt = own.chat_prompt([Turn("user", ("Who built it?",))])
+    expected = own.engine.generate(prompt, method="full", max_new_tokens=6)
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    counts = answer["usage"]
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(prompt.token_ids), 6)
+    assert counts["total_tokens"] == counts["prompt_tokens"] + 6
+    assert answer["model"] == served.service.model
+
+
+def test_a_stream_says_the_same_and_tells_its_usage_at_its_end(served) -> None:
+    whole = served.chat("Tell me more.", method="full").json()
+    chunks = events(
+        served.chat("Tell me more.", method="full", stream=True, stream_options={"include_usage": True})
+    )
+    *pieces, last = chunks
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in pieces)
+        == (whole["choices"][0]["message"]["content"])
+    )
+    assert [c["choices"][0]["finish_reason"] for c in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+
+
+def test_choices_are_drawn_with_seeds_of_their_own(served) -> None:
+    def texts(**options):
+        found = served.chat("Sing.", method="full", temperature=1.0, **options).json()["choices"]
+        assert [choice["index"] for choice in found] == list(range(len(found)))
+        return [choice["message"]["content"] for choice in found]
+
+    assert texts(seed=5, n=2) == [*texts(seed=5), *texts(seed=6)]
+    assert texts(seed=5) != texts(seed=6)
+
+
+def test_a_prompt_of_several_choices_is_counted_once(served) -> None:
+    one, three = (served.chat("Count.", n=n).json()["usage"] for n in (1, 3))
+    assert three["prompt_tokens"] == one["prompt_tokens"]
+    assert three["completion_tokens"] == 3 * one["completion_tokens"]
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_said(served) -> None:
+    text = served.chat("Stop there.", method="full", max_tokens=8).json()["choices"][0]["message"]["content"]
+    stop = text[3:5]
+    [choice] = served.chat("Stop there.", method="full", max_tokens=8, stop=[stop]).json()["choices"]
+    assert choice["message"]["content"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_log_probabilities_in_both_forms(served) -> None:
+    [choice] = served.chat(logprobs=True, top_logprobs=2).json()["choices"]
+    assert len(choice["logprobs"]["content"]) == 6
+    for token in choice["logprobs"]["content"]:
+        assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 2
+    with served.client() as client:
+        body = {"model": served.service.model, "prompt": ["One", "Two"], "max_tokens": 3, "logprobs": 1}
+        answer = client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice in answer["choices"]:
+        columns = choice["logprobs"]
+        assert {len(column) for column in columns.values()} == {3}
+        # Greedy: the token that was said is the likeliest.
+        assert [max(likely.values()) for likely in columns["top_logprobs"]] == columns["token_logprobs"]
+
+
+def test_completions_continue_a_text_as_it_stands(served) -> None:
+    body = {"model": served.service.model, "prompt": "Once upon a time", "max_tokens": 4, "method": "full"}
+    with served.client() as client:
+        whole = client.post("/v1/completions", json=body).json()
+        chunks = events(client.post("/v1/completions", json=body | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert whole["usage"]["prompt_tokens"] == served.engine.count_tokens("Once upon a time")
+
+
+def test_text_that_comes_back_is_learnt_by_one_key_and_by_no_other(served) -> None:
+    def asked(question, passages, name="ada"):
+        found = served.chat("\n\n".join([*passages, question]), name).json()
+        served.engine.finish_background()
+        return found["kv"][0]["chunks"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert asked("Who kept the ledgers?", [LEDGER, LIGHT])[0] == []
+    learnt, _ = asked("Who wound the clockwork?", [LIGHT, LEDGER])
+    assert len(learnt) == 2 and all(node_id.startswith("seen-") for node_id in learnt)
+    chunks, cached = asked("What did nobody see?", [LEDGER, LIGHT])
+    assert set(chunks) == set(learnt) and cached > 100
+    assert asked("What did nobody see?", [LEDGER, LIGHT], "bob") == ([], 0)
+
+
+def test_a_second_turn_reads_what_is_new(served) -> None:
+    messages = [{"role": "user", "content": "Tell me about the ships of the harbour, one by one. " * 4}]
+    first = served.chat(messages=messages).json()
+    said = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+    second = served.chat(messages=messages).json()
+    read = first["usage"]["prompt_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= read - 20 > 64
+    other = served.chat(messages=messages, name="bob").json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_the_same_conversation_asked_twice_is_answered_twice_the_same(served) -> None:
+    """All of the prompt is held then; its last token must be computed all the same."""
+    text = "What did the keeper of the lamp do in the winter of the storm? " * 3
+    first, again = (served.chat(text).json() for _ in range(2))
+    assert first["choices"][0]["message"] == again["choices"][0]["message"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+
+
+def test_json_by_a_schema(served) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    [choice] = served.chat(response_format=wanted, max_tokens=40).json()["choices"]
+    assert json.loads(choice["message"]["content"]).keys() == {"n"}
+
+
+def test_tools_are_called_whole_and_in_streams(home_of, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+    parameters = {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "hoist", "description": "A flag.", "parameters": parameters},
+    }
+    told = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
+    with serving(home_of(), folder) as served:
+        [choice] = served.chat(**told).json()["choices"]
+        chunks = events(served.chat(**told, stream=True))
+        call = choice["message"]["tool_calls"][0]
+        back = [
+            {"role": "user", "content": "Hoist it."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "It is up."},
+        ]
+        assert served.chat(messages=back, tools=[tool]).status_code == 200
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert call["function"]["name"] == "hoist"
+    assert json.loads(call["function"]["arguments"]).keys() == {"up"}
+    [made] = [
+        c["choices"][0]["delta"]["tool_calls"] for c in chunks if "tool_calls" in c["choices"][0]["delta"]
+    ]
+    assert made[0]["index"] == 0 and made[0]["function"] == call["function"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_the_device(served, stream) -> None:
+    served.chat()  # the model is loaded
+    seen, begun = [], threading.Event()
+
+    def count(*_):
+        seen.append(1)
+        if len(seen) == 5:
+            begun.set()
+
+    hook = served.engine.runtime.loaded.model.register_forward_pre_hook(count)
+    body = {
+        "model": served.service.model,
+        "messages": [{"role": "user", "content": "Go on."}],
+        "max_tokens": 1800,
+    }
+    request = served.raw("POST", "/v1/chat/completions", body | {"stream": stream})
+    try:
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(request)
+            assert begun.wait(SOON_S)
+        until(served.is_free)
+    finally:
+        hook.remove()
+    assert 5 <= len(seen) < 1500

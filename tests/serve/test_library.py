@@ -1,0 +1,139 @@
+"""Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
+
+import re
+
+import pytest
+from servers import events, until
+
+TRAMWAY = (
+    b"The tramway of Dunlin was built in 1901 by Ada Crane. It ran from the market square to the lighthouse.\n\n"
+    b"Its last carriage was sold to a farmer, who kept hens in it."
+)
+QUESTION = "Who built the tramway of Dunlin?"
+
+
+@pytest.fixture
+def ada(served):
+    with served.client("ada") as client:
+        yield client
+
+
+@pytest.fixture
+def document(ada):
+    """One of ada's, which is askable."""
+    queued = ada.post("/v1/documents", files={"file": ("../tramway.txt", TRAMWAY)})
+    assert queued.status_code == 202 and queued.json()["queued"] == 1
+    [found] = until(lambda: [d for d in ada.get("/v1/documents").json()["data"] if d["state"] == "done"])
+    yield found
+    ada.delete(f"/v1/documents/{found['id']}")
+
+
+def test_an_upload_is_listed_with_its_job_and_no_path(served, ada, document) -> None:
+    assert document["name"] == "tramway.txt" and document["collection"] == "ada"
+    jobs = ada.get("/v1/documents/jobs").json()
+    assert [(job["name"], job["state"]) for job in jobs["data"]] == [("tramway.txt", "done")]
+    said = ada.get("/v1/documents").text + ada.get("/v1/documents/jobs").text
+    assert served.service.home not in said
+
+
+def test_a_question_is_answered_with_its_sources(ada, document) -> None:
+    answer = ada.post("/v1/rag/ask", json={"question": QUESTION, "max_tokens": 5}).json()
+    assert [source["document"] for source in answer["sources"]] == ["tramway.txt"]
+    assert answer["tokens"]["generated"] == 5
+    asked = {"question": QUESTION, "max_tokens": 5, "stream": True, "collection": "ada"}
+    *pieces, last = events(ada.post("/v1/rag/ask", json=asked))
+    assert "".join(piece["delta"] for piece in pieces) == last["answer"] == answer["answer"]
+
+
+def test_history_makes_a_question_a_follow_up(ada, document) -> None:
+    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Ada Crane did."}]
+    short = ada.post("/v1/rag/ask", json={"question": "When was it built?", "max_tokens": 1}).json()
+    long = ada.post(
+        "/v1/rag/ask", json={"question": "When was it built?", "max_tokens": 1, "history": history}
+    ).json()
+    assert long["tokens"]["prompt"] > short["tokens"]["prompt"]
+
+
+def test_what_is_one_keys_is_nothing_to_another(served, ada, document) -> None:
+    with served.client("bob") as bob, served.client("owner-key") as chief:
+        assert bob.get("/v1/documents").json()["data"] == []
+        assert bob.get("/v1/documents/jobs").json()["data"] == []
+        unknown = bob.delete("/v1/documents/0123456789abcdef")
+        other = bob.delete(f"/v1/documents/{document['id']}")
+        assert (other.status_code, other.text) == (unknown.status_code, unknown.text) == (404, unknown.text)
+        hidden, missing = (bob.get("/v1/documents", params={"collection": name}) for name in ("ada", "eve"))
+        assert hidden.status_code == missing.status_code == 404
+        assert hidden.text == missing.text.replace("eve", "ada")
+        assert bob.post("/v1/rag/ask", json={"question": QUESTION}).json()["sources"] == []
+        seen = chief.get("/v1/documents", params={"collection": "ada"}).json()["data"]
+        assert [each["id"] for each in seen] == [document["id"]]
+
+
+def test_a_passage_of_the_library_is_found_in_any_prompt(served, document) -> None:
+    """A chat program that did the retrieval itself gets the stored KV all the same."""
+    text = TRAMWAY.decode()
+    until(lambda: served.engine.finish_background() and served.service.desk.jobs.overview().is_idle)
+    answer = served.chat(f"{text}\n\n{QUESTION}").json()
+    assert (
+        answer["kv"][0]["hits"] == document["passages"]
+        and answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    )
+    assert served.chat(f"{text}\n\n{QUESTION}", "bob").json()["kv"][0]["chunks"] == []
+
+
+def test_a_deleted_document_is_gone(ada, document) -> None:
+    gone = ada.delete(f"/v1/documents/{document['id']}").json()
+    assert gone["deleted"] and gone["id"] == document["id"]
+    assert ada.get("/v1/documents").json()["data"] == []
+    assert ada.post("/v1/rag/ask", json={"question": QUESTION}).json()["sources"] == []
+
+
+def test_files_that_cannot_be_read_are_named(ada) -> None:
+    none = ada.post("/v1/documents", files=[("file", ("a.exe", b"MZ")), ("file", ("b.txt", b""))])
+    assert none.status_code == 400
+    assert "a.exe" in none.json()["error"]["message"] and "b.txt" in none.json()["error"]["message"]
+    some = ada.post("/v1/documents", files=[("file", ("c.txt", TRAMWAY)), ("file", ("b.txt", b""))])
+    assert some.status_code == 202 and some.json()["queued"] == 1
+    assert [each["name"] for each in some.json()["failed"]] == ["b.txt"]
+    [found] = until(lambda: [d for d in ada.get("/v1/documents").json()["data"] if d["state"] == "done"])
+    ada.delete(f"/v1/documents/{found['id']}")
+
+
+def test_embeddings_are_the_apps_own(served, ada) -> None:
+    import base64
+
+    import numpy as np
+
+    told = {"model": "all-MiniLM-L6-v2", "input": ["A tram.", "A lighthouse by the sea."]}
+    plain = ada.post("/v1/embeddings", json=told).json()
+    packed = ada.post("/v1/embeddings", json=told | {"encoding_format": "base64"}).json()
+    expected = served.service.desk.workspaces.embedder.embed_means(told["input"])
+    for one, other, vector in zip(plain["data"], packed["data"], expected, strict=True):
+        assert np.allclose(one["embedding"], vector)
+        assert np.array_equal(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), vector)
+    assert plain["usage"]["total_tokens"] == 3 + 6
+
+
+def test_counts_for_prometheus(served) -> None:
+    def counted():
+        with served.client("owner-key") as chief:
+            text = chief.get("/metrics").text
+        assert all(
+            re.fullmatch(r"# TYPE ragblend_\w+ \w+|ragblend_\w+(\{.*\})? -?[\d.e+-]+", line)
+            for line in text.splitlines()
+        )
+        return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+    before = counted()
+    answer = served.chat("Count this.", max_tokens=7).json()
+    after = counted()
+
+    def more(name):
+        return float(after[name]) - float(before.get(name, 0))
+
+    assert more('ragblend_tokens_total{kind="generated"}') == 7
+    assert more('ragblend_tokens_total{kind="fresh"}') == answer["kv"][0]["fresh"] > 0
+    assert more('ragblend_requests_total{route="/v1/chat/completions",status="200"}') == 1
+    assert more("ragblend_ttft_seconds_count") == 1 == more('ragblend_ttft_seconds_bucket{le="+Inf"}')
+    assert float(after["ragblend_requests_inside"]) == 0
+    assert 'ragblend_store_hits_total{tier="disk"}' in after

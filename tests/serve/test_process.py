@@ -1,0 +1,146 @@
+"""`ragblend serve` and `keys` as somebody runs them: the bundled model, clients nobody here wrote, signals, ports."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from servers import SOON_S
+
+from ragblend.app.cli import main
+from ragblend.app.serve.keys import Client, Keys
+from ragblend.kvstore.errors import SettingsError, UsageError
+
+PASSAGE = (
+    "The lighthouse of Dunlin was built in 1874 by the engineer Keziah Blount. She chose the rock because the ships "
+    "of the herring fleet had been lost there in three winters, and because the quarry was near.\n\n"
+    "Its lamp burned whale oil until 1902. After that the keeper, Tobit Crane, had an electric lamp put in, against "
+    "the wish of the harbour master, who thought that no light without a flame would be seen in fog."
+)
+
+
+@contextmanager
+def running(home, *options):
+    """The server as a process; gives what it printed when it was ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "ragblend.app.cli",
+        "serve",
+        "--home",
+        str(home),
+        "--port",
+        "0",
+        "--json",
+    ]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        yield json.loads(process.stdout.readline()), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_story_of_a_program_that_knows_only_openai(with_smollm2, tmp_path) -> None:
+    home = with_smollm2(tmp_path / "home")
+    with running(home, "--device", "cpu") as (ready, process):
+        base = ready["url"]
+        with httpx.Client(base_url=base, timeout=5 * SOON_S) as client:
+            [model, _] = [each["id"] for each in client.get("models").json()["data"]]
+
+            def ask(question):
+                messages = [{"role": "user", "content": f"{PASSAGE}\n\n{question}"}]
+                return client.post(
+                    "chat/completions", json={"model": model, "messages": messages, "max_tokens": 24}
+                )
+
+            questions = ("Who built the lighthouse?", "What did its lamp burn?", "Who was the keeper?")
+            answers = [ask(question).json() for question in questions]
+            assert "Blount" in answers[0]["choices"][0]["message"]["content"]
+            # Met twice, the passages are known, and the third prompt has their KV; the first was not all the second is.
+            assert answers[2]["kv"][0]["chunks"]
+            assert answers[2]["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SOON_S) == 0
+    assert not list((home / "serve").glob("*"))
+
+
+def test_openais_own_client_sync_and_async(with_smollm2, tmp_path) -> None:
+    openai = pytest.importorskip("openai", reason="the client's package is not installed")
+    home, messages = with_smollm2(tmp_path / "home"), [{"role": "user", "content": "Say hello."}]
+    with running(home, "--device", "cpu") as (ready, _):
+        told = {"base_url": ready["url"], "api_key": "none", "timeout": 5 * SOON_S}
+        with openai.OpenAI(**told) as client:
+            asked = {"model": client.models.list().data[0].id, "messages": messages, "max_tokens": 8}
+            whole = client.chat.completions.create(**asked)
+            stream = client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = list(stream)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == whole.choices[0].message.content
+            assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+            with pytest.raises(openai.NotFoundError) as unknown:
+                client.chat.completions.create(**asked | {"model": "gpt-none"})
+            assert unknown.value.code == "model_not_found"
+
+        async def ask_together():
+            async with openai.AsyncOpenAI(**told) as client:
+                return await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(3)))
+
+        assert {each.choices[0].message.content for each in asyncio.run(ask_together())} == {text}
+
+
+def test_what_keeps_it_from_listening(tmp_path, capsys) -> None:
+    home = ["--home", str(tmp_path / "home")]
+    with running(tmp_path / "other", "--model", "default") as (ready, _):
+        assert main(["serve", *home, "--port", str(ready["port"])]) == 2
+        assert "in use" in capsys.readouterr().err
+        assert main(["serve", "--home", str(tmp_path / "other"), "--port", "0"]) == 1
+        assert "one writer at a time" in capsys.readouterr().err
+    assert main(["serve", *home, "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "needs a key" in capsys.readouterr().err
+
+
+def test_keys_are_made_listed_and_removed(tmp_path, capsys) -> None:
+    home = ["--home", str(tmp_path / "home"), "--json"]
+
+    def run(*arguments):
+        code = main(["keys", *arguments, *home])
+        return code, json.loads(capsys.readouterr().out)
+
+    _, made = run("add", "ada")
+    _, shared = run("add", "bob", "--collection", "ada")
+    _, chief = run("add", "chief", "--owner")
+    keys = Keys(tmp_path / "home")
+    assert keys.client(made["key"]) == Client("ada", ("ada",))
+    assert keys.client(shared["key"]) == Client("bob", ("ada",))
+    assert keys.client(chief["key"]).is_owner and keys.client(made["key"] + "x") is None
+    assert run("add", "ada")[0] == run("add", "bob")[0] == run("add", "owner")[0] == 2
+    assert run("add", "eve", "--owner", "--collection", "ada")[0] == 2
+    assert [each["name"] for each in run()[1]["keys"]] == ["ada", "bob", "chief"]
+    text = keys.path.read_text()
+    assert not any(each["key"] in text for each in (made, shared, chief))
+    assert keys.path.stat().st_mode & 0o077 == 0
+    assert run("rm", "ada")[0] == 0 and run("rm", "ada")[0] == 2
+    assert keys.client(made["key"]) is None and keys.client(chief["key"]) is not None
+
+
+def test_a_key_for_others_collections_is_made_only_when_it_is_said(tmp_path, capsys) -> None:
+    home = ["--home", str(tmp_path / "home")]
+    assert main(["keys", "add", "default", *home]) == 2
+    assert "share it with --collection default" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_keys_lets_nobody_in(tmp_path) -> None:
+    keys = Keys(tmp_path)
+    keys.add(Client("ada", ("ada",)))
+    keys.path.write_text('{"keys": [{}]}')
+    with pytest.raises(SettingsError):
+        keys.clients()
+    with pytest.raises(UsageError):
+        Keys(tmp_path / "none").remove("ada")
