@@ -1,10 +1,13 @@
 """One decoder as parts: embedding, layers, rotary tables, head. The only file that knows how transformers names them.
 
-A layer is called as transformers itself calls it, with a cache whose `update` is ours; so every RoPE decoder whose
-layers take `position_embeddings` works, quantised or not, and no model file is copied or patched.
+`Decoder` is what the engine asks of a model, whoever runs it. `TransformersDecoder` calls a layer as transformers does,
+with a cache whose `update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or
+not, and no model file is copied or patched.
 """
 
 import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,48 +38,59 @@ class RowBlock:
     collecting: dict[str, View]
 
 
-class Decoder:
-    """A causal language model of transformers, taken apart. Raises UnsupportedModelError if it has other parts."""
+class Decoder(ABC):
+    """A causal language model taken apart, on one device, by whatever runs it.
 
-    def __init__(self, model: nn.Module, dtype: str) -> None:
-        self.model = model
-        self.config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        self.base = _base_of(model)
-        self.layers: list[nn.Module] = list(self.base.layers)[: self.config.num_hidden_layers]  # type: ignore[arg-type]
-        self.layer_types = _layer_types(self.config, len(self.layers))
-        self.window: int | None = getattr(self.config, "sliding_window", None)
-        self.geometry = kv_geometry(self.config, dtype)
-        self.ropes = _ropes(self.base, set(self.layer_types))
-        self.layouts = [HALF] * len(self.layers)  # the gate finds out
-        self.attention: str = self.config._attn_implementation
-        arguments = inspect.signature(self.layers[0].forward).parameters.values()
-        passes = any(each.kind is each.VAR_KEYWORD for each in arguments)
-        self.tiles = self.attention == NAME and passes and self.device.type == "cpu"
-        self.shows_attention = self.attention in (NAME, EAGER) and passes
+    layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, found out by the gate;
+    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected.
+    """
+
+    model: nn.Module
+
+    def __init__(self, config: Any, dtype: str, attention: str, device: torch.device, passes: bool) -> None:
+        """attention: the name of the one that layers call; passes: whether they hand on to it what they are given."""
+        self.config, self.attention, self.device = config, attention, device
+        self.geometry = kv_geometry(config, dtype)
+        self.layer_types = _layer_types(config, self.geometry.layers)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.layouts = [HALF] * self.geometry.layers
+        self.ropes: dict[str, Tensor] = {}
+        self.tiles = attention == NAME and passes and device.type == "cpu"
+        self.shows_attention = attention in (NAME, EAGER) and passes
 
     def hide_attention(self) -> None:
         """Its layers do not hand on to their attention what they are given: none is collected or cut in tiles."""
         self.shows_attention = self.tiles = False
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
     def rope(self, layer: int) -> Rope:
         return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
 
     @property
+    @abstractmethod
     def attention_share(self) -> float:
         """Parameters of the attention as a share of its layer: what a peek at one layer costs at most."""
-        layer = self.layers[min(1, len(self.layers) - 1)]
-        attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
-        return attention / max(1, sum(p.numel() for p in layer.parameters()))
 
+    @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """(R,) ids -> (1, R, hidden)."""
-        embedded: Tensor = self.base.embed_tokens(token_ids[None])  # type: ignore[operator]
-        multiplier = getattr(self.config, "embedding_multiplier", None)
-        return embedded if multiplier is None else embedded * multiplier
+
+    @abstractmethod
+    def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What layers of that type are given for rows (R,) of dtype hidden's: cos and sin."""
+
+    @abstractmethod
+    def run_layer(
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+    ) -> Tensor:
+        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: given what rows attend to."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """(1, R, hidden) -> (R, vocab) float32 logits."""
+
+    @abstractmethod
+    def own_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """(vocab,) logits behind the last token by the model's own forward, which the gate compares with."""
 
     def row_block(
         self,
@@ -96,43 +110,19 @@ class Decoder:
         collecting: dict[str, View] = {}
         for kind in sorted(set(self.layer_types)):
             given = rows, total_tokens, kind, hidden.dtype, absent
-            by_kind = (kind,) if hasattr(self.base.rotary_emb, f"{kind}_inv_freq") else ()
-            rotary[kind] = self.base.rotary_emb(hidden, rows[None], *by_kind)  # type: ignore[operator]
+            rotary[kind] = self.rotary(kind, rows, hidden)
             views[kind] = self._view(*given)
             if collected:
                 collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting)
 
-    def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
-    ) -> Tensor:
-        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: given what rows attend to."""
+    def view(self, layer: int, block: RowBlock, collect: Collect | None) -> View:
+        """The arguments of that layer's attention."""
         kind = self.layer_types[layer]
-        view = block.views[kind]
-        if collect is not None and block.collecting:
-            view = block.collecting[kind]
-            view = view | {"collector": replace(view["collector"], collect=collect)}
-        out: Tensor | tuple[Tensor, ...] = self.layers[layer](
-            hidden,
-            position_ids=block.rows[None],
-            past_key_values=cache,
-            use_cache=True,
-            position_embeddings=block.rotary[kind],
-            **view,
-        )
-        return out if isinstance(out, Tensor) else out[0]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """(1, R, hidden) -> (R, vocab) float32 logits."""
-        normed = self.base.norm(hidden)  # type: ignore[operator]
-        logits: Tensor = self.model.lm_head(normed)[0].float()  # type: ignore[operator]
-        if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / scale
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
-            logits = logits * scale
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
-            logits = (logits / cap).tanh() * cap
-        return logits
+        if collect is None or not block.collecting:
+            return block.views[kind]
+        view = block.collecting[kind]
+        return view | {"collector": replace(view["collector"], collect=collect)}
 
     def _view(self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None) -> View:
         window = self.window if kind == SLIDING else None
@@ -156,6 +146,67 @@ class Decoder:
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
         return view | {"collector": Collector(collected, start, mask)}
+
+
+class TransformersDecoder(Decoder):
+    """A model of transformers. Raises UnsupportedModelError if it has other parts."""
+
+    def __init__(self, model: nn.Module, dtype: str) -> None:
+        self.model = model
+        self.base = _base_of(model)
+        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        self.layers: list[nn.Module] = list(self.base.layers)[: config.num_hidden_layers]  # type: ignore[arg-type]
+        arguments = inspect.signature(self.layers[0].forward).parameters.values()
+        passes = any(each.kind is each.VAR_KEYWORD for each in arguments)
+        device = next(model.parameters()).device
+        super().__init__(config, dtype, config._attn_implementation, device, passes)
+        self.ropes = _ropes(self.base, set(self.layer_types))
+
+    @property
+    def attention_share(self) -> float:
+        layer = self.layers[min(1, len(self.layers) - 1)]
+        attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
+        return attention / max(1, sum(p.numel() for p in layer.parameters()))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.base.embed_tokens(token_ids[None])  # type: ignore[operator]
+        multiplier = getattr(self.config, "embedding_multiplier", None)
+        return embedded if multiplier is None else embedded * multiplier
+
+    def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        by_kind = (kind,) if hasattr(self.base.rotary_emb, f"{kind}_inv_freq") else ()
+        tables: tuple[Tensor, Tensor] = self.base.rotary_emb(hidden, rows[None], *by_kind)  # type: ignore[operator]
+        return tables
+
+    def run_layer(
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+    ) -> Tensor:
+        out: Tensor | tuple[Tensor, ...] = self.layers[layer](
+            hidden,
+            position_ids=block.rows[None],
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=block.rotary[self.layer_types[layer]],
+            **self.view(layer, block, collect),
+        )
+        return out if isinstance(out, Tensor) else out[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        normed = self.base.norm(hidden)  # type: ignore[operator]
+        logits: Tensor = self.model.lm_head(normed)[0].float()  # type: ignore[operator]
+        if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scale
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = (logits / cap).tanh() * cap
+        return logits
+
+    @torch.inference_mode()
+    def own_logits(self, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        logits: Tensor = self.model(ids, use_cache=False).logits[0, -1]
+        return logits
 
 
 def _base_of(model: nn.Module) -> nn.Module:

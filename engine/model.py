@@ -12,7 +12,7 @@ import torch
 
 from ragblend.engine.attention import EAGER, NAME, register
 from ragblend.engine.convert import converted, converted_tokenizer, is_converted
-from ragblend.engine.decoder import Decoder, kv_geometry, rope_parameters
+from ragblend.engine.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
 from ragblend.engine.packing import pack
 from ragblend.kvstore.chunks import DTYPES
@@ -108,7 +108,7 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
     use_own_attention(model)
     pack(model)
     try:
-        return LoadedModel(model, Decoder(model, dtype), None)
+        return LoadedModel(model, TransformersDecoder(model, dtype), None)
     except UnsupportedModelError as error:
         return LoadedModel(model, None, str(error))
 

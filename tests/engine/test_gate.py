@@ -7,7 +7,7 @@ from benches import largest_error, make_prompt, make_text
 
 from ragblend.engine import decoder as decoder_module
 from ragblend.engine.attention import register
-from ragblend.engine.decoder import Decoder
+from ragblend.engine.decoder import TransformersDecoder
 from ragblend.engine.gate import run_gate
 from ragblend.engine.selection import METHODS
 
@@ -17,7 +17,7 @@ IDS = list(range(40, 160))
 @pytest.fixture
 def decoder(model_folder):
     model = tiny_models.load_reference(model_folder("llama"), attention=register())
-    return Decoder(model, "float32")
+    return TransformersDecoder(model, "float32")
 
 
 def refused(decoder):
