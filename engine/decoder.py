@@ -42,10 +42,12 @@ class Decoder(ABC):
     """A causal language model taken apart, on one device, by whatever runs it.
 
     layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, found out by the gate;
-    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected.
+    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected. rounding: how many times
+    a dtype's usual error lies between `own_logits` and the same by parts, where that is computed by other kernels.
     """
 
     model: nn.Module
+    rounding = 1.0
 
     def __init__(self, config: Any, dtype: str, attention: str, device: torch.device, passes: bool) -> None:
         """attention: the name of the one that layers call; passes: whether they hand on to it what they are given."""

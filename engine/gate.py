@@ -101,7 +101,7 @@ class _Exam:
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
         return self._check(
-            "all rows recomputed equals the model", _relative(logits, self.decoder.own_logits(ids))
+            "all rows recomputed equals the model", relative_error(logits, self.decoder.own_logits(ids))
         )
 
     @torch.inference_mode()
@@ -119,7 +119,7 @@ class _Exam:
                 inputs = hidden[:, rows]
                 block = decoder.row_block(rows, ids.numel(), inputs)
                 outs.append(decoder.run_layer(layer, inputs, block, cache))
-            errors.append(_relative(outs[1], outs[0][:, some]))
+            errors.append(relative_error(outs[1], outs[0][:, some]))
             hidden = outs[0]
         return self._check("some rows computed are as among all", max(errors))
 
@@ -130,7 +130,9 @@ class _Exam:
             near, far = self._keys_at(layer, len(self.prefix)), self._keys_at(layer, FAR_TOKENS)
             inv_freq, delta = self.decoder.rope(layer).inv_freq, FAR_TOKENS - len(self.prefix)
             moved = ((move_keys(near, delta, Rope(inv_freq, layout)), layout) for layout in LAYOUTS)
-            error, self.decoder.layouts[layer] = min((_relative(keys, far), layout) for keys, layout in moved)
+            error, self.decoder.layouts[layer] = min(
+                (relative_error(keys, far), layout) for keys, layout in moved
+            )
             errors.append(error)
         return self._check("moved keys equal keys computed there", max(errors))
 
@@ -191,7 +193,7 @@ class _Exam:
 
         expected = computed(None)
         try:
-            error = _relative(computed(lambda *given: shown.append(given[-1])), expected)
+            error = relative_error(computed(lambda *given: shown.append(given[-1])), expected)
         except Exception:  # layers raise whatever they like
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
@@ -219,7 +221,7 @@ class _Exam:
         return logits, cache
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """Root mean square difference, in standard deviations of what was expected."""
     spread = expected.float().std().clamp_min(1e-9)
     return float((found.float() - expected.float()).pow(2).mean().sqrt() / spread)
@@ -228,7 +230,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
     layers = range(one.geometry.layers)
     pairs = [(one.span(i, start, stop), two.span(i, start, stop)) for i in layers]
-    return max(_relative(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
+    return max(relative_error(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
 def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict]) -> GateVerdict:

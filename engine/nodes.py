@@ -134,7 +134,7 @@ class Nodes:
 
     def encode_later(self, chunk: Chunk) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
-        passage, prefix = chunk.token_ids or (), self._runtime.canonical_prefix
+        passage, prefix = chunk.encoded_ids, self._runtime.canonical_prefix
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return

@@ -23,7 +23,7 @@ from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import BLIND, Policy
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
-from ragblend.kvstore.codec import Source
+from ragblend.kvstore.codec import Part, Source
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.memory import held_nbytes
 
@@ -109,11 +109,13 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span,
     for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
         if not isinstance(segment, Chunk) or not segment.token_ids or offset < begin:
             continue
-        collection = segment.collection or request.collection
-        reader, behind = _open(runtime, prefix, segment.token_ids, collection)
+        collection, skipped = segment.collection or request.collection, segment.skipped
+        reader, behind = _open(runtime, prefix, segment.encoded_ids, collection)
+        exact = reader is not None and behind + segment.encoded_ids[:skipped] == everything[:offset]
         if reader is not None:
+            if segment.whole is not None:
+                reader = Part(reader, skipped, len(segment.token_ids))
             readers.enter_context(reader)
-        exact = reader is not None and behind == everything[:offset]
         spans.append(Span(offset, len(segment.token_ids), reader, exact))
     return tuple(spans)
 
@@ -171,9 +173,9 @@ def _promote(runtime: Runtime, request: Request) -> None:
     for chunk in prompt.chunks:
         for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
             if chunk.token_ids:
-                key = runtime.key_of(prefix, chunk.token_ids, chunk.collection or request.collection)
+                key = runtime.key_of(prefix, chunk.encoded_ids, chunk.collection or request.collection)
                 with runtime.use.turn():
-                    runtime.store.promote(key, chunk.token_ids, geometry, len(prefix))
+                    runtime.store.promote(key, chunk.encoded_ids, geometry, len(prefix))
 
 
 def _unfused(

@@ -26,7 +26,8 @@ class Chunk:
     """A passage whose KV may be stored; named by its text, by its node id, or by its token ids.
 
     collection: whose KV it is, where that is not the engine's own. entered: its node was entered (`Engine.enter`) and
-    goes when the passage does: if it is not there any more, no KV of it is kept.
+    goes when the passage does: if it is not there any more, no KV of it is kept. whole: where token_ids are only a part
+    of what was encoded, all of it, of which the first `skipped` are left out.
     """
 
     text: str | None = None
@@ -34,10 +35,22 @@ class Chunk:
     token_ids: tuple[int, ...] | None = None
     collection: str | None = None
     entered: bool = False
+    whole: tuple[int, ...] | None = None
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         if self.text is None and self.node_id is None and self.token_ids is None:
             raise PromptError("a chunk needs a text, a node_id or token_ids")
+        if (
+            self.whole is not None
+            and self.encoded_ids[self.skipped :][: len(self.token_ids or ())] != self.token_ids
+        ):
+            raise PromptError("a chunk's token_ids are not those of the whole from `skipped` on")
+
+    @property
+    def encoded_ids(self) -> tuple[int, ...]:
+        """What its KV is of: the whole of which its token ids are a part."""
+        return self.whole or self.token_ids or ()
 
 
 Segment = Literal | Chunk

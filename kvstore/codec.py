@@ -61,6 +61,32 @@ class Source(Closing):
         """In memory nothing is open."""
 
 
+class Part(Source):
+    """Some tokens of an open value, which are read together with the others; closing it closes the value."""
+
+    def __init__(self, source: Source, skipped: int, tokens: int) -> None:
+        self._source, self._skipped = source, skipped
+        self.token_ids = source.token_ids[skipped : skipped + tokens]
+        self.start = source.start + skipped
+        self.geometry, self.tier, self.in_memory = source.geometry, source.tier, source.in_memory
+        self.codec = RAW  # what `read_layer` gives; packed, a part is no run of bytes
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        tokens, at = len(self._source.token_ids), slice(self._skipped, self._skipped + len(self.token_ids))
+        if at == slice(0, tokens):
+            return self._source.read_layer(layer, keys, values)
+        all_keys, all_values = (
+            of.new_empty((of.shape[0], tokens, of.shape[2])) for of in (keys, values)
+        )  # (H, T, D)
+        self._source.read_layer(layer, all_keys, all_values)
+        keys.copy_(all_keys[:, at])
+        values.copy_(all_values[:, at])
+        return None
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def _pack_raw(keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
     return keys.detach().cpu().contiguous(), values.detach().cpu().contiguous()
 

@@ -129,6 +129,12 @@ class NodeIndex(RebuildableFile):
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
             return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
 
+    def marks(self, scope: Scope) -> dict[str, bytes]:
+        """For every node id of one collection and tokenizer a few bytes that change when its token ids do."""
+        select = "SELECT node_id, substr(tokens, -4) FROM Nodes WHERE collection = ? AND tokenizer = ?"
+        with self.connection() as sql:
+            return dict(sql.execute(select, (scope.collection, scope.tokenizer)).fetchall())
+
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
         select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from benches import PREFIX, chat, largest_error, make_prompt, make_text, pairs
 
+from ragblend.engine.prompt import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Policy
+from ragblend.kvstore.errors import PromptError
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
@@ -183,3 +185,31 @@ def test_reuse_is_far_from_the_model(stored):
     prompt = make_prompt(TEXTS)
     found = stored.engine.prefill(prompt, method="reuse").logits
     assert largest_error(found, stored.logits(prompt)[-1]) > 0.1
+
+
+def test_a_part_of_a_chunk_is_its_tokens_of_the_whole(stored):
+    """Right behind its prefix it is exact; elsewhere reuse of a part gives what stands there of reuse of the whole."""
+    engine = stored.engine
+    prompt = engine.tokenize(make_prompt(TEXTS[:2]))
+    spans = [n for n, segment in enumerate(prompt.segments) if isinstance(segment, Chunk)]
+    for number, (skipped, cut) in zip(spans, ((0, 3), (4, 2)), strict=True):
+        whole = prompt.segments[number].token_ids
+        kept = whole[skipped : len(whole) - cut]
+        part = Chunk(token_ids=kept, whole=whole, skipped=skipped)
+        pieces = [Literal("", whole[:skipped]), part, Literal("", whole[len(whole) - cut :])]
+        parts = Prompt([*prompt.segments[:number], *pieces, *prompt.segments[number + 1 :]])
+        assert parts.token_ids == prompt.token_ids
+        found, expected = (engine.prefill(each, method="reuse") for each in (parts, prompt))
+        assert (
+            found.report.hits == 2
+            and found.report.tokens.reused == expected.report.tokens.reused - skipped - cut
+        )
+        start = parts.places[spans.index(number)][0]
+        for layer in range(engine.runtime.decoder.geometry.layers):
+            pairs_of = zip(
+                *(each.cache.span(layer, start, start + len(kept)) for each in (found, expected)), strict=True
+            )
+            assert all(torch.equal(one, other) for one, other in pairs_of)
+    whole = prompt.segments[spans[0]].token_ids
+    with pytest.raises(PromptError, match="whole"):
+        Chunk(token_ids=whole[1:], whole=whole)

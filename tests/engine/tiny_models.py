@@ -150,14 +150,14 @@ def make_tokenizer(adds_bos: bool) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(name: str, seed: int = 0) -> Any:
-    """The model in float32, with weights that bite."""
+def make_model(name: str, seed: int = 0, **shape: Any) -> Any:
+    """The model in float32, with weights that bite; shape: of its config, where another is wanted."""
     family, extra = KINDS[name]
     names = _CLASSES.get(family, (f"{family}ForCausalLM", f"{family}Config"))
     model_class, config_class = (getattr(transformers, each) for each in names)
     torch.manual_seed(seed)
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    model = model_class(config_class(vocab_size=400, **(SHAPE | ends | extra))).eval()
+    model = model_class(config_class(vocab_size=400, **(SHAPE | ends | extra | shape))).eval()
     with torch.no_grad():
         for part, parameter in model.named_parameters():
             if parameter.ndim == 1:  # biases and norms, which would be all 0 or all 1
@@ -168,10 +168,10 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 
 def save_model(
-    name: str, folder: Path, seed: int = 0, is_endless: bool = False, template: str = TEMPLATE
+    name: str, folder: Path, seed: int = 0, is_endless: bool = False, template: str = TEMPLATE, **shape: Any
 ) -> Path:
     """is_endless: no answer ends by itself; the logit of the end token is 0."""
-    model = make_model(name, seed)
+    model = make_model(name, seed, **shape)
     if is_endless:
         with torch.no_grad():
             model.lm_head.weight[model.config.eos_token_id] = 0
