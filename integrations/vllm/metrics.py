@@ -1,0 +1,62 @@
+"""What was fused, in vLLM's own log lines and its /metrics."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTED = {
+    "requests": "Prompts that were fused from stored KV.",
+    "failures": "Prompts that could not be fused, and were computed by vLLM.",
+    "tokens_prompt": "Tokens of prompts that were fused.",
+    "tokens_reused": "Prompt tokens whose stored KV was used as it is.",
+    "tokens_recomputed": "Prompt tokens with stored KV that were computed again.",
+    "tokens_missing": "Prompt tokens of known passages without stored KV.",
+    "encoded": "Passages that were encoded in idle steps.",
+    "fused_seconds": "Time that fusing took, in seconds.",
+    "load_seconds": "Time that the readers of stored KV took, beside it.",
+    "write_seconds": "Time that writing KV into vLLM's blocks took, in seconds.",
+}
+
+
+class FusedStats(KVConnectorStats):
+    """Sums over the steps since they were taken last; data: by the names above."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def add(self, **counts: float) -> None:
+        for name, count in counts.items():
+            assert name in COUNTED, name
+            self.data[name] = self.data.get(name, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> "FusedStats":
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(count, 3) for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class FusedMetrics(KVConnectorPromMetrics):
+    """A counter for each of them, `vllm:ragblend_..._total`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        counters = {
+            name: self._counter_cls(f"vllm:ragblend_{name}", about, labelnames=self._labelnames)
+            for name, about in COUNTED.items()
+        }
+        self._counters = {
+            (name, engine): counter.labels(*map(str, labels))
+            for name, counter in counters.items()
+            for engine, labels in self.per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            self._counters[name, engine_idx].inc(count)

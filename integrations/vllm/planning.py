@@ -1,0 +1,104 @@
+"""What is decided without vLLM: whether fusing pays, whose cached blocks a prompt may find, and slots.
+
+A block that was fused must never reach another prompt: which rows were computed depends on the question. Its hash is
+salted, therefore, with all that its KV depends on: how it was fused, and the whole prompt. So the same question finds
+its blocks again, and a conversation that goes on finds those of its beginning, because prompts that were fused lately
+are remembered and lend their salt to what begins with them.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment
+from ragblend.integrations.vllm.finder import Match
+from ragblend.integrations.vllm.settings import Wish
+from ragblend.kvstore.keys import pack_tokens
+
+# Fusing computes some rows of all layers in smaller pieces, and reads and writes the others: it must save this share.
+GAIN = 0.3
+REMEMBERED = 512  # prompts whose beginning a later one may go on from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One prompt's passages and what they are worth. stored: of each passage whether there is KV of it."""
+
+    wish: Wish
+    matches: tuple[Match, ...]
+    stored: tuple[bool, ...]
+    tokens: int
+
+    @property
+    def stored_tokens(self) -> int:
+        pairs = zip(self.matches, self.stored, strict=True)
+        return sum(match.stop - match.start for match, there in pairs if there)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Rows that fusing computes, averaged over layers."""
+        fixed = self.wish.policy.fixed_ratio
+        ratio = self.wish.ratio if fixed is None else fixed
+        return self.tokens - self.stored_tokens * (1 - ratio)
+
+    def pays(self, computed_tokens: int, minimum_tokens: int) -> bool:
+        """Whether to fuse where vLLM has the first so many tokens' KV. Fusing begins at the first all the same."""
+        left = self.tokens - computed_tokens
+        saves = self.wish.asked or self.computed_tokens <= (1 - GAIN) * left
+        return self.stored_tokens >= minimum_tokens and left > 1 and saves
+
+    def without(self, lost: Iterable[int]) -> "Plan":
+        """The same where these passages have no KV."""
+        gone = set(lost)
+        return replace(self, stored=tuple(there and i not in gone for i, there in enumerate(self.stored)))
+
+
+def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: str) -> Prompt:
+    """The engine's prompt: passages as chunks, and what is between them as it is."""
+    segments, at = list[Segment](), 0
+    for match in matches:
+        segments.append(Literal("", tuple(token_ids[at : match.start])))
+        ids = tuple(token_ids[match.start : match.stop])
+        segments.append(Chunk(token_ids=ids, collection=collection, whole=match.whole, skipped=match.skipped))
+        at = match.stop
+    return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
+
+
+class Salts:
+    """The salts of prompts that were fused lately, for those that begin with one of them."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[int, bytes], str] = OrderedDict()
+
+    def of(self, token_ids: Sequence[int], said: str) -> str:
+        """The salt of a prompt that is fused as `said`: that of the longest known beginning, or its own; remembered."""
+        packed = pack_tokens(token_ids)
+        digest = hashlib.sha256(said.encode("utf-8", "surrogatepass") + b"\0")
+        at, found = 0, None
+        for length in sorted({length for length, _ in self._known if length <= len(token_ids)}):
+            digest.update(packed[4 * at : 4 * length])
+            at = length
+            if salt := self._known.get((length, digest.digest())):
+                found = (length, digest.digest()), salt
+        digest.update(packed[4 * at :])
+        own = len(token_ids), digest.digest()
+        if found:
+            self._known.move_to_end(found[0])
+        self._known[own] = found[1] if found else f"ragblend-{digest.hexdigest()}"
+        self._known.move_to_end(own)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return self._known[own]
+
+
+def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[list[int], list[int]]:
+    """Positions of start..stop that have a block, and the slot of each; block 0 is none (outside a sliding window)."""
+    positions = np.arange(start, stop)
+    of_blocks = np.asarray(blocks, dtype=np.int64)[positions // size]
+    kept = of_blocks != 0
+    slots = of_blocks[kept] * size + positions[kept] % size
+    return positions[kept].tolist(), slots.tolist()

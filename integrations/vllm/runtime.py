@@ -1,0 +1,75 @@
+"""The engine's runtime where vLLM has the model: its weights, config and dtype, our store, keys, tokenizer and gate."""
+
+from typing import TYPE_CHECKING, Any
+
+from ragblend.engine.config import EngineConfig, resolve_home
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.gate import GateVerdict
+from ragblend.engine.model import LoadedModel
+from ragblend.engine.runtime import Runtime, once
+from ragblend.integrations.vllm.settings import Settings
+from ragblend.kvstore.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ragblend.integrations.vllm.decoder import VllmDecoder
+
+
+class VllmRuntime(Runtime):
+    """Of one vLLM process. On the scheduler's side, which has no model, only store, nodes and keys are asked for."""
+
+    def __init__(self, vllm_config: Any, settings: Settings) -> None:
+        model = vllm_config.model_config
+        device = vllm_config.device_config.device_type
+        dtype = str(model.dtype).removeprefix("torch.")
+        config = EngineConfig(str(model.model), device, dtype, settings.collection)
+        super().__init__(config, resolve_home(settings.home))
+        self._vllm_model = model
+
+    @once
+    def model_config(self) -> Any:
+        return self._vllm_model.hf_text_config
+
+    def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
+        """Have the model through that decoder, of which the gate has said that."""
+        vars(self)["loaded"] = LoadedModel(decoder.model, decoder, None)
+        vars(self)["gate"] = verdict
+
+
+def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this instance of vLLM is served by vLLM alone; None if prompts may be fused in it."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("tensor", "pipeline", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{name}_parallel_size", 1)
+        if size > 1:
+            return f"{name.replace('_', ' ')} parallel of {size} is not supported; only 1 is"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is not supported: a draft model would lack the KV of fused prompts"
+    if vllm_config.lora_config is not None:
+        return "LoRA is not supported: stored KV is the base model's"
+    if model.quantization is not None:
+        return f"quantization {model.quantization} is not supported: it gives other KV than the stored one"
+    if str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
+        return f"the KV cache's dtype {cache.cache_dtype} is not supported; only the model's own is"
+    if model.tokenizer != model.model:
+        return f"a tokenizer ({model.tokenizer}) that is not the model's is not supported"
+    if model.is_multimodal_model or model.runner_type != "generate":
+        return "only text generation is supported"
+    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    known = {"FullAttentionSpec", "SlidingWindowSpec"}
+    if kinds - known:
+        return f"KV caches of the kinds {', '.join(sorted(kinds - known))} are not supported"
+    return None
+
+
+def decoder_for(worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str) -> "VllmDecoder":
+    """Over that worker's model. Raises UnsupportedModelError."""
+    from ragblend.integrations.vllm.decoder import VllmDecoder
+    from ragblend.integrations.vllm.paged import PagedCache
+
+    if worker is None:
+        raise UnsupportedModelError(
+            "vLLM's plugin of RAGBlend was not loaded (VLLM_PLUGINS must name `ragblend`, or be unset)"
+        )
+    runner = worker.model_runner
+    paged = PagedCache(runner, vllm_config, kv_cache_config)
+    return VllmDecoder(runner.get_model(), vllm_config.model_config.hf_text_config, dtype, paged)

@@ -1,0 +1,149 @@
+"""The scheduler's side: which prompts are fused, under which salt, how many in a step, and what is said of them."""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ragblend.engine.prompt import Prompt
+from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
+from ragblend.integrations.vllm.messages import Fused, Order, Orders
+from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of
+from ragblend.integrations.vllm.runtime import VllmRuntime
+from ragblend.integrations.vllm.settings import Settings, Wish, wish_of
+from ragblend.kvstore.errors import RagBlendError
+
+log = logging.getLogger("ragblend")
+MOST_MISSING = 1000
+
+
+class SchedulerSide:
+    """find_cached: how many first tokens of a request vLLM's prefix cache has."""
+
+    find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
+
+    def __init__(self, runtime: VllmRuntime, settings: Settings) -> None:
+        self._runtime, self._settings = runtime, settings
+        self._finders: dict[str, PassageFinder] = {}
+        self._salts = Salts()
+        self._plans: dict[str, Plan] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._orders: list[Order] = []
+        self._missing: OrderedDict[tuple[Ids, str], None] = OrderedDict()
+        _ = (
+            runtime.store,
+            runtime.nodes,
+            runtime.fingerprint,
+            runtime.canonical_prefix,
+        )  # not in somebody's first request
+
+    def close(self) -> None:
+        self._runtime.close()
+
+    # --- a request's way
+
+    def arrived(self, request: Any) -> None:
+        """Plan it, and have its blocks hashed under a salt if it will be fused: before vLLM looks for cached blocks."""
+        try:
+            plan = self._planned(request)
+            if plan is None or not plan.pays(self.find_cached(request), self._settings.minimum_tokens):
+                return
+            self._plans[request.request_id] = plan
+            wish, model = plan.wish, self._runtime.fingerprint.digest
+            said = [model, wish.method, wish.ratio, wish.collection, request.cache_salt]
+            request.cache_salt = self._salts.of(request.prompt_token_ids, json.dumps(said))
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        except Exception:
+            log.warning("request %s is not fused", request.request_id, exc_info=True)
+            self._plans.pop(request.request_id, None)
+
+    def _planned(self, request: Any) -> Plan | None:
+        ids = request.prompt_token_ids
+        plain = not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
+        if (
+            not ids
+            or not plain
+            or request.sampling_params is None
+            or len(ids) <= self._settings.minimum_tokens
+        ):
+            return None
+        if request.sampling_params.prompt_logprobs is not None:  # of every token: all must be computed
+            return None
+        try:
+            wish = wish_of(self._settings, request.kv_transfer_params, len(ids))
+        except RagBlendError as error:
+            log.warning("request %s is computed by vLLM: %s", request.request_id, error)
+            return None
+        if wish.off:
+            return None
+        matches = self._matches(ids, wish)
+        if not matches:
+            return None
+        stored = self._stored(prompt_of(ids, matches, wish.collection), wish)
+        if self._settings.encode_missing:
+            for match, there in zip(matches, stored, strict=True):
+                if not there and len(self._missing) < MOST_MISSING:
+                    self._missing[match.whole, wish.collection] = None
+        return Plan(wish, tuple(matches), stored, len(ids))
+
+    def _matches(self, ids: list[int], wish: Wish) -> list[Match]:
+        if wish.spans is not None:
+            return [Match(start, stop, tuple(ids[start:stop]), 0) for start, stop in wish.spans]
+        if wish.collection not in self._finders:
+            scope = self._runtime.scope(wish.collection)
+            self._finders[wish.collection] = PassageFinder(self._runtime.nodes, scope)
+        return self._finders[wish.collection].find(ids)
+
+    def _stored(self, prompt: Prompt, wish: Wish) -> tuple[bool, ...]:
+        """Of each passage whether there is KV of it, behind this prompt's beginning or the canonical one."""
+        runtime, prefixes = self._runtime, {prompt.prefix_ids, self._runtime.canonical_prefix}
+
+        def there(ids: Ids) -> bool:
+            keys = (runtime.key_of(prefix, ids, wish.collection) for prefix in prefixes)
+            return any(runtime.store.contains(key) for key in keys)
+
+        return tuple(there(chunk.encoded_ids) for chunk in prompt.chunks)
+
+    def matched(self, request: Any, computed_tokens: int) -> int | None:
+        """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""
+        plan = self._plans.get(request.request_id)
+        if plan is None or not plan.pays(computed_tokens, self._settings.minimum_tokens):
+            return 0
+        ordered = sum(order.stop for order in self._orders)
+        if ordered and ordered + plan.tokens > self._settings.step_tokens:
+            return None
+        return max(0, plan.tokens - 1 - computed_tokens)
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], loaded_tokens: int) -> None:
+        """It will be fused in this step, into these blocks."""
+        plan = self._plans[request.request_id]
+        ids, stop = list(request.prompt_token_ids), plan.tokens - 1
+        self._orders.append(Order(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
+
+    def orders(self, idle: bool) -> Orders:
+        """Those of the step that was scheduled."""
+        orders, self._orders = self._orders, []
+        encode = next(iter(self._missing), None) if idle and not orders else None
+        if encode is not None:
+            del self._missing[encode]
+        return Orders(orders, encode)
+
+    def done(self, fused: Fused) -> None:
+        """What the worker made of a step's orders."""
+        known = {request_id: each for request_id, each in fused.prompts.items() if request_id in self._plans}
+        self._reports |= known
+        for request_id, report in known.items():
+            if "error" in report:  # vLLM computes it: it is not tried again
+                self._plans.pop(request_id)
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """What the answer says of how its prompt was read."""
+        self._plans.pop(request.request_id, None)
+        report = self._reports.pop(request.request_id, None)
+        return None if report is None else {"ragblend": report}
+
+    @property
+    def has_missing(self) -> bool:
+        return bool(self._missing)

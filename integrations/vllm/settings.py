@@ -1,0 +1,109 @@
+"""What a server may be told in `kv_connector_extra_config`, and a request in `kv_transfer_params`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
+from ragblend.engine.selection import Policy, policy_named
+from ragblend.kvstore.errors import UsageError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an instance of vLLM fuses.
+
+    home: where the store is (None: RAGBLEND_HOME, or the user's data folder); method, ratio: how prompts are read
+    unless a request says otherwise; collection: whose passages are used, and collections: those that requests may name
+    beside it; step_tokens: prompt tokens fused in one step, at least one prompt; minimum_tokens: stored tokens below
+    which a prompt is vLLM's own; encode_missing: whether passages that came without stored KV are encoded when idle.
+    """
+
+    home: str | None = None
+    method: str = DEFAULT_METHOD
+    ratio: float = DEFAULT_RATIO
+    collection: str = "default"
+    collections: tuple[str, ...] = ()
+    step_tokens: int = 8192
+    minimum_tokens: int = 64
+    encode_missing: bool = True
+
+    def __post_init__(self) -> None:
+        policy_named(self.method).checked(self.ratio)
+        for name in ("step_tokens", "minimum_tokens"):
+            found = getattr(self, name)
+            if not isinstance(found, int) or found < 1:
+                raise UsageError(f"{name} must be a whole number above 0, not {found!r}")
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> "Settings":
+        """From `kv_connector_extra_config`. Raises UsageError."""
+        _refuse_unknown(extra, [each.name for each in fields(cls)], "kv_connector_extra_config")
+        collections = extra.get("collections", ())
+        if isinstance(collections, str) or not all(isinstance(name, str) for name in collections):
+            raise UsageError(f"collections must be a list of names, not {collections!r}")
+        return cls(**{**extra, "collections": tuple(collections)})
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How one request wants to be read. spans: (start, stop) token positions of passages; None: they are looked for.
+
+    off: by vLLM alone; asked: it named its method, and is fused even where that saves nothing.
+    """
+
+    method: str
+    ratio: float
+    collection: str
+    spans: tuple[tuple[int, int], ...] | None = None
+    off: bool = False
+    asked: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        return policy_named(self.method)
+
+
+def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
+    """From a request's `kv_transfer_params` for a prompt of so many tokens. Raises UsageError, naming what is wrong."""
+    usual = Wish(settings.method, settings.ratio, settings.collection)
+    if given is None:
+        return usual
+    if not isinstance(given, Mapping):
+        raise UsageError(f"kv_transfer_params must be a JSON object, not {given!r:.80}")
+    _refuse_unknown(given, ["method", "ratio", "collection", "spans", "off"], "kv_transfer_params")
+    method, collection = given.get("method", usual.method), given.get("collection", usual.collection)
+    if collection not in (settings.collection, *settings.collections):
+        raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
+    if not isinstance(method, str):
+        raise UsageError(f"method must be a name, not {method!r:.80}")
+    ratio = policy_named(method).checked(given.get("ratio", usual.ratio))
+    spans, off = _spans(given.get("spans"), tokens), bool(given.get("off", False))
+    return Wish(method, ratio, collection, spans, off, "method" in given)
+
+
+def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or not all(_is_pair(each) for each in given):
+        raise UsageError(f"spans must be a list of [start, stop] pairs of token positions, not {given!r:.80}")
+    found = tuple((int(start), int(stop)) for start, stop in given)
+    edges = [0, *(edge for span in found for edge in span), tokens]
+    if sorted(edges) != edges or any(start == stop for start, stop in found):
+        raise UsageError(
+            f"spans must be ascending, apart, and within the prompt's {tokens} tokens, not {given!r:.80}"
+        )
+    return found
+
+
+def _is_pair(each: object) -> bool:
+    whole = isinstance(each, list | tuple) and len(each) == 2
+    return whole and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in each)  # type: ignore[attr-defined]
+
+
+def _refuse_unknown(given: Mapping[str, Any], names: list[str], where: str) -> None:
+    for name in given:
+        if name not in names:
+            raise UsageError(
+                f"{where} has no {name!r:.80}; there are {', '.join(names)}{did_you_mean(str(name), names)}"
+            )

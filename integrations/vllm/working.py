@@ -1,0 +1,174 @@
+"""The worker's side: fuse prompts, write their KV into vLLM's blocks, encode passages, and say what was done."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ragblend.engine.config import Report
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.gate import TEXT
+from ragblend.engine.prefill import Request, prefill
+from ragblend.engine.selection import policy_named
+from ragblend.integrations.vllm.finder import Ids
+from ragblend.integrations.vllm.gate import judged
+from ragblend.integrations.vllm.messages import Fused, Order, Orders
+from ragblend.integrations.vllm.metrics import FusedStats
+from ragblend.integrations.vllm.planning import prompt_of
+from ragblend.integrations.vllm.runtime import VllmRuntime
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from ragblend.integrations.vllm.decoder import VllmDecoder
+
+log = logging.getLogger("ragblend")
+
+
+class WorkerSide:
+    """groups: how many groups of blocks vLLM's cache has; with several a failed load cannot be told to vLLM."""
+
+    def __init__(self, runtime: VllmRuntime, groups: int) -> None:
+        self._runtime, self._groups = runtime, groups
+        self._decoder: VllmDecoder | None = None
+        self._why = "the worker has not begun"
+        self._encoder: ChunkEncoder | None = None
+        self._failed: set[int] = set()
+        self._reports, self._stats = Fused(), FusedStats()
+
+    def begin(self, make: "Callable[[str], VllmDecoder]") -> None:
+        """With model and cache there: make the decoder and judge it."""
+        begun = time.perf_counter()
+        try:
+            decoder = make(self._runtime.dtype)
+            verdict = judged(decoder, self._runtime.tokenizing.passage_ids(TEXT))
+            self._runtime.adopt(decoder, verdict)
+            self._why = verdict.reason or ""
+            self._decoder = decoder if verdict.passed else None
+        except RagBlendError as error:
+            self._why = str(error)
+        except Exception as error:
+            self._why = f"{type(error).__name__}: {error}"
+            log.warning("RAGBlend could not begin", exc_info=True)
+        if self._decoder is None:
+            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self._why)
+        else:
+            _ = self._runtime.store, self._runtime.readers, self._runtime.canonical_prefix
+            log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - begun)
+
+    def close(self) -> None:
+        self._decoder = self._encoder = None
+        self._runtime.close()
+
+    def work(self, orders: Orders) -> None:
+        """Before the step's forward."""
+        # The buffers are filled by the loader's threads, which are in no inference mode.
+        with torch.inference_mode(False):
+            for order in orders.prompts:
+                self._serve(order)
+            if orders.encode is not None and self._decoder is not None:
+                self._encode(*orders.encode)
+
+    def _serve(self, order: Order) -> None:
+        try:
+            self._fuse(order, order.plan.wish.method)
+        except Exception as error:
+            log.warning(
+                "request %s could not be fused (%s: %s), and is computed by vLLM", order.request_id,
+                type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
+            )  # fmt: skip
+            self._give_up(order, error)
+
+    def _give_up(self, order: Order, error: Exception) -> None:
+        """Have vLLM compute it; with several groups of blocks it cannot be told, so all rows are computed here."""
+        self._stats.add(failures=1)
+        self._reports.prompts[order.request_id] = {"error": f"{type(error).__name__}: {error}"}
+        if self._groups > 1:
+            self._fuse(order, "full")
+            return
+        size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
+        first = 0 if size is None else order.start // size
+        self._failed |= set(order.blocks[0][first:]) - {0}
+
+    def _fuse(self, order: Order, method: str) -> None:
+        if self._decoder is None:
+            raise RagBlendError(self._why)
+        wish, policy = order.plan.wish, policy_named(method)
+        prompt = prompt_of(order.token_ids, order.plan.matches, wish.collection)
+        request = Request(prompt, policy, wish.ratio, wish.collection, room_tokens=0)
+        begun = time.perf_counter()
+        prefilled = prefill(self._runtime, request)
+        assert prefilled.cache is not None, "the gate was passed"
+        fused = time.perf_counter()
+        cache = prefilled.cache
+        self._decoder.write(
+            lambda layer: cache.span(layer, 0, order.stop), order.start, order.stop, order.blocks
+        )
+        written = time.perf_counter()
+        self._note(order, prefilled.report, fused - begun, written - fused)
+        self._runtime.chores.add(self._runtime.store.write_uses)
+
+    def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
+        tokens = report.tokens
+        self._reports.prompts.setdefault(
+            order.request_id,
+            {
+                "method": report.method,
+                "ratio": report.ratio,
+                "prompt_tokens": tokens.prompt,
+                "reused_tokens": tokens.reused,
+                "recomputed_tokens": tokens.recomputed,
+                "missing_tokens": tokens.missing,
+                "fused_ms": round(fused_s * 1e3, 1),
+                "load_ms": round(report.timings.load_ms, 1),
+                "stall_ms": round(report.timings.stall_ms, 1),
+                "write_ms": round(write_s * 1e3, 1),
+            },
+        )
+        self._stats.add(
+            requests=1,
+            tokens_prompt=tokens.prompt,
+            tokens_reused=tokens.reused,
+            tokens_recomputed=tokens.recomputed,
+            tokens_missing=tokens.missing,
+            fused_seconds=fused_s,
+            load_seconds=report.timings.load_ms / 1e3,
+            write_seconds=write_s,
+        )
+        log.info(
+            "request %s: %s of %s tokens from the store at new places, %s computed again, %s%s; %.0f ms, %.0f to write",
+            order.request_id, f"{tokens.reused + tokens.recomputed:,}", f"{tokens.prompt:,}", f"{tokens.recomputed:,}",
+            report.method, "" if report.ratio is None else f" {report.ratio:.2f}", fused_s * 1e3, write_s * 1e3,
+        )  # fmt: skip
+
+    def _encode(self, passage: Ids, collection: str) -> None:
+        """Store a passage's KV, encoded alone behind the canonical prefix."""
+        runtime, prefix = self._runtime, self._runtime.canonical_prefix
+        try:
+            runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+            key = runtime.key_of(prefix, passage, collection)
+            if runtime.store.contains(key):
+                return
+            if self._encoder is None:
+                self._encoder = ChunkEncoder(runtime.decoder, prefix)
+            runtime.store.put(key, self._encoder.encode(passage), runtime.codec)
+            self._stats.add(encoded=1)
+            self._reports.encoded = passage, collection
+        except Exception as error:
+            log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
+
+    # --- what vLLM takes after each step
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_reports(self) -> Fused | None:
+        reports, self._reports = self._reports, Fused()
+        return reports if reports.prompts or reports.encoded else None
+
+    def take_stats(self) -> FusedStats | None:
+        stats, self._stats = self._stats, FusedStats()
+        return None if stats.is_empty() else replace(stats)

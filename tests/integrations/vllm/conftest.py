@@ -1,0 +1,31 @@
+"""A server for a module of tests; skipped where vLLM cannot be imported."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
+
+import tiny_models
+from vllm_helpers import SHAPE, passage, serve
+
+
+@pytest.fixture(scope="session")
+def has_vllm() -> None:
+    """Skips where the tests of vLLM cannot run."""
+    pytest.importorskip(
+        "vllm", reason="vLLM is not installed here; `make test-vllm` makes an environment with it"
+    )
+
+
+@pytest.fixture(scope="module")
+def server(has_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Llama with six stored passages, p(0) to p(5)."""
+    base = tmp_path_factory.mktemp("vllm")
+    folder = tiny_models.save_model("llama", base / "llama", is_endless=True, **SHAPE)
+    made = serve(folder, base / "home")
+    made.engine.encode([passage(n) for n in range(6)], [f"p{n}" for n in range(6)])
+    yield made
+    made.close()

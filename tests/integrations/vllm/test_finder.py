@@ -1,0 +1,80 @@
+"""Passages found in token ids, with other tokens at their edges."""
+
+import random
+
+import pytest
+
+from ragblend.integrations.vllm.finder import EDGE, PassageFinder
+from ragblend.kvstore.nodes import NodeIndex, Scope
+
+SCOPE = Scope("default", "t" * 64)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    with NodeIndex.open(tmp_path / "nodes.sqlite") as made:
+        yield made
+
+
+def ids_of(seed: int, length: int = 60) -> tuple[int, ...]:
+    chosen = random.Random(seed)
+    return tuple(chosen.randrange(1000, 200_000) for _ in range(length))
+
+
+def enter(nodes, *passages, scope=SCOPE):
+    nodes.put_many(scope, [(f"n{n}", ids, None) for n, ids in enumerate(passages)])
+
+
+def test_passages_are_found_wherever_they_stand_and_not_in_part(nodes):
+    first, second = ids_of(1), ids_of(2, 300)
+    enter(nodes, first, second)
+    prompt = [7, 8, *second, 9, *first, 5, *first[:30], 6]
+    found = PassageFinder(nodes, SCOPE).find(prompt)
+    assert [(m.start, m.stop, m.whole, m.skipped) for m in found] == [
+        (2, 302, second, 0),
+        (303, 363, first, 0),
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (3, 2), (EDGE, EDGE)])
+def test_tokens_at_the_edges_may_have_become_others(nodes, before, after):
+    passage = ids_of(3)
+    enter(nodes, passage)
+    inner = passage[before : len(passage) - after]
+    [match] = PassageFinder(nodes, SCOPE).find([1, 2, 3, *inner, 4])
+    assert (match.start, match.stop, match.skipped, match.whole) == (3, 3 + len(inner), before, passage)
+
+
+def test_more_than_an_edge_is_another_text(nodes):
+    passage = ids_of(4)
+    enter(nodes, passage)
+    assert not PassageFinder(nodes, SCOPE).find([1, *passage[EDGE + 1 :], 2])
+    changed = list(passage)
+    changed[30] += 1
+    assert not PassageFinder(nodes, SCOPE).find(changed)
+
+
+def test_neighbours_whose_edges_agree_with_what_is_between_share_nothing(nodes):
+    one, two = ids_of(5), ids_of(6)
+    two = (*one[-2:], *two[2:])
+    enter(nodes, one, two)
+    found = PassageFinder(nodes, SCOPE).find([*one, *two[2:]])
+    assert [(m.start, m.stop, m.skipped) for m in found] == [(0, 60, 0), (60, 118, 2)]
+
+
+def test_what_is_entered_changed_and_deleted_meanwhile_is_noticed(nodes):
+    old, new = ids_of(7), ids_of(8)
+    finder = PassageFinder(nodes, SCOPE)
+    assert not finder.find(old)
+    enter(nodes, old)
+    assert len(finder.find(old)) == 1
+    enter(nodes, new)  # under the same node id
+    assert not finder.find(old) and len(finder.find(new)) == 1
+    nodes.delete("default", ["n0"])
+    assert not finder.find(new)
+
+
+def test_another_collection_is_not_found(nodes):
+    passage = ids_of(9)
+    enter(nodes, passage, scope=Scope("others", SCOPE.tokenizer))
+    assert not PassageFinder(nodes, SCOPE).find(passage)

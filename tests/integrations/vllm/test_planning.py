@@ -1,0 +1,79 @@
+"""Whether fusing pays, which salts prompts get, and where their tokens go."""
+
+import pytest
+
+from ragblend.engine.prompt import Chunk
+from ragblend.integrations.vllm.finder import Match
+from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of, slots_of
+from ragblend.integrations.vllm.settings import Settings, wish_of
+
+WISH = wish_of(Settings(), None, 1000)
+PASSAGES = (Match(100, 500, tuple(range(400)), 0), Match(500, 900, tuple(range(400, 800)), 0))
+
+
+def plan(*stored, wish=WISH):
+    return Plan(wish, PASSAGES, stored, 1000)
+
+
+def test_fusing_pays_where_it_saves_rows_that_vllm_would_compute():
+    assert plan(True, True).computed_tokens == 1000 - 800 * 0.85
+    assert plan(True, True).pays(0, 64)
+    assert not plan(False, False).pays(0, 64)
+    assert not plan(True, True).pays(900, 64), "vLLM has nearly all of it"
+    assert not plan(True, True).pays(0, 801), "less is stored than asked for"
+
+
+def test_who_names_a_method_gets_it_where_it_saves_nothing():
+    recompute = wish_of(Settings(), {"method": "recompute"}, 1000)
+    assert plan(True, True, wish=recompute).computed_tokens == 1000
+    assert plan(True, True, wish=recompute).pays(0, 64)
+    assert not plan(True, True, wish=recompute).pays(999, 64), "the last token is vLLM's"
+
+
+def test_a_prompt_is_cut_into_what_it_is_made_of():
+    ids = list(range(3000, 3060))
+    whole = (1, 2, *ids[10:40], 3)
+    prompt = prompt_of(ids, [Match(10, 40, whole, 2)], "mine")
+    assert list(prompt.token_ids) == ids and prompt.places == [(10, 40)]
+    assert prompt.chunks == [Chunk(token_ids=tuple(ids[10:40]), collection="mine", whole=whole, skipped=2)]
+    assert prompt.chunks[0].encoded_ids == whole
+
+
+def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
+    ids = list(range(100))
+    first = Salts().of(ids, "probe-shift 0.15")
+    assert Salts().of(ids, "probe-shift 0.15") == first
+    others = [
+        (ids, "probe-shift 0.3"),
+        (ids, "reuse"),
+        ([*ids[:-1], 7], "probe-shift 0.15"),
+        (ids[:-1], "probe-shift 0.15"),
+    ]
+    assert first not in {Salts().of(*other) for other in others}
+
+
+def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():
+    salts, turn = Salts(), list(range(50))
+    salt = salts.of(turn, "m")
+    second = salts.of([*turn, 1, 2, 3], "m")
+    assert second == salt == salts.of([*turn, 1, 2, 3, 4, 5], "m")
+    assert salts.of([*turn[:-1], 9, 1, 2, 3], "m") != salt, "another question behind the same passages"
+    assert salts.of([*turn, 1, 2, 3], "other") != salt
+
+
+def test_only_so_many_beginnings_are_remembered():
+    salts = Salts(most=2)
+    salt = salts.of([1, 2], "m")
+    salts.of([3, 4], "m")
+    assert salts.of([1, 2, 5], "m") == salt, "and asking keeps it"
+    salts.of([6, 7], "m")
+    assert salts.of([3, 4, 8], "m") != salts.of([3, 4], "m")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 5)])
+def test_tokens_go_where_their_blocks_are_and_nowhere_without_one(start, stop):
+    positions, slots = slots_of([7, 0, 2], 4, start, stop)
+    expected = {p: 7 * 4 + p for p in range(4)} | {p: 2 * 4 + p - 8 for p in range(8, 12)}
+    assert dict(zip(positions, slots, strict=True)) == {
+        p: s for p, s in expected.items() if start <= p < stop
+    }

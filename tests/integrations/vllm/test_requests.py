@@ -1,0 +1,234 @@
+"""Requests of all kinds to one vLLM with the connector: what is fused, what is not, and that nothing is ever wrong."""
+
+import math
+from pathlib import Path
+
+import pytest
+from vllm_helpers import QUESTION, passage
+
+from ragblend.engine.prompt import Chunk
+
+TEXTS = [passage(number) for number in range(6)]
+
+
+def first(output) -> dict[int, float]:
+    """Log-probabilities of the first token."""
+    return {i: each.logprob for i, each in output.outputs[0].logprobs[0].items()}
+
+
+def same(one, two, tolerance: float = 1e-4) -> bool:
+    """Whether two answers are one: the first token's distribution, and all tokens."""
+    a, b = first(one), first(two)
+    near = all(abs(math.exp(a[i]) - math.exp(b[i])) < tolerance for i in a)
+    return near and one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
+@pytest.fixture
+def empty(server):
+    """The server with nothing in its prefix cache."""
+    server.llm.reset_prefix_cache()
+    return server
+
+
+def engine_says(server, texts, question=QUESTION, method="probe-shift", ratio=0.15):
+    """Probabilities of the first token by the built-in engine."""
+    prompt = server.engine.tokenize(server.engine.chat_prompt(None, [Chunk(t) for t in texts], question))
+    return server.engine.prefill(prompt, method=method, ratio=ratio).logits.softmax(-1).tolist()
+
+
+def is_as_engine(server, output, texts, question=QUESTION) -> bool:
+    expected = engine_says(server, texts, question)
+    return all(abs(math.exp(p) - expected[i]) < 1e-4 for i, p in first(output).items())
+
+
+def test_passages_in_a_new_order_come_from_the_store(empty):
+    order = [TEXTS[n] for n in (4, 1, 3, 0)]
+    [output] = empty.ask([empty.ids(order)])
+    report = output.kv_transfer_params["ragblend"]
+    assert (report["method"], report["ratio"], report["missing_tokens"]) == ("probe-shift", 0.15, 0)
+    assert report["reused_tokens"] > report["recomputed_tokens"] > 0
+    assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
+    assert is_as_engine(empty, output, order)
+
+
+def test_the_same_question_and_the_next_turn_find_their_own_blocks(empty):
+    ids = empty.ids(TEXTS[:4])
+    [once] = empty.ask([ids])
+    [again] = empty.ask([ids])
+    assert same(once, again) and again.kv_transfer_params is None
+    whole_blocks = (len(ids) - 1) // 32 * 32
+    assert again.num_cached_tokens == whole_blocks
+    [turn] = empty.ask([[*ids, *once.outputs[0].token_ids, 9, 8, 7]])
+    assert turn.kv_transfer_params is None and turn.num_cached_tokens >= whole_blocks
+
+
+def test_fused_blocks_reach_no_other_prompt(empty):
+    """Neither a plain request for the same prompt, nor another question behind the same passages."""
+    ids, other = empty.ids(TEXTS[:4]), empty.ids(TEXTS[:4], "Who never came back when the mole broke?")
+    alone = empty.ask([ids], [{"off": True}])[0]
+    empty.llm.reset_prefix_cache()
+    fused, plain, asked = empty.ask([ids, ids, other], [None, {"off": True}, None])
+    assert plain.num_cached_tokens == 0 and same(plain, alone) and not same(fused, alone)
+    assert asked.num_cached_tokens == len(other) - 1
+    assert is_as_engine(empty, asked, TEXTS[:4], "Who never came back when the mole broke?")
+
+
+def test_exact_blocks_are_better_than_fused_ones(empty):
+    ids = empty.ids(TEXTS[:4])
+    [exact] = empty.ask([ids], [{"off": True}])
+    [later] = empty.ask([ids])
+    assert later.kv_transfer_params is None and same(exact, later)
+
+
+def test_many_at_once_are_as_one_by_one(empty):
+    orders = [[TEXTS[(start + n) % 6] for n in range(3 + start % 2)] for start in range(6)]
+    prompts = [empty.ids(order) for order in orders]
+    params = [None if n % 3 else {"off": True} for n in range(6)]
+    alone = []
+    for ids, said in zip(prompts, params, strict=True):
+        empty.llm.reset_prefix_cache()
+        alone += empty.ask([ids], [said])
+    empty.llm.reset_prefix_cache()
+    together = empty.ask(prompts, params)
+    assert all(map(same, together, alone))
+    assert [output.kv_transfer_params is None for output in together] == [said is not None for said in params]
+
+
+def test_several_answers_to_one_prompt(empty):
+    ids = empty.ids(TEXTS[:4])
+    [one] = empty.ask([ids])
+    empty.llm.reset_prefix_cache()
+    [several] = empty.ask([ids], n=3, temperature=1.0, seed=1)
+    probabilities = [{i: each.logprob for i, each in out.logprobs[0].items()} for out in several.outputs]
+    assert all(
+        abs(math.exp(each[i]) - math.exp(p)) < 1e-4 for each in probabilities for i, p in first(one).items()
+    )
+
+
+def test_a_passage_of_which_edges_became_other_tokens_is_used(empty):
+    ids = empty.ids(TEXTS[:4])
+    at = ids.index(empty.engine.runtime.tokenizing.passage_ids(TEXTS[0])[0])
+    [output] = empty.ask([[*ids[:at], 44, *ids[at + 1 :]]])
+    assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0
+    assert output.kv_transfer_params["ragblend"]["reused_tokens"] > 100
+
+
+def test_named_spans_are_used_and_wrong_ones_are_not(empty):
+    ids = empty.ids(TEXTS[:4])
+    runtime = empty.engine.runtime
+    start = len(runtime.canonical_prefix)
+    length = len(runtime.tokenizing.passage_ids(TEXTS[0]))
+    said = {"spans": [[start, start + length]], "method": "reuse"}
+    assert empty.ask([ids], [said])[0].kv_transfer_params["ragblend"]["reused_tokens"] == length
+    empty.llm.reset_prefix_cache()
+    own = empty.ask([ids], [{"off": True}])[0]
+    for wrong in (
+        {"spans": [[start + 1, start + length]]},
+        {"spans": [[0, 10**9]]},
+        {"collection": "theirs"},
+    ):
+        empty.llm.reset_prefix_cache()
+        [output] = empty.ask([ids], [wrong])
+        assert output.kv_transfer_params is None and same(output, own), wrong
+
+
+def files_of(server) -> list[Path]:
+    return sorted(
+        path for path in (server.home / "kv").rglob("*") if path.is_file() and path.stat().st_size > 50_000
+    )
+
+
+def test_a_damaged_passage_is_computed_in_place(empty):
+    before = TEXTS[5]
+    texts = [passage(50), *TEXTS[1:3], before]
+    stored = set(files_of(empty))
+    empty.engine.encode(texts[:1], ["p50"])
+    [new] = set(files_of(empty)) - stored
+    held = bytearray(new.read_bytes())
+    held[len(held) // 2] ^= 0xFF
+    new.write_bytes(held)
+    [output] = empty.ask([empty.ids(texts)])
+    report = output.kv_transfer_params["ragblend"]
+    assert report["missing_tokens"] == len(empty.engine.runtime.tokenizing.passage_ids(texts[0]))
+    assert report["reused_tokens"] > 0
+
+
+def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
+    from ragblend.integrations.vllm import working
+
+    ids = empty.ids(TEXTS[:4])
+    [own] = empty.ask([ids], [{"off": True}])
+    empty.llm.reset_prefix_cache()
+
+    def breaks(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(working, "prefill", breaks)
+    one, _ = empty.ask([ids, empty.ids(TEXTS[2:5])])
+    assert same(one, own)
+    assert one.kv_transfer_params == {"ragblend": {"error": "MemoryError: no room"}}
+    monkeypatch.undo()
+    empty.llm.reset_prefix_cache()
+    assert "error" not in empty.ask([ids])[0].kv_transfer_params["ragblend"], "and the server goes on"
+
+
+def test_more_than_a_step_takes_waits_for_the_next(empty, monkeypatch):
+    from ragblend.integrations.vllm.scheduling import SchedulerSide
+
+    steps, given = [], SchedulerSide.orders
+
+    def counted(self, idle):
+        orders = given(self, idle)
+        steps.append(len(orders.prompts))
+        return orders
+
+    monkeypatch.setattr(SchedulerSide, "orders", counted)
+    prompts = [empty.ids([TEXTS[n], *TEXTS[:3]]) for n in (3, 4, 5)]
+    made = empty.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    monkeypatch.setattr(
+        made,
+        "_settings",
+        type(made._settings)(minimum_tokens=32, step_tokens=len(prompts[0]) + len(prompts[1])),
+    )
+    outputs = empty.ask(prompts)
+    assert [count for count in steps if count] == [2, 1]
+    assert all("error" not in output.kv_transfer_params["ragblend"] for output in outputs)
+
+
+def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
+    text = passage(77)
+    empty.engine.enter([text], ["p77"])
+    texts = [text, *TEXTS[:3]]
+    [output] = empty.ask([empty.ids(texts)])
+    assert output.kv_transfer_params["ragblend"]["missing_tokens"] > 0
+    core = empty.llm.llm_engine
+    for _ in range(5):  # as the server's own loop does while `has_pending_push_work`
+        core.engine_core.engine_core.step_fn()
+    runtime = empty.engine.runtime
+    ids = tuple(runtime.tokenizing.passage_ids(text))
+    found = runtime.store.get(runtime.key_of(runtime.canonical_prefix, ids, "default"), ids)
+    assert found is not None
+    empty.llm.reset_prefix_cache()
+    order = texts[::-1]
+    [output] = empty.ask([empty.ids(order)])
+    assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0
+    assert is_as_engine(empty, output, order)
+
+
+def test_an_aborted_request_leaves_nothing(empty):
+    from vllm import SamplingParams
+
+    core = empty.llm.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    ids = empty.ids(TEXTS[:4])
+    core.add_request("gone", {"prompt_token_ids": ids}, SamplingParams(max_tokens=50, ignore_eos=True))
+    core.step()
+    core.abort_request(["gone"], internal=False)
+    while core.has_unfinished_requests():
+        core.step()
+    core.step()
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert not scheduler.connector._scheduler._plans
+    [output] = empty.ask([ids])
+    assert is_as_engine(empty, output, TEXTS[:4])

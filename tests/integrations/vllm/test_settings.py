@@ -1,0 +1,65 @@
+"""What servers and requests may say."""
+
+import pytest
+
+from ragblend.integrations.vllm.settings import Settings, wish_of
+from ragblend.kvstore.errors import UsageError
+
+MINE = Settings.of({"collection": "mine", "collections": ["shared"], "method": "cacheblend", "ratio": 0.2})
+
+
+def test_a_request_says_nothing_and_gets_what_the_server_was_told():
+    wish = wish_of(MINE, None, 10)
+    assert (wish.method, wish.ratio, wish.collection, wish.asked) == ("cacheblend", 0.2, "mine", False)
+
+
+def test_a_request_may_choose():
+    said = {"method": "reuse", "collection": "shared", "spans": [[1, 4], [4, 9]], "ratio": 0.5}
+    wish = wish_of(MINE, said, 10)
+    assert (wish.method, wish.collection, wish.spans, wish.asked) == (
+        "reuse",
+        "shared",
+        ((1, 4), (4, 9)),
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("probe-shift", "JSON object"),
+        ({"methud": "reuse"}, "method"),
+        ({"method": "no-such"}, "no-such"),
+        ({"method": 3}, "method"),
+        ({"ratio": 2}, "ratio"),
+        ({"ratio": "much"}, "ratio"),
+        ({"collection": "theirs"}, "theirs"),
+        ({"collection": ["mine"]}, "collection"),
+        ({"spans": [[4, 2]]}, "spans"),
+        ({"spans": [[0, 5], [4, 8]]}, "spans"),
+        ({"spans": [[0, 11]]}, "spans"),
+        ({"spans": [[-1, 3]]}, "spans"),
+        ({"spans": [[0, True]]}, "spans"),
+        ({"spans": "all"}, "spans"),
+        ({"spans": [[3, 3]]}, "spans"),
+    ],
+)
+def test_what_makes_no_sense_is_named(said, named):
+    with pytest.raises(UsageError, match=named):
+        wish_of(MINE, said, 10)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"methods": "reuse"},
+        {"method": "no-such"},
+        {"ratio": 7},
+        {"step_tokens": 0},
+        {"collections": "shared"},
+        {"minimum_tokens": 0.5},
+    ],
+)
+def test_a_server_does_not_start_with_what_makes_no_sense(said):
+    with pytest.raises(UsageError):
+        Settings.of(said)
