@@ -108,7 +108,7 @@ def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Oth
         raise typer.Exit(1) from None
     for skipped in results["settings"]["skipped"]:
         cli.note(f"left out  {skipped['reason']}")
-    tables = quality_tables(results["rows"], results["comparisons"], results["tasks"])
+    tables = quality_tables(results["rows"], results["comparisons"], results["tasks"], results["within"])
     finish(cli, tables, results["rows"], results["files"])
     for text in warnings(results["rows"], results["settings"] | {"skipped": ()}):
         cli.note(text)

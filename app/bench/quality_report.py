@@ -11,7 +11,7 @@ from ragblend.app.bench.data import Loaded, Question, Skipped
 from ragblend.app.bench.plots import plot_quality
 from ragblend.app.bench.prefilling import check_extra, environment, model_digest
 from ragblend.app.bench.records import Journal, Row, make_folder, run_digest, write_json
-from ragblend.app.bench.summary import by_task, comparison_matrix, summarise
+from ragblend.app.bench.summary import EXACT, by_task, comparison_matrix, fastest_within, summarise
 from ragblend.app.bench.table import FEWEST_PROMPTS, matrix_table, quality_tables
 from ragblend.app.bench.variants import Variant, parse_pairs, parse_variants
 from ragblend.app.cli_progress import progress_bar
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 32  # design.md, section 8
 ALL_METHODS = "all"
-NOT_COMPARED = ("prefix", "recompute")  # full prefill by other ways: exact
 TEMPLATE = Path(__file__).with_name("report.html")
 PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
 
@@ -83,6 +82,7 @@ def report_quality(
         "comparisons": comparisons,
         "matrix": comparison_matrix(*measured),
         "tasks": by_task(*measured),
+        "within": fastest_within(rows),
         "environment": environment(engine) | {"kv_codec": kv_codec},
         "settings": {
             "data": source.name,
@@ -101,7 +101,7 @@ def report_quality(
 
 def with_all(methods: str, known: dict[str, Any]) -> str:
     """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
-    every = ",".join(name for name in known if name not in NOT_COMPARED)
+    every = ",".join(name for name in known if name not in EXACT[1:])
     return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 
 
@@ -184,7 +184,7 @@ def report_page(results: Row, pictures: Mapping[str, Path]) -> str:
     from jinja2 import Environment
 
     rows, what, where = results["rows"], results["settings"], results["environment"]
-    tables = quality_tables(rows, results["comparisons"], results["tasks"])
+    tables = quality_tables(rows, results["comparisons"], results["tasks"], results["within"])
     if results["matrix"]:
         tables.append(matrix_table(results["matrix"]))
     page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))

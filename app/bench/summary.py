@@ -24,6 +24,8 @@ COSTS = ("computed_fraction", "probe_rows", "select_ms")
 TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
 )  # fmt: skip
+LOSSES = (0.01, 0.02)  # of the task score, within which a speed-up counts
+EXACT = ("full", "prefix", "recompute")  # full prefill, by this way or that
 # Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
 SAME_COST = 0.01
 RESAMPLES = 5000
@@ -45,8 +47,11 @@ def summarise(
     with the baselines.
     """
     table = _table(records, questions, variants)
-    reuse = table.get(Variant("reuse"))
-    rows = [_row(variant, table[variant], reuse, seed) for variant in variants]
+    reuse, full = table.get(Variant("reuse")), table.get(Variant("full"))
+    rows = [
+        _row(variant, table[variant], reuse, seed) | _score_share(table[variant], full, seed)
+        for variant in variants
+    ]
     wanted = dict.fromkeys([*pairs, *_with_baselines(table)])
     return rows, [_comparison(variant, other, table, seed) for variant, other in wanted]
 
@@ -97,6 +102,35 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
     for name in ("recomputed_fraction", "gold_match", *COUNTS, *COSTS):
         row[name] = _mean(name, records)
     return row
+
+
+def _score_share(records: list[Record], full: list[Record] | None, seed: int) -> Row:
+    """What is left of full prefill's task score: of what answers must hold (`found`) where that is said, else of F1."""
+    name = "found" if _column("found", records) else "f1"
+    own, theirs = (_column(name, each or []) for each in (records, full))
+    if not own or not theirs or not fmean(theirs):
+        return {"score_share": None, "score_share_ci": None}
+    around = difference_interval(own, theirs, seed)
+    return {
+        "score_share": fmean(own) / fmean(theirs),
+        "score_share_ci": None if around is None else tuple(1 + end / fmean(theirs) for end in around),
+    }
+
+
+def fastest_within(rows: Sequence[Row], losses: Sequence[float] = LOSSES) -> list[Row]:
+    """For each loss of full prefill's task score the row with the soonest first token that keeps to it, if one does.
+
+    The criterion of QCFuse (arXiv 2606.05875): a speed-up counts where at most 1% or 2% of the score is lost.
+    """
+    found: list[Row] = []
+    for loss in losses:
+        kept = [row for row in rows if row["score_share"] is not None and row["score_share"] >= 1 - loss]
+        fused = [row for row in kept if row["method"] not in EXACT]
+        if fused:
+            best = max(fused, key=lambda row: row["speedup"])
+            names = ("method", "ratio", "n", "score_share", "score_share_ci", "ttft_ms", "speedup")
+            found.append({"loss": loss} | {name: best[name] for name in names})
+    return found
 
 
 def _mean_and_interval(name: str, records: list[Record], seed: int) -> Row:

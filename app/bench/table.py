@@ -87,10 +87,16 @@ QUALITY: tuple[Column, ...] = (
     ("all work", share("computed_fraction")), ("n", text("n")), ("KL", number("kl", 4)),
     ("interval", interval("kl_ci")), ("top-1", share("top1")), ("same answer", share("exact_match")),
     ("gold", share("gold_match")), ("exact", share("accuracy")), ("F1", number("f1", 3)),
+    ("of full's score", share("score_share")),
     ("ROUGE-L", number("rouge_l", 3)), ("recovery", share("recovery")), ("TTFT ms", number("ttft_ms", 0)),
     ("choosing ms", number("select_ms", 1)),
     ("speed-up", number("speedup", 1, "x")), ("tokens read", number("prompt_tokens", 0)),
     ("said", number("generated_tokens", 0)),
+)  # fmt: skip
+WITHIN: tuple[Column, ...] = (
+    ("lost at most", share("loss")), ("method", text("method")), RATIO, ("of full's score", share("score_share")),
+    ("interval", lambda row: ends(row["score_share_ci"], 3)), ("TTFT ms", number("ttft_ms", 0)),
+    ("speed-up", number("speedup", 1, "x")),
 )  # fmt: skip
 TASKS: tuple[Column, ...] = (
     ("task", text("task")), ("method", text("method")), RATIO, ("n", text("n")), ("KL", number("kl", 4)),
@@ -104,13 +110,18 @@ COMPARISONS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def quality_tables(rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = ()) -> list[Table]:
-    """The rows, the tasks and the comparisons, where there are any."""
+def quality_tables(
+    rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = (), within: Sequence[Row] = ()
+) -> list[Table]:
+    """The rows, the fastest within a loss of score, the tasks and the comparisons, where there are any."""
     costs = (
         "spent: stored tokens that were computed again, selection included, averaged over layers. all work: every row "
         "that was computed, as a share of full prefill. choosing: selection within the time to first token."
     )
     found = [table_of("Quality against full prefill (intervals: 95%)", QUALITY, rows, costs)]
+    if within:
+        note = "Its interval says how sure that is: with few prompts it reaches far below what may be lost."
+        found.append(table_of("The soonest first token that keeps the task score", WITHIN, within, note))
     if tasks:
         found.append(table_of("By task", TASKS, tasks))
     if comparisons:

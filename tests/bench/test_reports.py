@@ -1,6 +1,7 @@
 """What people see: tables, pictures and files, from rows made by hand."""
 
 import io
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +12,7 @@ from ragblend.app.bench.plots import pareto, plot_quality
 from ragblend.app.bench.quality_report import report_page
 from ragblend.app.bench.records import Record
 from ragblend.app.bench.sources import PASSAGES, sample_questions, sample_source
-from ragblend.app.bench.summary import comparison_matrix, summarise
+from ragblend.app.bench.summary import comparison_matrix, fastest_within, summarise
 from ragblend.app.bench.table import print_tables, quality_tables
 from ragblend.app.bench.variants import Variant
 
@@ -62,6 +63,31 @@ def test_comparisons_by_hand(summary) -> None:
     assert found["cacheblend", "random"]["kl_difference"] == pytest.approx(-0.24)
     assert found["cacheblend", "random"]["verdict"] == "better"
     assert found["cacheblend", "random"]["nearer_on"] == 1
+
+
+def test_a_speed_up_counts_where_the_score_is_kept(questions) -> None:
+    """reuse is fastest and loses half of the score, random loses 1.6%, cacheblend none: by hand."""
+    records = made_records({"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}, questions)
+    scores, waits = {"reuse": 0.125, "random": 0.246}, {"reuse": 1.0, "random": 5.0, "full": 40.0}
+    told = {
+        key: replace(
+            each, f1=scores.get(each.method, 0.25), ttft_ms=waits.get(each.method, 10.0), full_ttft_ms=40.0
+        )
+        for key, each in records.items()
+    }
+    rows, _ = summarise(told, questions, VARIANTS, seed=0)
+    assert [row["score_share"] for row in rows] == pytest.approx([1, 0.5, 0.984, 1])
+    assert rows[1]["score_share_ci"] == pytest.approx((0.5, 0.5))
+    kept = [(row["loss"], row["method"], row["speedup"]) for row in fastest_within(rows)]
+    assert kept == [(0.01, "cacheblend", 4), (0.02, "random", 8)]
+    assert [row["method"] for row in fastest_within(rows, (0.6,))] == ["reuse"]
+    assert fastest_within(rows[:2]) == []  # full prefill keeps the score, and is no speed-up
+
+
+def test_without_full_prefill_nothing_is_said_of_its_score(questions) -> None:
+    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
+    rows, _ = summarise(made_records(kls, questions), questions, VARIANTS[1:], seed=0)
+    assert {row["score_share"] for row in rows} == {None} and fastest_within(rows) == []
 
 
 def test_any_two_methods_are_compared_once_and_the_reference_not(questions) -> None:
@@ -121,6 +147,7 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
         "comparisons": comparisons,
         "matrix": comparison_matrix(records, questions, VARIANTS, 0),
         "tasks": [],
+        "within": [],
         "environment": {"model": EVIL, "dtype": "float32", "gpu": None, "cpu": "cpu", "threads": 2, "kv_codec": "raw"},
         "settings": {
             "data": EVIL, "questions": 5, "max_new_tokens": 32, "seed": None,
