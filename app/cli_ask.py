@@ -218,9 +218,12 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
 
 
 def _keep_missing(cli: Cli, talks: "Conversations", answer: Answer) -> None:
-    """Passages whose KV was missing are encoded in the background; a process that ends at once would lose that."""
-    if answer.report.misses:
-        cli.note(f"Encoding {answer.report.misses} passages for the next question (Ctrl-C skips it) ...")
+    """What is done in the background for the next question: a process that ends at once would lose it."""
+    todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []
+    if talks.engine.measures_answers:
+        todo.append("Measuring once how answers are computed fastest")
+    if todo:
+        cli.note(f"{' and '.join(todo)} for the next question (Ctrl-C skips it) ...")
         with contextlib.suppress(KeyboardInterrupt):
             talks.engine.finish_background()
 

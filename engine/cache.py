@@ -16,24 +16,28 @@ if TYPE_CHECKING:
     from ragblend.engine.correction import Correction
     from ragblend.engine.loader import LayerLoader
 
-GROW_TOKENS = 256
+GROW_TOKENS = 128
+ROOM_STEP = 256
 
 
 class FusedLayer(DynamicLayer):
     """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing.
 
+    Room for more comes in steps, and its values are numbers: a product over all of a buffer, with zeros for weights
+    behind what counts, is right, and oneDNN, which keeps half a megabyte for each shape, sees few of them.
     evicted: how many tokens each head has lost; to positions and masks they count as if they were there.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, tokens: int, room: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
-        shape = (1, geometry.kv_heads, capacity)
+        shape = (1, geometry.kv_heads, _capacity(tokens + room) if room else tokens)
         self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
         self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
+        self.value_buffer[:, :, tokens:].zero_()
         self.is_initialized = True
         self.evicted = 0
         self.set_length(0)
@@ -49,8 +53,7 @@ class FusedLayer(DynamicLayer):
         start = self.keys.shape[2]
         stop = start + key_states.shape[2]
         if stop > self.key_buffer.shape[2]:
-            self.key_buffer = _grown(self.key_buffer, start, stop + GROW_TOKENS)
-            self.value_buffer = _grown(self.value_buffer, start, stop + GROW_TOKENS)
+            self.key_buffer, self.value_buffer = _grown(self.keys, stop), _grown(self.values, stop)
         self.key_buffer[:, :, start:stop] = key_states
         self.value_buffer[:, :, start:stop] = value_states
         self.set_length(stop)
@@ -59,8 +62,8 @@ class FusedLayer(DynamicLayer):
     def keep(self, rows: Tensor) -> None:
         """Of what it holds, keep for each head rows (H, kept), ascending, and give the memory of the others back."""
         held = self.keys.shape[2]
-        self.key_buffer = _gathered(self.keys, rows, GROW_TOKENS)
-        self.value_buffer = _gathered(self.values, rows, GROW_TOKENS)
+        self.key_buffer = _gathered(self.keys, rows)
+        self.value_buffer = _gathered(self.values, rows)
         self.evicted += held - rows.shape[1]
         self.set_length(rows.shape[1])
 
@@ -115,7 +118,7 @@ class FusedCache(DynamicCache):
         super().__init__()
         self.geometry = geometry
         self.prompt_tokens = tokens
-        self.fused = [FusedLayer(geometry, tokens + room_tokens, device) for _ in range(geometry.layers)]
+        self.fused = [FusedLayer(geometry, tokens, room_tokens, device) for _ in range(geometry.layers)]
         self.layers = list(self.fused)  # by the name that transformers knows
         self.step: Append | Scatter = Append()
 
@@ -176,17 +179,28 @@ class FusedCache(DynamicCache):
         return tokens * self.geometry.token_bytes // self.geometry.layers
 
 
-def _gathered(held: Tensor, rows: Tensor, room: int) -> Tensor:
-    """A new buffer (1, H, kept + room, D) that begins with held (1, H, T, D) at rows (H, kept)."""
-    heads, kept = rows.shape
-    buffer = torch.empty((1, heads, kept + room, held.shape[3]), dtype=held.dtype, device=held.device)
+def _gathered(held: Tensor, rows: Tensor) -> Tensor:
+    """A new buffer with room that begins with held (1, H, T, D) at rows (H, kept)."""
+    kept = rows.shape[1]
+    buffer = _with_room(held, kept)
     torch.gather(held[0], 1, rows[..., None].expand(-1, -1, held.shape[3]), out=buffer[0, :, :kept])
     return buffer
 
 
-def _grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
-    grown = torch.empty(
-        (*buffer.shape[:2], capacity, buffer.shape[3]), dtype=buffer.dtype, device=buffer.device
-    )
-    grown[:, :, :used] = buffer[:, :, :used]
+def _grown(held: Tensor, tokens: int) -> Tensor:
+    grown = _with_room(held, tokens)
+    grown[:, :, : held.shape[2]] = held
     return grown
+
+
+def _with_room(like: Tensor, tokens: int) -> Tensor:
+    """A buffer for these tokens, which are to be written, and zeros behind them."""
+    buffer = like.new_empty((*like.shape[:2], _capacity(tokens + GROW_TOKENS), like.shape[3]))
+    buffer[:, :, tokens:].zero_()
+    return buffer
+
+
+def _capacity(tokens: int) -> int:
+    """Rounded up to an eighth of the power of two below it."""
+    step = max(ROOM_STEP, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step

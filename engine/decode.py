@@ -1,7 +1,5 @@
-"""Tokens after the prompt: transformers' own `generate`, carrying on from the fused cache, as text, timed."""
+"""Tokens after the prompt, carrying on from the fused cache, as text, timed."""
 
-import copy
-import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.constrained import Constraint
 from ragblend.engine.eviction import evict
@@ -63,10 +60,9 @@ def answered(
     def halted() -> bool:
         return stream.stopped or (cancel is not None and cancel.is_set())
 
-    if cache is not None:
-        cache.truncate()
     processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
-    ids = _generated(model, tokenizer, prefilled, options.max_new_tokens, processors, on_token, halted)
+    given = prefilled, options.max_new_tokens, processors, on_token, halted
+    ids = _decoded(runtime, *given) if cache is not None else _generated(model, tokenizer, *given)
     if cancel is not None and cancel.is_set():
         raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
     if on_text is not None and (piece := stream.finish()):
@@ -74,7 +70,9 @@ def answered(
     report = clock.report(prefilled.report, len(ids))
     if cache is not None:
         report = replace(report, evicted_tokens=cache.evicted_tokens)
-    # `generate` ends an answer early for no other reasons than its end token and our own criterion.
+        if runtime.choice.is_open:
+            runtime.chores.add(runtime.choose_steps)
+    # An answer ends early for no other reasons than its end token and our own criterion.
     ended = ids[-1] in end_ids(model)
     stopped = stream.stopped or len(ids) < options.max_new_tokens or ended
     if constraint is not None and constraint.was_closed:  # the model had not ended it yet
@@ -82,6 +80,30 @@ def answered(
     text = text_of(tokenizer, ids, options.stop, options.one_sentence)
     told = None if likely is None else tuple(likely.tokens[: len(ids) - ended])
     return Result(text, tuple(ids), report, prompt, stopped, told)
+
+
+def _decoded(
+    runtime: Runtime,
+    prefilled: Prefilled,
+    max_new_tokens: int,
+    processors: Any,
+    on_token: OnToken,
+    halted: Callable[[], bool],
+) -> list[int]:
+    """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them."""
+    prompt, logits, ends = prefilled.prompt.token_ids, prefilled.logits, set(end_ids(runtime.loaded.model))
+    sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=logits.device)
+    ids, steps = list[int](), runtime.choice.steps  # one for all of an answer
+    prefilled.cache.truncate()
+    while True:
+        end = len(prompt) + len(ids)
+        token = int(processors(sequence[:, :end], logits[None]).argmax())
+        sequence[0, end] = token
+        ids.append(token)
+        on_token(token)
+        if token in ends or len(ids) == max_new_tokens or halted():
+            return ids
+        logits = steps.run(prefilled.cache, [token])[0]
 
 
 def _generated(
@@ -93,23 +115,18 @@ def _generated(
     on_token: OnToken,
     halted: Callable[[], bool],
 ) -> list[int]:
-    """Ids of the generated tokens, the end token included if it came.
-
-    Without a cache the model reads the prompt itself, by its own means; on_token is called with each id as it comes,
-    and then halted, which may end it there. The cache grows by the generated tokens.
-    """
+    """The same for a model that is not fused, by transformers' `generate`, which reads the prompt too."""
     from transformers import StoppingCriteriaList
 
     # transformers' own `stop_strings` compares with the vocabulary's entries: it misses parts of characters.
     def stops(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), halted(), dtype=torch.bool, device=input_ids.device)
 
-    ids, cache = torch.tensor([prefilled.prompt.token_ids], device=model.device), prefilled.cache
+    ids = torch.tensor([prefilled.prompt.token_ids], device=model.device)
     with torch.inference_mode():
-        out = (model if cache is None else _resumed(model, prefilled.logits, cache)).generate(
+        out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            **({} if cache is None else {"past_key_values": cache}),
             streamer=_Streamer(on_token),
             stopping_criteria=StoppingCriteriaList([stops]),
             logits_processor=processors,
@@ -137,24 +154,6 @@ def continue_logits(model: Any, prefilled: Prefilled, token_ids: Sequence[int]) 
             rows.append(model(given, past_key_values=cache, use_cache=True).logits[0].float())
     cache.truncate()
     return torch.cat(rows)
-
-
-def _resumed(model: Any, logits: Tensor, cache: FusedCache) -> Any:
-    """The model, with the prefill done: a shallow twin whose first step returns what is known and computes nothing.
-
-    The twin shares all weights; the model itself is not touched, so nothing has to be undone.
-    """
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    twin, forward = copy.copy(model), model.forward
-    first = [CausalLMOutputWithPast(logits=logits[None, None], past_key_values=cache)]
-
-    def resumed(*args: Any, **kwargs: Any) -> Any:
-        return first.pop() if first else forward(*args, **kwargs)
-
-    resumed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # `generate` reads the arguments' names
-    twin.forward = resumed
-    return twin
 
 
 class Draw:

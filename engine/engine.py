@@ -313,8 +313,13 @@ class Engine:
         """What `profile` measured, now or earlier; None before that."""
         return self.runtime.profile
 
+    @property
+    def measures_answers(self) -> bool:
+        """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
+        return self.runtime.gate.passed and self.runtime.choice.is_open
+
     def finish_background(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chunks that were missing have been encoded; False if that took too long."""
+        """Wait until missing chunks have been encoded and all is measured; False if that took too long."""
         return self.runtime.chores.finish(timeout_s)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,10 +18,11 @@ from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.steps import Choice
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
 from ragblend.kvstore.codec import RAW, Codec, codec_named
-from ragblend.kvstore.errors import PromptTooLongError, UsageError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UsageError
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
@@ -105,7 +107,7 @@ class Runtime:
 
     def close(self) -> None:
         """End background work and free model and store. An `encode` under way waits between two chunks, and goes on."""
-        self.chores.finish()
+        self.chores.finish(hurried=True)
         with self.queue.turn(), self.use.turn():
             with self._loading, self._light:
                 names = [name for name, part in vars(Runtime).items() if isinstance(part, once)]
@@ -177,6 +179,19 @@ class Runtime:
                 "%s cannot be fused, and is served by full prefill: %s", self.model_name, verdict.reason
             )
         return verdict
+
+    @once
+    def choice(self) -> Choice:
+        """Of what computes the tokens of an answer."""
+        return Choice(self.decoder, self.home / "models", self.fingerprint.digest)
+
+    def choose_steps(self) -> None:
+        """Measure that when nobody needs the device, and give it up when the model is to be closed."""
+        ids = self.tokenizing.passage_ids(TEXT)
+        while self.choice.is_open and not self.chores.hurried:
+            with suppress(Cancelled), self.queue.turn(background=True):
+                self.choice.measure(ids, lambda: self.queue.wanted or self.chores.hurried)
+                return
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first
 

@@ -85,7 +85,8 @@ class DeviceQueue:
 class Chores:
     """Work for later, in one background thread; a chore that fails is logged and forgotten.
 
-    When the process ends, the chore under way is finished and the others are dropped.
+    When the process ends, the chore under way is finished and the others are dropped. hurried: whether somebody waits
+    for the end of it all, so that what can be done another time is given up.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Chores:
         self._changed = threading.Condition()
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
+        self.hurried = False
 
     def add(self, chore: Callable[[], None]) -> None:
         with self._changed:
@@ -101,16 +103,19 @@ class Chores:
                 self._running = True
                 threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
 
-    def finish(self, timeout_s: float | None = None) -> bool:
+    def finish(self, timeout_s: float | None = None, hurried: bool = False) -> bool:
         """Wait until nothing is left to do; False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout_s)
+            self.hurried = hurried
+            done = self._changed.wait_for(lambda: not self._running, timeout_s)
+            self.hurried = False
+            return done
 
     def end(self) -> None:
         """Forget what has not begun, and wait for what has."""
         with self._changed:
             self._queue.clear()
-        self.finish()
+        self.finish(hurried=True)
 
     def _run(self) -> None:
         while True:

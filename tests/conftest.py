@@ -60,7 +60,7 @@ def smollm2_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_this_run = (base.parent if WORKERS > 1 else base) / "smollm2" / "models"
     folder = Path(KEPT_MODELS).resolve() if KEPT_MODELS else of_this_run
     folder.mkdir(parents=True, exist_ok=True)
-    for verdict in folder.glob("gate-*.json"):
+    for verdict in (*folder.glob("gate-*.json"), *folder.glob("steps-*.json")):
         verdict.unlink(missing_ok=True)
     return folder
 

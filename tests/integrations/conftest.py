@@ -56,7 +56,7 @@ def passes():
 
     def watch(backend):
         model = backend.engine.runtime.loaded.model
-        hooks.append(model.register_forward_pre_hook(lambda *_: seen.append(1)))
+        hooks.append(model.lm_head.register_forward_pre_hook(lambda *_: seen.append(1)))
         return seen
 
     yield watch

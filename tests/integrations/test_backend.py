@@ -74,12 +74,12 @@ def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, short, 
 
 
 class Held:
-    """A hook in a layer that holds the device there, until it is let go; `after` counts the layers from then on."""
+    """A hook in a part that holds the device there, until it is let go; `after` counts the parts from then on."""
 
-    def __init__(self, layers, at):
+    def __init__(self, parts, at):
         self.begun, self.let_go, self.after = threading.Event(), threading.Event(), []
-        self.hooks = [layer.register_forward_pre_hook(self.count) for layer in layers]
-        self.hooks.append(layers[at].register_forward_pre_hook(self.hold))
+        self.hooks = [part.register_forward_pre_hook(self.count) for part in parts]
+        self.hooks.append(parts[at].register_forward_pre_hook(self.hold))
 
     def count(self, *_):
         if self.let_go.is_set():
@@ -105,7 +105,8 @@ def held(backend):
     made = []
 
     def hold(at):
-        made.append(Held(backend.engine.runtime.loaded.model.model.layers, at))
+        model = backend.engine.runtime.loaded.model
+        made.append(Held([*model.model.layers, model.lm_head], at))
         return made[-1]
 
     yield hold
@@ -142,7 +143,7 @@ def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held):
         endless = Call.of(backend, (), True, {"max_new_tokens": 1000})
         async with aclosing(endless.astream(prompts[0])) as items:
             assert await anext(items)
-            device = held(0)
+            device = held(-1)  # the head, which whatever computes a token calls
             await device.until_begun()
         device.let_go.set()
         assert await asyncio.to_thread(is_free, backend)  # here: an answer ends as well when its loop does

@@ -72,7 +72,7 @@ def test_the_loop_goes_on_while_the_device_works(stored, monkeypatch, method):
             Engine, "tokenize", lambda engine, prompt: ask_the_loop(loop) or tokenize(engine, prompt)
         )
         model = stored.backend.engine.runtime.loaded.model
-        hook = model.register_forward_pre_hook(lambda *_: ask_the_loop(loop))
+        hook = model.lm_head.register_forward_pre_hook(lambda *_: ask_the_loop(loop))
         answer = await getattr(stored, method)(asked("orchard") if "chat" in method else "Who?")
         if "stream" in method:
             async for _ in answer:

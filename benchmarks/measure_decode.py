@@ -1,0 +1,116 @@
+"""How long a token of an answer takes, by the model's own forward and by our loop, in turns.
+
+    python -m benchmarks.measure_decode --model default --context 500,3000
+    python -m benchmarks.measure_decode --model default --data musique.json --limit 20
+
+Prints, for each length of context, milliseconds a token (medians of five), their ratio, and how far the two are apart:
+mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same best token. With questions,
+the divergence over their answers of each from the same weights in float32.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.filler import sentences
+from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.fourbit import FourBit
+from ragblend.engine.results import Prefilled
+from ragblend.engine.steps import ModelSteps, Steps
+
+REPEATS, TOKENS = 5, 24
+
+
+def measured(prefilled: Prefilled, ways: dict[str, Steps], follow: tuple[int, ...]) -> str:
+    """One line about both ways behind that prompt."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    told: dict[str, torch.Tensor] = {}
+    for _ in range(REPEATS):
+        for name, steps in ways.items():
+            prefilled.cache.truncate()
+            begun = time.perf_counter()
+            told[name] = torch.cat([steps.run(prefilled.cache, [token]) for token in follow]).log_softmax(-1)
+            times[name].append((time.perf_counter() - begun) * 1e3 / len(follow))
+    model, rows = told["model"], told["rows"]
+    divergence = float((model.exp() * (model - rows)).sum(-1).mean())
+    same = float((model.argmax(-1) == rows.argmax(-1)).float().mean())
+    ratio = statistics.median(m / r for m, r in zip(times["model"], times["rows"], strict=True))
+    spent = " ".join(f"{name} {statistics.median(each):.1f} ms" for name, each in times.items())
+    return f"{spent} ratio {ratio:.2f} KL {divergence:.1e} same {same:.0%}"
+
+
+def diverging(engine: Engine, exact: Engine, ways: dict[str, Steps], entries: list[Any]) -> str:
+    """How far each is from the exact model over the greedy answers to questions about two passages."""
+    told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for entry in entries:
+        passages = [Chunk(each["text"]) for each in entry["ctxs"][:2]]
+        ids = engine.tokenize(engine.chat_prompt(None, passages, entry["question"])).token_ids
+        whole = Prompt([Literal(token_ids=ids)])
+        prefilled, reference = (each.prefill(whole, method="full") for each in (engine, exact))
+        answer = exact.decode(reference, max_new_tokens=32).token_ids
+        expected = exact.continue_logits(reference, answer).log_softmax(-1)[1:]
+        for name, steps in ways.items():
+            prefilled.cache.truncate()
+            found = torch.cat([steps.run(prefilled.cache, [token]) for token in answer[:-1]]).log_softmax(-1)
+            divergence = (expected.exp() * (expected - found)).sum(-1).mean()
+            told[name].append(
+                (float(divergence), float((expected.argmax(-1) == found.argmax(-1)).float().mean()))
+            )
+    means = {name: [statistics.mean(part) for part in zip(*each, strict=True)] for name, each in told.items()}
+    return " ".join(
+        f"{name}: KL {mean[0]:.1e} (at most {max(told[name])[0]:.1e}), same {mean[1]:.1%};"
+        for name, mean in means.items()
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--home")
+    parser.add_argument("--dtype")
+    parser.add_argument("--context", default="500,3000", help="tokens in front of the answer")
+    parser.add_argument("--data", help="questions with passages, as `ragblend bench quality` takes them")
+    parser.add_argument("--limit", type=int, default=20, help="of the questions")
+    asked = parser.parse_args(arguments)
+    engine = Engine.open(asked.model, home=asked.home, device="cpu", dtype=asked.dtype)
+    runtime = engine.runtime
+    if not engine.gate.passed or not FewRows.knows(runtime.decoder):
+        print("this model's layers are none that the loop knows", file=sys.stderr)
+        return 1
+    looked_at: dict[str, FourBit | None] = {}
+    four_bits(runtime.decoder, looked_at)
+    found = {name: each for name, each in looked_at.items() if each is not None}
+    rows = FewRows(runtime.decoder, found)
+    ways: dict[str, Steps] = {"model": ModelSteps(runtime.loaded.model), "rows": rows}
+    packed = sum(each.nbytes for each in found.values()) / 1e6
+    threads = torch.get_num_threads()
+    print(f"{engine.model_name}, {engine.dtype}, {threads} threads, {packed:.0f} MB of four-bit weights")
+    if asked.data:
+        exact = Engine.open(asked.model, home=asked.home, device="cpu", dtype="float32")
+        ways["rows without four bits"] = FewRows(runtime.decoder, {})
+        entries = json.loads(Path(asked.data).read_text())[: asked.limit]
+        print(diverging(engine, exact, ways, entries))
+        return 0
+    contexts = [int(each) for each in asked.context.split(",")]
+    text = " ".join(itertools.islice(sentences(random.Random(0)), max(contexts) // 8 + TOKENS))
+    ids = tuple(engine.tokenizer.encode(text))
+    for tokens in contexts:
+        assert tokens + TOKENS <= len(ids), "a sentence has eight tokens at least"
+        prefilled = engine.prefill(Prompt([Literal(token_ids=ids[:tokens])]), method="full")
+        print(tokens, measured(prefilled, ways, ids[tokens : tokens + TOKENS]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""A decoder's layers over a few rows, by our own loop on the CPU: what a token of an answer costs.
+
+One row through transformers' layers takes as long in calls and small operations as in products, and torch's attention
+kernel reads the keys of one row four times slower than memory gives them. Here a layer is 25 operations, attention is
+two batched products over the cache's own buffers, and weights that lie on sixteen levels are read as such
+(`fourbit.py`).
+
+The layers known are those of Llama, Qwen 2 and Qwen 3: normed, rotated by halves, gated. Whether a model that
+looks like one is one is measured (`steps.py`), so nothing is taken on trust.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from ragblend.engine.cache import FusedCache, FusedLayer
+from ragblend.engine.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
+from ragblend.engine.device import available_bytes
+from ragblend.engine.fourbit import FourBit, four_bit, joined, multiplies_four_bit
+from ragblend.engine.rope import HALF
+from ragblend.kvstore.errors import Cancelled
+
+MOST_OF_FREE_MEMORY = 0.25
+Product = Callable[[Tensor], Tensor]
+FourBits = dict[str, FourBit]  # by layer and name
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION, _HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root mean square norm over the last size."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True)
+class RowLayer:
+    """One layer's parts. qkv: queries, keys and values, one behind the other; gated: gate and up alike."""
+
+    before: Norm
+    qkv: Product
+    query_norm: Norm | None
+    key_norm: Norm | None
+    scaling: float
+    out: Product
+    between: Norm
+    gated: Product
+    activation: Product
+    down: Product
+
+
+class FewRows:
+    """A decoder's layers, taken apart; the weights that are not four-bit ones are the decoder's own."""
+
+    def __init__(self, decoder: TransformersDecoder, found: FourBits) -> None:
+        """A decoder that it `knows`; found: its weights that are four-bit ones."""
+        self.decoder = decoder
+        self.layers = [_row_layer(layer, f"{i}.", found) for i, layer in enumerate(decoder.layers)]
+
+    @staticmethod
+    def knows(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
+        """Whether the decoder is on the CPU, and its layers look like those that are known."""
+        if not isinstance(decoder, TransformersDecoder):
+            return False
+        known = decoder.device.type == "cpu" and set(decoder.layer_types) == {FULL}
+        known = known and set(decoder.layouts) == {HALF} and regime_tokens(decoder.config) is None
+        return known and all(_is_known(layer, decoder) for layer in decoder.layers)
+
+    @torch.inference_mode()
+    def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+        """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
+        decoder, begin = self.decoder, cache.get_seq_length()
+        hidden = decoder.embed(torch.tensor(token_ids))[0]  # (R, hidden)
+        positions = torch.arange(begin, begin + len(token_ids))
+        cos, sin = decoder.rotary(FULL, positions, hidden)
+        sin[..., : sin.shape[-1] // 2].neg_()  # by halves: they are swapped, and the first is taken off
+        rotary = cos[0, :, None], sin[0, :, None]
+        for part, held in zip(self.layers, cache.fused, strict=True):
+            hidden = hidden + _attended(part, held, part.before(hidden), rotary)
+            gate, up = part.gated(part.between(hidden)).chunk(2, -1)
+            hidden = hidden + part.down(part.activation(gate) * up)
+        return decoder.head(hidden[None])
+
+
+def _attended(part: RowLayer, held: FusedLayer, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """(R, hidden) -> (R, hidden)."""
+    heads, size = held.keys.shape[1], held.keys.shape[3]
+    count, (cos, sin) = rows.shape[0], rotary
+    qkv = part.qkv(rows).view(count, -1, size)  # (R, N + 2 H, D)
+    if part.query_norm is not None and part.key_norm is not None:
+        queries, keys = qkv[:, : -2 * heads], qkv[:, -2 * heads : -heads]
+        both = torch.cat([part.query_norm(queries), part.key_norm(keys)], 1)
+    else:
+        both = qkv[:, :-heads]
+    both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin)
+    held.update(both[None, :, -heads:].transpose(1, 2), qkv[None, :, -heads:].transpose(1, 2))
+    tokens = held.keys.shape[2]
+    queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
+    # Of the whole buffers: products over a part are four times slower in bfloat16, and of a new shape each time.
+    products = torch.bmm(queries, held.key_buffer[0].transpose(1, 2))  # (H, G * R, capacity)
+    scores = products[..., :tokens].float().mul_(part.scaling)
+    if count > 1:
+        later = torch.full((count, count), -math.inf).triu_(1)
+        scores.view(heads, -1, count, tokens)[..., -count:].add_(later)
+    weights = torch.zeros_like(products)
+    weights[..., :tokens] = scores.softmax(-1)
+    attended = torch.bmm(weights, held.value_buffer[0])
+    return part.out(attended.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1))
+
+
+def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
+    if {name for name, child in layer.named_children() if any(True for _ in child.parameters())} != _LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    within = {name for name, _ in attention.named_children()}  # type: ignore[union-attr]
+    sized = {name.split(".")[0] for name, _ in mlp.named_parameters()}  # type: ignore[union-attr]
+    norms = within & _HEAD_NORMS
+    whole = all(getattr(attention, name).weight.shape == (decoder.geometry.key_size,) for name in norms)
+    linear = [getattr(attention, name, None) for name in _ATTENTION] + [
+        getattr(mlp, name, None) for name in _MLP
+    ]
+    return (
+        within - norms == _ATTENTION
+        and norms in (set(), _HEAD_NORMS)
+        and whole
+        and sized == _MLP
+        and all(isinstance(each, nn.Linear) for each in linear)
+        and hasattr(attention, "scaling")
+        and hasattr(mlp, "act_fn")
+        and all(
+            hasattr(norm, "variance_epsilon")
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+    )
+
+
+@torch.inference_mode()
+def four_bits(
+    decoder: TransformersDecoder, found: dict[str, FourBit | None], leave: Callable[[], bool] = lambda: False
+) -> None:
+    """Look at all weights that found lacks, and add them: packed where they lie on sixteen levels, else None.
+
+    None at all are packed where memory does not allow a second copy. Raises Cancelled when leave() says so.
+    """
+    size = sum(each.numel() for layer in decoder.layers for each in layer.parameters()) // 2
+    if not found and (not multiplies_four_bit() or size > MOST_OF_FREE_MEMORY * available_bytes()):
+        return
+    for number, layer in enumerate(decoder.layers):
+        for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP)):
+            for name in names:
+                if f"{number}.{name}" in found:
+                    continue
+                if leave():
+                    raise Cancelled("somebody needs the device")
+                found[f"{number}.{name}"] = four_bit(getattr(getattr(layer, part), name).weight)
+
+
+def _row_layer(layer: nn.Module, name: str, found: FourBits) -> RowLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    query_norm, key_norm = (None if each is None else _norm(each) for each in head_norms)
+
+    def product(part: Any, *names: str) -> Product:
+        return _product([getattr(part, each) for each in names], [found.get(name + each) for each in names])
+
+    return RowLayer(
+        _norm(layer.input_layernorm),
+        product(attention, "q_proj", "k_proj", "v_proj"),
+        query_norm,
+        key_norm,
+        float(attention.scaling),  # type: ignore[union-attr, arg-type]
+        product(attention, "o_proj"),
+        _norm(layer.post_attention_layernorm),
+        product(mlp, "gate_proj", "up_proj"),
+        mlp.act_fn,  # type: ignore[union-attr, arg-type]
+        product(mlp, "down_proj"),
+    )
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+def _product(linears: Sequence[nn.Linear], packed: Sequence[FourBit | None]) -> Product:
+    """What these make of the same rows, one behind the other."""
+    whole = [each for each in packed if each is not None]
+    if len(whole) == len(linears) and (one := joined(whole)) is not None:
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        return _biased(one, torch.cat(biases) if biases else None)
+    each: list[Product] = [
+        linear if four is None else _biased(four, linear.bias)
+        for linear, four in zip(linears, packed, strict=True)
+    ]
+    return each[0] if len(each) == 1 else lambda rows: torch.cat([product(rows) for product in each], -1)
+
+
+def _biased(packed: FourBit, bias: Tensor | None) -> Product:
+    return packed if bias is None else lambda rows: packed(rows) + bias

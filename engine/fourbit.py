@@ -1,0 +1,105 @@
+"""Weights that were four-bit numbers before they were unpacked: found again, and multiplied with as such.
+
+Most GGUF files hold blocks of 32 weights as sixteen levels, evenly spaced (Q4_0, Q4_1, Q4_K). Unpacked to bfloat16 a
+token reads four times the bytes, and says no more: the levels are still there, up to the dtype's rounding. What lies on
+no such levels is not rounded to any: it would cost quality.
+Torch's CPU kernel for this takes bfloat16 rows, on any processor with AVX2 or AVX-512.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+LEVELS = 16
+# Of the largest weight of a group: what rounding to bfloat16 moves a weight by, twice.
+ROUNDING = 2**-7
+SAMPLED_ROWS = 16
+BLOCK_WEIGHTS = 1 << 22  # looked at in one go
+OUT_FEATURES = 16  # the kernel computes multiples of as many
+KERNEL_ROWS = 64  # the kernel's order of weights repeats after so many
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """A linear layer's weight (N, K) as the kernel reads it: packed levels, scale and offset of each group."""
+
+    levels: Tensor
+    scales: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(R, K) -> (R, N), in rows' dtype."""
+        out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16), self.levels, GROUP, self.scales)
+        return out.to(rows.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.levels.nbytes + self.scales.nbytes
+
+
+def joined(parts: Sequence[FourBit]) -> FourBit | None:
+    """Several over the same rows as one, their results one behind the other; None where the kernel's blocks forbid."""
+    if any(part.levels.shape[0] % KERNEL_ROWS for part in parts):
+        return None
+    levels = torch.cat([part.levels for part in parts])
+    return FourBit(levels, torch.cat([part.scales for part in parts], 1))
+
+
+def multiplies_four_bit() -> bool:
+    """Whether this torch has the operators."""
+    return hasattr(torch, "_weight_int4pack_mm_for_cpu") and hasattr(
+        torch, "_convert_weight_to_int4pack_for_cpu"
+    )
+
+
+def four_bit(weight: Tensor) -> FourBit | None:
+    """This weight (N, K), where all of it lies on sixteen levels; else None."""
+    if weight.shape[0] % OUT_FEATURES or weight.shape[1] % GROUP:
+        return None
+    step, rows = max(1, weight.shape[0] // SAMPLED_ROWS), max(1, BLOCK_WEIGHTS // weight.shape[1])
+    blocks = [weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows)]
+    if _on_levels(weight[::step]) is None:  # nearly all that will fail fails here
+        return None
+    parts = [_on_levels(block) for block in blocks]
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    levels, scales, lowest = (torch.cat(each) for each in zip(*whole, strict=True))
+    packed = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
+    # The kernel computes (level - 8) * scale + offset.
+    offsets = lowest + LEVELS // 2 * scales
+    both = torch.stack([scales, offsets], -1).transpose(0, 1).contiguous()  # (K / GROUP, N, 2)
+    return FourBit(packed, both.to(torch.bfloat16))
+
+
+def _on_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(N, K) -> levels (N, K) int32, and by group (N, K / GROUP) the step between them and the lowest; or None.
+
+    A group need not use all sixteen, so fewer are tried where they do not fit.
+    """
+    groups = weight.float().reshape(-1, GROUP)
+    lowest, highest = groups.aminmax(dim=1, keepdim=True)
+    allowed = ROUNDING * torch.maximum(lowest.abs(), highest.abs())
+    levels, steps, fits = _nearest(groups, lowest, highest, allowed, LEVELS - 1)
+    for top in range(LEVELS - 2, 0, -1):
+        left = (~fits).nonzero().squeeze(1)
+        if not left.numel():
+            break
+        some = _nearest(groups[left], lowest[left], highest[left], allowed[left], top)
+        levels[left], steps[left], fits[left] = some
+    if not fits.all():
+        return None
+    shape = weight.shape[0], -1
+    return levels.to(torch.int32).view(weight.shape), steps.view(shape), lowest.view(shape)
+
+
+def _nearest(
+    groups: Tensor, lowest: Tensor, highest: Tensor, allowed: Tensor, top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels 0..top of groups (M, GROUP), the steps between them (M, 1), and which groups lie on them (M,)."""
+    steps = ((highest - lowest) / top).clamp_min_(torch.finfo(torch.float32).tiny)
+    levels = (groups - lowest).div_(steps).round_()
+    error = torch.addcmul(lowest, levels, steps).sub_(groups).abs_().amax(1, keepdim=True)
+    return levels, steps, (error <= allowed)[:, 0]

@@ -1,0 +1,184 @@
+"""The seam behind which the tokens of an answer are computed, and what is chosen there.
+
+The model's own forward serves every model. `FewRows` is several times faster on a CPU and knows the layers of most
+families. Which one serves a model is measured once, in the background: the second has to say what the first says, and
+in less time. Until that is known the first one serves.
+"""
+
+import json
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoder import Decoder
+from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.fourbit import FourBit
+from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
+
+VERSION = 2  # raise it when what is measured changes
+MEASURED_TOKENS, TURNS = 16, 5
+# Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
+MOST_DIVERGENCE = 0.01
+SETTLED_SHARE, MOST_TURNS = 0.8, 25
+Leave = Callable[[], bool]
+
+
+class Steps(Protocol):
+    """What goes on behind a prompt's KV, a few tokens at a time."""
+
+    def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+        """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """By the model's own forward."""
+
+    model: Any
+
+    @torch.inference_mode()
+    def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        logits: Tensor = self.model(ids, past_key_values=cache, use_cache=True).logits
+        return logits[0].float()
+
+
+@dataclass(frozen=True)
+class StepsVerdict:
+    """How far from the model's own forward our loop is, in nats a token, and the share of its time it took, by turn."""
+
+    divergence: float
+    ratios: tuple[float, ...]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another measurement would say the same: what was found on a busy machine may not."""
+        less = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
+        is_clear = max(less, 1 - less) >= SETTLED_SHARE or len(self.ratios) >= MOST_TURNS
+        return is_clear or not self.divergence <= MOST_DIVERGENCE
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.is_settled and self.divergence <= MOST_DIVERGENCE and statistics.median(self.ratios) < 1
+
+
+def measure_steps(
+    decoder: Decoder, rows: Steps, token_ids: Sequence[int], leave: Leave = lambda: False
+) -> StepsVerdict:
+    """Read some text by both, its last tokens one by one, in turns. Raises Cancelled when leave() says so.
+
+    By the processor's time of this thread, which does half of the work on two cores: others' work does not count.
+    """
+    ids, last = list(token_ids[:-MEASURED_TOKENS]), token_ids[-MEASURED_TOKENS:]
+    cache = FusedCache(decoder.geometry, len(ids), MEASURED_TOKENS, decoder.device)
+    for held in cache.fused:
+        held.set_length(0)
+    model = ModelSteps(decoder.model)
+    model.run(cache, ids)
+
+    def read(steps: Steps) -> tuple[Tensor, float]:
+        cache.truncate()
+        logits, begun = [], time.thread_time()
+        for token in last:
+            if leave():
+                raise Cancelled("somebody needs the device")
+            logits.append(steps.run(cache, [token]))
+        return torch.cat(logits).log_softmax(-1), time.thread_time() - begun
+
+    (expected, _), (found, _) = read(model), read(rows)  # warms up
+    divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
+    turns = [(read(rows)[1], read(model)[1]) for _ in range(TURNS)]
+    return StepsVerdict(divergence, tuple(ours / own for ours, own in turns))
+
+
+class Choice:
+    """Which of the two computes a loaded model's answers. steps: the one to use now.
+
+    What was measured is kept in a folder, with the four-bit weights, for which a billion weights are looked at in ten
+    seconds; damaged, cut short or not written, it is measured again, and meanwhile the model's own forward serves.
+    """
+
+    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str) -> None:
+        # The order in which weights are packed is the processor's and torch's.
+        on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
+        self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
+        self._ratios: tuple[float, ...] = ()
+        self._packed: dict[str, FourBit | None] = {}
+        self.steps: Steps = ModelSteps(decoder.model)
+        self.is_open = False  # whether there is something to measure
+        if not FewRows.knows(decoder):
+            return
+        self._decoder, self.is_open = decoder, True
+        with suppress(OSError, ValueError, TypeError, LookupError, SafetensorError):
+            kept = json.loads(self._file.read_text())
+            verdict = StepsVerdict(kept["divergence"], tuple(kept["ratios"]))
+            if verdict.takes_rows:
+                self.steps = FewRows(decoder, _load(self._weights, kept["checksum"]))
+            self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
+
+    @property
+    def _weights(self) -> Path:
+        return self._file.with_suffix(".safetensors")
+
+    def measure(self, token_ids: Sequence[int], leave: Leave) -> None:
+        """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
+        self.is_open = False  # what fails here would fail after every answer
+        try:
+            four_bits(self._decoder, self._packed, leave)
+            found = {name: each for name, each in self._packed.items() if each is not None}
+            rows = FewRows(self._decoder, found)
+            measured = measure_steps(self._decoder, rows, token_ids, leave)
+        except Cancelled:
+            self.is_open = True
+            raise
+        verdict = StepsVerdict(measured.divergence, (*self._ratios, *measured.ratios))
+        self._ratios, self._packed, self.is_open = verdict.ratios, {}, not verdict.is_settled
+        if verdict.takes_rows:
+            self.steps = rows
+        with suppress(OSError, SafetensorError):  # a full disk, say: then it is measured in each process
+            make_private_folder(self._file.parent)
+            checksum = _save(found, self._weights) if verdict.takes_rows else 0
+            kept = json.dumps(asdict(verdict) | {"checksum": checksum}, indent=1, sort_keys=True)
+            replace_durably(self._file, kept)
+
+
+def _save(found: dict[str, FourBit], path: Path) -> int:
+    """Returns the checksum by which `_load` knows what it reads; whoever is killed here leaves the draft at most."""
+    tensors = {
+        f"{name}.{part}": getattr(four, part) for name, four in found.items() for part in ("levels", "scales")
+    }
+    draft = path.with_suffix(".part")
+    save_file(tensors, draft)  # which leaves nothing where the disk is full
+    draft.chmod(FILE_MODE)
+    os.replace(draft, path)
+    return _checksum(tensors)
+
+
+def _load(path: Path, checksum: int) -> dict[str, FourBit]:
+    """Raises ValueError where it is not what was saved."""
+    tensors = load_file(path)
+    if _checksum(tensors) != checksum:
+        raise ValueError(f"{path} is damaged")
+    names = {name.rpartition(".")[0] for name in tensors}
+    return {name: FourBit(tensors[f"{name}.levels"], tensors[f"{name}.scales"]) for name in names}
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    found = 0
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, found)
+    return found

@@ -1,0 +1,424 @@
+"""How the tokens of an answer are computed: both ways say the same, and the faster one is taken only if it does."""
+
+import copy
+import resource
+import threading
+from functools import partial
+
+import pytest
+import torch
+from benches import largest_error, make_prompt, make_text
+from tiny_models import SUPPORTED, TOOLS_TEMPLATE
+
+from ragblend import Literal, Prompt
+from ragblend.engine import steps as steps_module
+from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.fourbit import four_bit, joined
+from ragblend.engine.grammar import json_grammar
+from ragblend.engine.session import Session
+from ragblend.engine.steps import Choice, ModelSteps, StepsVerdict, measure_steps
+from ragblend.engine.tools import call_format, tools_grammar
+from ragblend.kvstore.errors import Cancelled
+
+TEXTS = [make_text(seed) for seed in range(3)]
+KNOWN = ("llama", "llama-llama3", "llama-linear", "llama-yarn", "qwen2", "qwen3")
+ANSWER = [9, 30, 77, 200, 41, 5, 6, 8]
+NEVER = partial(bool, 0)
+
+
+@pytest.fixture
+def prefilled_for(stored_for):
+    """A prompt that was read, and the decoder that read it."""
+
+    def prefilled(kind):
+        engine = stored_for(kind).engine
+        found = engine.prefill(make_prompt(TEXTS), "full")
+        found.cache.truncate()
+        return found, engine.runtime.decoder
+
+    return prefilled
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    """What was allocated and not written yet counts for nothing."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def verdicts(monkeypatch):
+    """What the next measurements say, in their order."""
+    found = []
+
+    def measure(decoder, rows, token_ids, leave):
+        if leave():
+            raise Cancelled("told to leave")
+        return found.pop(0)
+
+    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    return found
+
+
+FASTER, SLOWER = StepsVerdict(0.0, (0.5,) * 5), StepsVerdict(0.0, (1.5,) * 5)
+UNCLEAR = StepsVerdict(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
+    assert FewRows.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind):
+    """One by one, several at once, and beyond the room of the buffers, twice."""
+    told, caches = [], []
+    for steps_of in (lambda decoder: ModelSteps(decoder.model), lambda decoder: FewRows(decoder, {})):
+        prefilled, decoder = prefilled_for(kind)
+        steps = steps_of(decoder)
+        logits = [steps.run(prefilled.cache, [token]) for token in ANSWER]
+        logits += [steps.run(prefilled.cache, ANSWER * 60), steps.run(prefilled.cache, [7])]
+        told.append(torch.cat(logits))
+        assert prefilled.cache.get_seq_length() == prefilled.cache.prompt_tokens + 61 * len(ANSWER) + 1
+        caches.append([part.clone() for held in prefilled.cache.fused for part in (held.keys, held.values)])
+    assert largest_error(told[1], told[0]) < 1e-4
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
+
+
+def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
+    """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
+    prefilled, decoder = prefilled_for("llama")
+    rows, shapes, product = FewRows(decoder, {}), set(), torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.add((a.shape, b.shape)) or product(a, b))
+    for token in ANSWER * 12:
+        rows.run(prefilled.cache, [token])
+    assert len(shapes) == 2
+
+
+def test_rows_that_say_something_else_are_not_taken(prefilled_for):
+    prefilled, decoder = prefilled_for("llama")
+    ids = prefilled.prompt.token_ids
+    rows = FewRows(decoder, {})
+    assert measure_steps(decoder, rows, ids).divergence < 1e-6
+    for part in rows.layers:
+        object.__setattr__(part, "scaling", part.scaling * 1.5)
+    verdict = measure_steps(decoder, rows, ids)
+    assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.takes_rows
+    assert StepsVerdict(float("nan"), (0.5,) * 5).is_settled
+    assert not StepsVerdict(float("nan"), (0.5,) * 5).takes_rows
+
+
+def test_the_faster_one_is_taken_when_that_is_clear():
+    assert FASTER.takes_rows and not SLOWER.takes_rows
+    assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
+    assert StepsVerdict(0.0, (0.5,) * 4 + (3.0,)).takes_rows, "another's work took one turn"
+    assert not UNCLEAR.takes_rows, "nobody knows yet"
+    assert StepsVerdict(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).takes_rows, "it never gets clearer"
+
+
+# --- which of them is chosen, and when
+
+
+@pytest.fixture
+def choice_for(prefilled_for, with_levels, tmp_path):
+    """choice_for(): what a process that begins finds; its files are those of the others."""
+    prefilled, decoder = prefilled_for("llama")
+    with_levels(decoder)
+
+    def begun():
+        choice = Choice(decoder, tmp_path / "models", "f" * 64)
+        choice.takes_rows = lambda: isinstance(choice.steps, FewRows)
+        choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
+        return choice
+
+    return begun
+
+
+def files(tmp_path):
+    return {path.suffix: path for path in (tmp_path / "models").iterdir()}
+
+
+def test_what_was_measured_is_kept_with_the_weights(choice_for, tmp_path, verdicts):
+    verdicts += [FASTER]
+    first = choice_for()
+    assert first.is_open and not first.takes_rows()
+    first.measured()
+    assert not first.is_open and first.takes_rows()
+    assert set(files(tmp_path)) == {".json", ".safetensors"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path).values())
+    again = choice_for()
+    assert not again.is_open and again.takes_rows()
+
+
+def test_a_slower_loop_is_not_measured_again(choice_for, tmp_path, verdicts):
+    verdicts += [SLOWER]
+    choice_for().measured()
+    assert not choice_for().is_open and not choice_for().takes_rows()
+    assert set(files(tmp_path)) == {".json"}
+
+
+def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, verdicts):
+    verdicts += [UNCLEAR, UNCLEAR, FASTER, FASTER]
+    choice = choice_for()
+    choice.measured()
+    choice.measured()
+    assert choice.is_open and not choice.takes_rows()
+    choice = choice_for()  # of another process
+    choice.measured()
+    assert choice.is_open and not choice.takes_rows()
+    choice.measured()
+    assert not choice.is_open and choice.takes_rows() and choice_for().takes_rows()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
+def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
+    verdicts += [FASTER] * 2
+    choice_for().measured()
+    weights, verdict = files(tmp_path)[".safetensors"], files(tmp_path)[".json"]
+    sound = weights.read_bytes()
+    assert len(sound) > 10_000
+    if damage == "no verdict":  # killed between the two
+        verdict.write_text("{")
+    else:
+        at = len(sound) // 2
+        flipped = sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :]
+        weights.write_bytes({"cut": sound[:-100], "flipped": flipped, "empty": b""}.get(damage, sound[:8]))
+    weights.with_suffix(".part").write_bytes(b"of somebody who was killed while he wrote")
+    choice = choice_for()
+    assert choice.is_open and not choice.takes_rows()
+    choice.measured()
+    assert choice.takes_rows() and choice_for().takes_rows()
+    assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
+
+
+def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
+    """The process that measured has its loop; the next one begins with the model's own."""
+    verdicts += [FASTER]
+    choice, limits = choice_for(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        choice.measured()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert choice.takes_rows()
+    assert choice_for().is_open and not choice_for().takes_rows()
+    assert not files(tmp_path)
+
+
+def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
+    """And not while it lasts, nor for every answer."""
+    verdicts += [FASTER]
+    choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
+    pieces = iter(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
+    next(pieces)
+    assert isinstance(choice.steps, ModelSteps)
+    first = "".join(pieces)
+    assert fresh.engine.finish_background(30)
+    assert isinstance(choice.steps, FewRows) and not verdicts
+    fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+    assert fresh.engine.finish_background(30)
+    assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
+
+
+def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
+    """To a question, and for good to whoever closes the model."""
+    engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
+
+    def measure(decoder, rows, token_ids, leave):
+        times.append(1)
+        begun.set()
+        while not leave():
+            if let_go.wait(0.01):
+                return FASTER
+        raise Cancelled("somebody came")
+
+    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    answer = partial(engine.generate, make_prompt(TEXTS), "full", max_new_tokens=4)
+    first = answer()
+    assert begun.wait(30)
+    assert answer().token_ids == first.token_ids, "it waits for no measurement"
+    begun.clear()
+    assert begun.wait(30)
+    engine.close()  # nor does this
+    assert len(times) == 2 and answer().token_ids == first.token_ids
+    let_go.set()
+    assert engine.finish_background(30)
+    assert isinstance(engine.runtime.choice.steps, FewRows)
+
+
+def test_what_fails_is_not_tried_after_every_answer(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(steps_module, "measure_steps", lambda *given: 1 / 0)
+    for _ in range(2):
+        fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+        assert fresh.engine.finish_background(30)
+    assert sum("background failed" in record.message for record in caplog.records) == 1
+
+
+# --- whoever computes, an answer is the same
+
+
+@pytest.fixture
+def both(stored, monkeypatch):
+    """both(answer): what answer(engine) returns with each of the two."""
+    runtime = stored.engine.runtime
+    ways = ModelSteps(runtime.loaded.model), FewRows(runtime.decoder, {})
+
+    def answers(answer):
+        found = []
+        for steps in ways:
+            monkeypatch.setattr(runtime.choice, "steps", steps)
+            found.append(answer(stored.engine))
+        return found
+
+    return answers
+
+
+SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}
+SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        SAMPLED,
+        {"keep_tokens": 20},
+        {"grammar": SCHEMA},
+        {"grammar": SCHEMA} | SAMPLED,
+        {"method": "probe-shift", "ratio": 0.3},
+        {"max_new_tokens": 300},
+    ],
+    ids=lambda options: " ".join(options) or "greedy",
+)
+def test_tokens_are_the_same(both, stored, options):
+    options = {"max_new_tokens": 30, "method": "full"} | options
+    told = both(lambda engine: engine.generate(make_prompt(TEXTS), **options).token_ids)
+    assert told[0] == told[1] and len(told[0]) > 3
+    if options == {"max_new_tokens": 30, "method": "full"}:
+        assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_tool_calls_are_the_same(both, stored, is_forced):
+    tokenizer = copy.deepcopy(stored.engine.tokenizer)
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
+    grammar = tools_grammar(call_format(tokenizer, "tiny"), tools, is_forced=is_forced, is_parallel=True)
+    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=60, grammar=grammar))
+    assert told[0].token_ids == told[1].token_ids
+    assert told[1].text.startswith("<tool_call>") == is_forced
+
+
+def test_log_probabilities_are_the_same(both):
+    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=9, logprobs=3, **SAMPLED))
+    for one, other in zip(*(result.logprobs for result in told), strict=True):
+        assert one.token_id == other.token_id
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
+
+
+def test_streams_and_stop_strings_are_the_same(both, stored):
+    whole = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=40).text
+    stop = whole[len(whole) // 2 :][:3]
+    told = both(lambda engine: list(engine.stream(make_prompt(TEXTS), max_new_tokens=40, stop=[stop])))
+    assert told[0] == told[1] and len(told[0]) > 3
+    assert "".join(told[1]) == whole[: whole.index(stop)]
+
+
+def test_a_session_goes_on_the_same(both):
+    def talk(engine):
+        session = Session()
+        first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
+        more = Prompt([*first.prompt.segments, Literal("", first.token_ids[:-1]), Literal("And then?")])
+        second = engine.stream(more, session=session, max_new_tokens=9).result
+        return first.token_ids, second.token_ids, second.report.tokens, session.tokens
+
+    told = both(talk)
+    assert told[0] == told[1] and told[0][2].reused > 100
+
+
+def test_a_cancelled_answer_ends_at_the_same_token(both):
+    def cancelled(engine):
+        event, pieces = threading.Event(), []
+
+        def heard(piece):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                event.set()
+
+        with pytest.raises(Cancelled) as raised:
+            engine.generate(make_prompt(TEXTS), max_new_tokens=200, on_text=heard, cancel=event)
+        return pieces, str(raised.value)
+
+    told = both(cancelled)
+    assert told[0] == told[1]
+
+
+# --- weights that were four-bit numbers
+
+
+def on_levels(rows, columns, dtype, seed=0):
+    """Weights of sixteen levels a group; some groups use fewer, some one."""
+    draw = torch.Generator().manual_seed(seed)
+    levels = torch.randint(0, 16, (rows, columns // 32, 32), generator=draw)
+    levels[::3] = levels[::3].clamp(2, 9)
+    levels[5, 0] = 4
+    scale, lowest = (torch.randn(rows, columns // 32, 1, generator=draw) * 0.1 for _ in range(2))
+    return (levels * scale.abs() + lowest).view(rows, columns).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bit_weights_are_found_and_multiply_as_they_did(dtype):
+    weight, rows = on_levels(128, 96, dtype), torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
+    packed = four_bit(weight)
+    assert packed is not None and packed.levels.nbytes == 128 * 96 // 2
+    expected = rows @ weight.float().T
+    assert largest_error(packed(rows.to(dtype)), expected) < 0.03
+    both = joined([packed, packed])
+    assert torch.equal(both(rows.to(dtype)), torch.cat([packed(rows.to(dtype))] * 2, 1))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(128, 96, generator=torch.Generator().manual_seed(2)),
+        on_levels(128, 96, torch.float32)
+        .index_fill(0, torch.tensor([127]), 1)
+        .addcmul_(torch.eye(128, 96), torch.full((), 0.02)),
+        on_levels(120, 96, torch.float32),
+        on_levels(128, 96, torch.float32)[:, :80],
+    ],
+    ids=["random", "one row a little off", "rows of no whole block", "columns of no whole group"],
+)
+def test_other_weights_are_left_as_they_are(weight):
+    assert four_bit(weight) is None
+
+
+@pytest.fixture
+def with_levels(monkeypatch):
+    """with_levels(decoder): most of its weights lie on levels until the test ends."""
+
+    def with_levels(decoder):
+        for seed, layer in enumerate(decoder.layers):
+            mlp = layer.mlp
+            for linear in (layer.self_attn.q_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+                weight = on_levels(*linear.weight.shape, torch.float32, seed) * 0.3
+                monkeypatch.setitem(linear._parameters, "weight", weight)
+        return decoder
+
+    return with_levels
+
+
+def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_levels):
+    """Within what rounding to bfloat16 does; and the weights that are no four-bit ones stay the model's own."""
+    prefilled, decoder = prefilled_for("qwen2")
+    packed, seen = {}, []
+    with pytest.raises(Cancelled):
+        four_bits(with_levels(decoder), packed, lambda: len(packed) == 5)
+    four_bits(decoder, packed, lambda: bool(seen.append(1)))
+    assert len(packed) == 5 + len(seen) == 7 * len(decoder.layers), "what was looked at once is not again"
+    found = {name: each for name, each in packed.items() if each is not None}
+    assert {name.partition(".")[2] for name in found} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    assert 0 < measure_steps(decoder, FewRows(decoder, found), prefilled.prompt.token_ids).divergence < 0.05
