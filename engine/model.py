@@ -114,9 +114,13 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
 
 
 def use_own_attention(model: Any) -> None:
-    """Have the model call our attention (`attention.py`) where it would call sdpa, or its own eager one."""
+    """Have the model call our attention (`attention.py`) where it would call sdpa, or its own eager one.
+
+    Soft caps are eager: before 5.20 transformers calls sdpa for them, which leaves them out.
+    """
     register()
-    own = {"sdpa": NAME, "eager": EAGER}.get(model.config._attn_implementation)
+    caps = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+    own = EAGER if caps else {"sdpa": NAME, "eager": EAGER}.get(model.config._attn_implementation)
     if own is not None:
         model.set_attn_implementation(own)
 

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,9 @@ class WorkerSide:
         """With model and cache there: make the decoder and judge it."""
         begun = time.perf_counter()
         try:
-            decoder = make(self._runtime.dtype)
-            verdict = judged(decoder, self._runtime.tokenizing.passage_ids(TEXT))
+            decoder, text = make(self._runtime.dtype), self._runtime.tokenizing.passage_ids(TEXT)
+            with _by_hand():
+                verdict = judged(decoder, text)
             self._runtime.adopt(decoder, verdict)
             self._why = verdict.reason or ""
             self._decoder = decoder if verdict.passed else None
@@ -64,8 +66,7 @@ class WorkerSide:
 
     def work(self, orders: Orders) -> None:
         """Before the step's forward."""
-        # The buffers are filled by the loader's threads, which are in no inference mode.
-        with torch.inference_mode(False):
+        with _by_hand():
             for order in orders.prompts:
                 self._serve(order)
             if orders.encode is not None and self._decoder is not None:
@@ -172,3 +173,14 @@ class WorkerSide:
     def take_stats(self) -> FusedStats | None:
         stats, self._stats = self._stats, FusedStats()
         return None if stats.is_empty() else replace(stats)
+
+
+@contextmanager
+def _by_hand() -> Iterator[None]:
+    """How vLLM's modules are called here, one by one and with any number of rows.
+
+    Not compiled: each norm would be, by itself and anew for some of the shapes, which takes seconds in the midst of
+    requests. In no inference mode: the buffers are filled by the loader's threads, which are in none.
+    """
+    with torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
+        yield

@@ -1,0 +1,128 @@
+"""400 requests, 8 at a time, a quarter aborted, some preempted, passages deleted and damaged meanwhile."""
+
+import random
+
+import pytest
+import tiny_models
+from vllm_helpers import SHAPE, passage, serve
+
+REQUESTS, AT_ONCE, TOKENS = 400, 8, 40
+LASTING = [passage(number, 45) for number in range(8)]
+PASSING = [passage(number, 45) for number in range(100, 108)]  # deleted or damaged on the way
+
+
+class Storm:
+    """Requests made of few prompts, and vLLM's engine stepped by hand."""
+
+    def __init__(self, server, seed: int) -> None:
+        self.chosen, self.server = random.Random(seed), server
+        self.engine = server.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        orders = [self.chosen.sample(LASTING, 3) for _ in range(12)]
+        shaky = [[*self.chosen.sample(LASTING, 2), text] for text in PASSING]
+        self.prompts = [server.ids(order) for order in orders + shaky]
+        self.sound = range(len(orders))
+
+    def expected(self) -> dict[tuple[int, bool], tuple[int, ...]]:
+        """One by one, with nothing cached: by prompt, and whether vLLM is left alone."""
+        found = {}
+        for number, ids in enumerate(self.prompts):
+            for off in (False, True):
+                self.server.llm.reset_prefix_cache()
+                [output] = self.server.ask([ids], [{"off": off}], max_tokens=TOKENS, logprobs=None)
+                found[number, off] = tuple(output.outputs[0].token_ids)
+        self.server.llm.reset_prefix_cache()
+        return found
+
+    def run(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Finished answers by request: (prompt, token ids)."""
+        from vllm import SamplingParams
+
+        running, finished, sent = dict[str, int](), {}, 0
+        while running or sent < REQUESTS:
+            while len(running) < AT_ONCE and sent < REQUESTS:
+                number = self.chosen.randrange(len(self.prompts))
+                said = {"kv_transfer_params": {"off": self.chosen.random() < 0.3}}
+                sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, extra_args=said)
+                self.engine.add_request(f"r{sent}", {"prompt_token_ids": self.prompts[number]}, sampling)
+                running[f"r{sent}"] = number
+                sent += 1
+            for output in self.engine.step():
+                if output.finished and output.request_id in running:
+                    finished[output.request_id] = (
+                        running.pop(output.request_id),
+                        tuple(output.outputs[0].token_ids),
+                    )
+            if running and self.chosen.random() < 0.08:
+                gone = self.chosen.choice(sorted(running))
+                self.engine.abort_request([gone], internal=False)
+                del running[gone]
+            if self.chosen.random() < 0.02:
+                self.harm()
+        for _ in range(3):
+            self.engine.step()
+        return finished
+
+    def harm(self) -> None:
+        """Delete or damage a passage."""
+        runtime = self.server.engine.runtime
+        ids = tuple(runtime.tokenizing.passage_ids(self.chosen.choice(PASSING)))
+        key = runtime.key_of(runtime.canonical_prefix, ids, "default")
+        if self.chosen.random() < 0.5:
+            runtime.store.delete(key)
+            return
+        for file in (self.server.home / "kv").rglob(f"*{key.digest}*"):
+            if file.is_file():
+                held = bytearray(file.read_bytes())
+                held[-100] ^= 0xFF
+                file.write_bytes(held)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_path):
+    folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
+    server = serve(
+        folder, tmp_path / "home", {"encode_missing": False}, enable_prefix_caching=caching, max_model_len=512,
+        num_gpu_blocks_override=56,
+    )  # fmt: skip
+    try:
+        texts = LASTING + PASSING
+        server.engine.encode(texts, [f"p{n}" for n in range(len(texts))])
+        storm = Storm(server, seed=7)
+        expected = storm.expected()
+        assert sum(expected[n, False] != expected[n, True] for n in storm.sound) > 3, (
+            "fusing changes no answer"
+        )
+        pool = storm.core.scheduler.kv_cache_manager.block_pool
+        free, scheduler = pool.get_num_free_blocks(), storm.core.scheduler
+        preempted, preempt = [], scheduler._preempt_request
+        scheduler._preempt_request = lambda request, *args, **more: (
+            preempted.append(request.request_id), preempt(request, *args, **more)
+        )  # fmt: skip
+        side, mixed = scheduler.connector._scheduler, set[str]()
+        matched = side.matched
+
+        def noted(request, computed_tokens):
+            found = matched(request, computed_tokens)
+            whole_blocks = (request.num_prompt_tokens - 1) // 32 * 32
+            if request.request_id in side._plans and 0 < computed_tokens < whole_blocks:
+                mixed.add(
+                    request.request_id.split("-")[0]
+                )  # some of its own fused blocks, and the rest by vLLM
+            return found
+
+        side.matched = noted
+        finished = storm.run()
+        assert 200 < len(finished) < REQUESTS - 50 and preempted
+        wrong = [
+            (name, said)
+            for name, (number, said) in finished.items()
+            if name not in mixed
+            and number in storm.sound
+            and said not in (expected[number, False], expected[number, True])
+        ]
+        assert not wrong, f"{len(wrong)} of {len(finished)}"
+        assert pool.get_num_free_blocks() == free
+        assert not side._plans and not side._reports and not side._orders
+    finally:
+        server.close()
