@@ -16,7 +16,7 @@ if (_refusal := refusal()) is not None:
 from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from ragblend.integrations.vllm.messages import Fused, Orders
+from ragblend.integrations.vllm.messages import Fused, Orders, Verdict
 from ragblend.integrations.vllm.metrics import FusedMetrics, FusedStats
 from ragblend.integrations.vllm.plugin import worker_of
 from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, unsupported
@@ -102,7 +102,16 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         """Has the engine go on stepping while passages wait to be encoded and nobody else needs it."""
         return self._scheduler is not None and self._scheduler.has_missing
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Told by vLLM before the first request, from all workers."""
+        if self._scheduler is not None:
+            refusals = [each.refusal for each in metadata.values() if isinstance(each, Verdict)]
+            self._scheduler.refusal = next(filter(None, refusals), None)
+
     # --- the worker's side
+
+    def get_handshake_metadata(self) -> Verdict | None:
+        return None if self._worker is None else Verdict(self._worker.refusal)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The first moment at which there are a model and a cache, and no request: the gate's."""

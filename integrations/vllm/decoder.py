@@ -99,6 +99,12 @@ class VllmDecoder(Decoder):
         logits: Tensor = self._model.compute_logits(hidden[-1:])[0]
         return logits
 
+    def nothing(self, tokens: int) -> Layers:
+        """Zeros for so many tokens, by layer."""
+        shape = (self.geometry.kv_heads, tokens, self.geometry.key_size)
+        zeros = torch.zeros(shape, dtype=self.geometry.torch_dtype, device=self.device)
+        return lambda layer: (zeros, zeros)
+
     def write(self, layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
         """Positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
         self.paged.write(self.attentions, layers, start, stop, blocks)

@@ -34,10 +34,7 @@ def _written(decoder: "VllmDecoder", token_ids: Sequence[int]) -> Check:
     computed = ChunkEncoder(decoder, ()).encode(token_ids[:before])
     expected = decoder.own_logits(token_ids)
     blocks = decoder.paged.spare_blocks(len(token_ids))
-    nothing = [
-        held.new_zeros(held.shape).to(decoder.device) for held in (computed.keys[0], computed.values[0])
-    ]
-    decoder.write(lambda layer: (nothing[0], nothing[1]), 0, before, blocks)  # not what `expected` left there
+    decoder.write(decoder.nothing(before), 0, before, blocks)  # not what `expected` left there
     decoder.write(
         lambda layer: (computed.keys[layer].to(decoder.device), computed.values[layer].to(decoder.device)),
         0,

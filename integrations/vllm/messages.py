@@ -3,10 +3,21 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from ragblend.integrations.vllm.finder import Ids
 from ragblend.integrations.vllm.planning import Plan
+
+
+@dataclass
+class Verdict(KVConnectorHandshakeMetadata):
+    """A worker's, before the first request. refusal: why it fuses nothing; None if it does."""
+
+    refusal: str | None
 
 
 @dataclass
@@ -31,11 +42,11 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Fused(KVConnectorWorkerMetadata):
-    """What a step made of its orders, by request id, and the passage that it encoded, if any."""
+    """What a step made of its orders, by request id; refusal: why nothing is to be fused from now on."""
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    encoded: tuple[Ids, str] | None = None
+    refusal: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Fused":
         assert isinstance(other, Fused)
-        return Fused(self.prompts | other.prompts, self.encoded or other.encoded)
+        return Fused(self.prompts | other.prompts, self.refusal or other.refusal)

@@ -19,7 +19,7 @@ MOST_MISSING = 1000
 
 
 class SchedulerSide:
-    """find_cached: how many first tokens of a request vLLM's prefix cache has."""
+    """find_cached: how many first tokens of a request vLLM's prefix cache has. refusal: why nothing is fused, if so."""
 
     find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
 
@@ -31,6 +31,7 @@ class SchedulerSide:
         self._reports: dict[str, dict[str, Any]] = {}
         self._orders: list[Order] = []
         self._missing: OrderedDict[tuple[Ids, str], None] = OrderedDict()
+        self.refusal: str | None = "no worker has said yet that it can"
         _ = (
             runtime.store,
             runtime.nodes,
@@ -61,6 +62,8 @@ class SchedulerSide:
 
     def _planned(self, request: Any) -> Plan | None:
         ids = request.prompt_token_ids
+        if self.refusal is not None:
+            return None
         plain = not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
         if (
             not ids
@@ -108,7 +111,7 @@ class SchedulerSide:
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""
-        plan = self._plans.get(request.request_id)
+        plan = self._plans.get(request.request_id) if self.refusal is None else None
         if plan is None or not plan.pays(computed_tokens, self._settings.minimum_tokens):
             return 0
         ordered = sum(order.stop for order in self._orders)
@@ -137,6 +140,9 @@ class SchedulerSide:
         for request_id, report in known.items():
             if "error" in report:  # vLLM computes it: it is not tried again
                 self._plans.pop(request_id)
+        if fused.refusal is not None:
+            self.refusal = fused.refusal
+            self._plans.clear()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """What the answer says of how its prompt was read."""

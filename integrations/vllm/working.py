@@ -29,12 +29,15 @@ log = logging.getLogger("ragblend")
 
 
 class WorkerSide:
-    """groups: how many groups of blocks vLLM's cache has; with several a failed load cannot be told to vLLM."""
+    """groups: how many groups of blocks vLLM's cache has; with several a failed load cannot be told to vLLM.
+
+    refusal: why nothing is fused; None if it is. The scheduler is told it before the first request.
+    """
 
     def __init__(self, runtime: VllmRuntime, groups: int) -> None:
         self._runtime, self._groups = runtime, groups
         self._decoder: VllmDecoder | None = None
-        self._why = "the worker has not begun"
+        self.refusal: str | None = "the worker has not begun"
         self._encoder: ChunkEncoder | None = None
         self._failed: set[int] = set()
         self._reports, self._stats = Fused(), FusedStats()
@@ -47,15 +50,15 @@ class WorkerSide:
             with _by_hand():
                 verdict = judged(decoder, text)
             self._runtime.adopt(decoder, verdict)
-            self._why = verdict.reason or ""
+            self.refusal = verdict.reason
             self._decoder = decoder if verdict.passed else None
         except RagBlendError as error:
-            self._why = str(error)
+            self.refusal = str(error)
         except Exception as error:
-            self._why = f"{type(error).__name__}: {error}"
+            self.refusal = f"{type(error).__name__}: {error}"
             log.warning("RAGBlend could not begin", exc_info=True)
         if self._decoder is None:
-            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self._why)
+            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self.refusal)
         else:
             _ = self._runtime.store, self._runtime.readers, self._runtime.canonical_prefix
             log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - begun)
@@ -87,15 +90,27 @@ class WorkerSide:
         self._stats.add(failures=1)
         self._reports.prompts[order.request_id] = {"error": f"{type(error).__name__}: {error}"}
         if self._groups > 1:
-            self._fuse(order, "full")
+            self._compute_all(order)
             return
         size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
         first = 0 if size is None else order.start // size
         self._failed |= set(order.blocks[0][first:]) - {0}
 
+    def _compute_all(self, order: Order) -> None:
+        """The last resort. If that fails too the answer is worth nothing, which is said, and nothing more is fused."""
+        try:
+            self._fuse(order, "full")
+        except Exception as error:
+            self.refusal = self._reports.refusal = f"a prompt could not even be computed in full ({error})"
+            log.exception(
+                "the answer to request %s is wrong, and nothing is fused from now on", order.request_id
+            )
+            if self._decoder is not None:  # what other requests left there is nobody's business
+                self._decoder.write(self._decoder.nothing(order.stop), order.start, order.stop, order.blocks)
+
     def _fuse(self, order: Order, method: str) -> None:
         if self._decoder is None:
-            raise RagBlendError(self._why)
+            raise RagBlendError(str(self.refusal))
         wish, policy = order.plan.wish, policy_named(method)
         prompt = prompt_of(order.token_ids, order.plan.matches, wish.collection)
         request = Request(prompt, policy, wish.ratio, wish.collection, room_tokens=0)
@@ -156,7 +171,6 @@ class WorkerSide:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)
             runtime.store.put(key, self._encoder.encode(passage), runtime.codec)
             self._stats.add(encoded=1)
-            self._reports.encoded = passage, collection
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 
@@ -168,7 +182,7 @@ class WorkerSide:
 
     def take_reports(self) -> Fused | None:
         reports, self._reports = self._reports, Fused()
-        return reports if reports.prompts or reports.encoded else None
+        return reports if reports.prompts or reports.refusal else None
 
     def take_stats(self) -> FusedStats | None:
         stats, self._stats = self._stats, FusedStats()

@@ -8,7 +8,7 @@ from benches import largest_error, make_prompt, make_text
 from ragblend.engine import decoder as decoder_module
 from ragblend.engine.attention import register
 from ragblend.engine.decoder import TransformersDecoder
-from ragblend.engine.gate import run_gate
+from ragblend.engine.gate import TOLERANCE, run_gate
 from ragblend.engine.selection import METHODS
 
 IDS = list(range(40, 160))
@@ -100,3 +100,12 @@ def test_evidence_is_what_was_stored_beside_what_was_computed(llama, monkeypatch
     llama.engine.prefill(prompt, method=policy, ratio=ratio)
     assert errors
     assert all(old < 1e-6 and new > 1e-3 for old, new in errors)
+
+
+@pytest.mark.parametrize("rounding", [1.0, 2.0])
+def test_kernels_of_other_makers_may_round_otherwise(decoder, rounding, monkeypatch):
+    """Where the model's own forward is by other kernels than its parts, more lies between the two."""
+    own, off = decoder.own_logits, 1.5 * TOLERANCE["float32"]
+    monkeypatch.setattr(decoder, "own_logits", lambda ids: (logits := own(ids)) + off * logits.std())
+    monkeypatch.setattr(decoder, "rounding", rounding)
+    assert (refused(decoder) == []) == (rounding == 2.0)

@@ -74,6 +74,18 @@ def test_what_is_entered_changed_and_deleted_meanwhile_is_noticed(nodes):
     assert not finder.find(new)
 
 
+def test_ids_that_are_no_characters_are_found_too(nodes):
+    """55,296 to 57,343 are halves of surrogate pairs, and stand in large vocabularies."""
+    passage = tuple(range(55_290, 55_340)) + tuple(range(57_330, 57_350))
+    enter(nodes, passage)
+    assert len(PassageFinder(nodes, SCOPE).find([56_000, *passage, 57_000])) == 1
+
+
+def test_ids_beyond_all_characters_are_no_error(nodes):
+    enter(nodes, ids_of(10))
+    assert not PassageFinder(nodes, SCOPE).find([0x110000, *ids_of(10)])
+
+
 def test_another_collection_is_not_found(nodes):
     passage = ids_of(9)
     enter(nodes, passage, scope=Scope("others", SCOPE.tokenizer))

@@ -99,29 +99,34 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         scheduler._preempt_request = lambda request, *args, **more: (
             preempted.append(request.request_id), preempt(request, *args, **more)
         )  # fmt: skip
-        side, mixed = scheduler.connector._scheduler, set[str]()
+        side, mixed = scheduler.connector._scheduler, dict[tuple[int, ...], int]()
         matched = side.matched
 
         def noted(request, computed_tokens):
             found = matched(request, computed_tokens)
             whole_blocks = (request.num_prompt_tokens - 1) // 32 * 32
             if request.request_id in side._plans and 0 < computed_tokens < whole_blocks:
-                mixed.add(
-                    request.request_id.split("-")[0]
-                )  # some of its own fused blocks, and the rest by vLLM
+                # Some of its fused blocks were evicted, and vLLM computes these: both stand under its salt from now on.
+                sent = int(request.request_id[1:].split("-")[0])
+                mixed.setdefault(tuple(request.prompt_token_ids), sent)
             return found
 
         side.matched = noted
         finished = storm.run()
         assert 200 < len(finished) < REQUESTS - 50 and preempted
+        sound = {
+            name: answer
+            for name, answer in finished.items()
+            if answer[0] in storm.sound
+            and int(name[1:]) < mixed.get(tuple(storm.prompts[answer[0]]), REQUESTS)
+        }
         wrong = [
-            (name, said)
-            for name, (number, said) in finished.items()
-            if name not in mixed
-            and number in storm.sound
-            and said not in (expected[number, False], expected[number, True])
+            name
+            for name, (number, said) in sound.items()
+            if said not in (expected[number, False], expected[number, True])
         ]
-        assert not wrong, f"{len(wrong)} of {len(finished)}"
+        assert len(sound) > 50
+        assert not wrong, f"{len(wrong)} of {len(sound)}"
         assert pool.get_num_free_blocks() == free
         assert not side._plans and not side._reports and not side._orders
     finally:

@@ -1,0 +1,281 @@
+"""Fused prefill inside vLLM: time to first token beside the same vLLM without the connector, and whether answers agree.
+
+    python -m benchmarks.measure_vllm speed --home HOME --data musique.json
+    python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
+
+In an environment with vLLM (`make test-vllm` makes one). Both servers get the same model, dtype, cores and options,
+have prefix caching on, and are asked the same prompts over HTTP in turns; what is behind `--` goes to both. Passages
+are encoded before, by the built-in engine, which `agree` asks as well.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ANSWER_TOKENS = 32
+PARTS = ("fused_seconds", "load_seconds", "write_seconds")
+
+
+def main() -> int:
+    """Run what was asked for, print it, write the JSON."""
+    own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("speed", "agree"))
+    parser.add_argument(
+        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
+    )
+    parser.add_argument("--model", default="default", help="as in `ragblend --model`")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="questions with passages, as `ragblend bench quality` reads"
+    )
+    parser.add_argument("--passages", type=int, default=6, help="in a prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
+    parser.add_argument("--limit", type=int, default=20, help="prompts")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    given = parser.parse_args(own.split())
+    engine, questions = opened(given)
+    run = {"speed": speed, "agree": agree}[given.what]
+    figures = run(given, engine, questions, passed.split())
+    print(json.dumps(figures, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """The built-in engine in bfloat16, and the questions."""
+    from ragblend import Engine
+    from ragblend.app.bench.data import load
+
+    engine = Engine.open(given.model, given.home, device="cpu", dtype="bfloat16")
+    return engine, list(load(given.data).questions)[: given.limit]
+
+
+def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
+    """Have KV of passages, as ids, under node ids of their own, as an ingest does."""
+    nodes, keys = engine._nodes, engine._nodes.keys_of(passages, engine.runtime.canonical_prefix)
+    names = [f"measured-{key.digest[:16]}" for key in keys]
+    nodes.enter(names, passages, keys)
+    nodes.encode(passages, keys, engine.runtime.canonical_prefix, None, names)
+
+
+def cut(engine: Any, text: str, tokens: int) -> tuple[int, ...]:
+    return tuple(engine.runtime.tokenizing.passage_ids(text)[:tokens])
+
+
+def prompt_of(engine: Any, passages: list[tuple[int, ...]], question: str) -> Any:
+    from ragblend import Chunk
+
+    return engine.tokenize(engine.chat_prompt(None, [Chunk(token_ids=ids) for ids in passages], question))
+
+
+@contextlib.contextmanager
+def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[str]:
+    """A server's address. Its log is in the home."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        "--dtype",
+        "bfloat16",
+    ]
+    command += ["--port", str(port), "--served-model-name", "m", "--max-logprobs", "-1", *more]
+    if connected:
+        extra = {"home": str(given.home.resolve())}
+        said = {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        command += ["--kv-transfer-config", json.dumps(said)]
+    log = given.home / f"vllm-{'with' if connected else 'without'}.log"
+    with log.open("wb") as out:
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            if process.poll() is not None:
+                raise SystemExit(f"vLLM ended: {log}")
+            time.sleep(1)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": list(ids), "temperature": 0, "max_tokens": ANSWER_TOKENS} | more
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def timed(url: str, ids: tuple[int, ...]) -> tuple[float, float]:
+    """Milliseconds to the first token, and from one to the next."""
+    body = {
+        "model": "m",
+        "prompt": list(ids),
+        "temperature": 0,
+        "max_tokens": ANSWER_TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    begun, first, last = time.perf_counter(), 0.0, 0.0
+    with urllib.request.urlopen(request, timeout=600) as stream:
+        for line in stream:
+            if line.startswith(b"data: {"):
+                last = time.perf_counter()
+                first = first or last
+    return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
+
+
+def counted(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
+        text = metrics.read().decode()
+    return {
+        name: float(count)
+        for name, count in re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", text, re.M)
+    }
+
+
+def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Passages in new orders, each prompt once to each server."""
+    chosen = random.Random(0)
+    texts = [text for question in questions for text in question.passages]
+    long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
+    pool = chosen.sample(long, 2 * given.passages)
+    encoded(engine, pool)
+    prompts = [
+        prompt_of(engine, chosen.sample(pool, given.passages), question.text).token_ids
+        for question in questions
+    ]
+    folder = str(engine.runtime.folder)
+    engine.close()
+    rows = []
+    with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
+        for ids in prompts[:2]:  # threads and kernels
+            timed(ours, ids), timed(theirs, ids)
+        before = counted(ours)
+        for number, ids in enumerate(prompts[2:]):
+            turn = [("with", ours), ("without", theirs)][:: 1 if number % 2 else -1]
+            rows.append({name: timed(url, ids) for name, url in turn})
+            print({name: [round(ms) for ms in found] for name, found in rows[-1].items()}, file=sys.stderr)
+        after = counted(ours)
+    fused = after["requests"] - before.get("requests", 0)
+    if not fused:
+        raise SystemExit(f"nothing was fused; {given.home / 'vllm-with.log'} says why")
+    parts = {f"{name}_ms": 1e3 * (after[name] - before.get(name, 0)) / fused for name in PARTS}
+    ratios = [row["without"][0] / row["with"][0] for row in rows]
+    return {
+        "prompts": len(rows),
+        "tokens": len(prompts[0]),
+        "fused": fused,
+        "ttft_ms": {name: statistics.median(row[name][0] for row in rows) for name in ("with", "without")},
+        "ttft_times_faster": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "token_ms": {name: statistics.median(row[name][1] for row in rows) for name in ("with", "without")},
+        "mean_of_a_fused_prompt": parts,
+    }
+
+
+def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """By the endpoint and by the built-in engine: first-token distributions, greedy answers, F1 against the gold."""
+    from ragblend.app.bench.metrics import f1
+
+    mine, prompts = [], []
+    for question in questions:
+        passages = [cut(engine, text, given.tokens) for text in question.passages[: given.passages]]
+        encoded(engine, passages)
+        prompts.append(prompt_of(engine, passages, question.text))
+        row = {}
+        for method in ("full", "probe-shift"):
+            prefilled = engine.prefill(prompts[-1], method=method)
+            result = engine.decode(prefilled, max_new_tokens=ANSWER_TOKENS)
+            row[method] = prefilled.logits.log_softmax(-1).tolist(), result.text
+        mine.append(row)
+    folder = str(engine.runtime.folder)
+    engine.close()
+    found: dict[str, list[Any]] = {"fused": [], "recompute": [], "vllm": []}
+    said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
+    with served(given, folder, True, [*more, "--no-enable-prefix-caching"]) as url:
+        for prompt in prompts:
+            for name, params in said.items():
+                asks = {"logprobs": -1, "return_tokens_as_token_ids": True} | (
+                    {"kv_transfer_params": params} if params else {}
+                )
+                one = asked(url, prompt.token_ids, max_tokens=1, **asks)["choices"][0]["logprobs"][
+                    "top_logprobs"
+                ][0]
+                told = {int(token.split(":")[1]): value for token, value in one.items()}
+                text = asked(url, prompt.token_ids, **({"kv_transfer_params": params} if params else {}))[
+                    "choices"
+                ][0]["text"]
+                found[name].append((told, text))
+            print(len(found["vllm"]), file=sys.stderr)
+    engine_has = {
+        name: [(dict(enumerate(row[name][0])), row[name][1]) for row in mine]
+        for name in ("full", "probe-shift")
+    }
+    everyone = found | {f"engine {name}": rows for name, rows in engine_has.items()}
+    pairs = [
+        ("vllm", "engine full"),
+        ("vllm", "recompute"),
+        ("engine probe-shift", "fused"),
+        ("vllm", "fused"),
+        ("engine full", "engine probe-shift"),
+    ]
+    compared = {
+        f"{name} beside {reference}": compare(everyone[reference], everyone[name])
+        for reference, name in pairs
+    }
+    gold = [question.answers for question in questions]
+    f1s = {
+        name: statistics.mean(f1(text, answers) for (_, text), answers in zip(rows, gold, strict=True))
+        for name, rows in everyone.items()
+    }
+    return {"questions": len(questions), "first_token_and_answer": compared, "f1": f1s}
+
+
+def compare(reference: list[Any], rows: list[Any]) -> dict[str, float]:
+    """KL(reference || row) of the first token, its top 1, and whether the greedy answers are the same."""
+    kls = [
+        sum(math.exp(p) * (p - row[i]) for i, p in one.items() if p > -20 and i in row)
+        for (one, _), (row, _) in zip(reference, rows, strict=True)
+    ]
+    pairs = list(zip(reference, rows, strict=True))
+    return {
+        "kl_mean": statistics.mean(kls),
+        "kl_median": statistics.median(kls),
+        "top1": statistics.mean(max(a, key=a.get) == max(b, key=b.get) for (a, _), (b, _) in pairs),
+        "same_answer": statistics.mean(a.strip() == b.strip() for (_, a), (_, b) in pairs),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
