@@ -36,6 +36,12 @@ CALLER = told("TEST_CALLER")
 CALLER_HOME = told("TEST_CALLER_HOME")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What passed only when it ran again is named in the summary with what had failed."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        config.option.rerun_show_tracebacks = True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The browser's files first: they take longest, and what begins last should not keep one process busy alone."""
     items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))

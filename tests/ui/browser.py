@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,17 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 # Nothing here is about speed: other work may have the machine.
 WAIT_MS = int(os.environ.get("TEST_WAIT_MS", "120000"))
 PRESSES = 4
+ASKS_MS = 4000  # so long a button waits for the click that confirms
 UPLOADED = "/upload_progress?"  # Gradio asks how far a file is that is there already
-TEXT_TURNS = ".rb-turn.answer"
+ANSWERS = "#rb-transcript .rb-turn.answer"
+NEWEST = f"([...document.querySelectorAll('{ANSWERS}')].at(-1)?.dataset.message ?? '')"
+NEXT_IS_THERE = f"before => {NEWEST} && {NEWEST} !== before && !document.querySelector('#rb-live .rb-turns')"
+QUEUE = "document.querySelector('#rb-queue .rb-queue')"
+CHANGES = f"Number({QUEUE}?.dataset.changes ?? -1)"
+STATES = (
+    "Object.fromEntries([...document.querySelectorAll('.rb-documents tbody tr')].map(row => ["
+    "row.querySelector('.name').textContent.split('.')[0], row.querySelector('.rb-state').textContent]).sort())"
+)
 # Every answer of the server that is not streamed comes up to so many milliseconds late, each by its own measure, as on
 # a busy machine: TEST_LATE_MS=3000 finds what the page does only where answers come in the order of their questions.
 LATE_MS = int(os.environ.get("TEST_LATE_MS", "0"))
@@ -40,6 +50,20 @@ def find_chromium():
             "there is no Chromium here; install the system's (apt install chromium) to run the page's tests"
         )
     return found
+
+
+def expect(page, selector: str):
+    """What the page should have there: Playwright's assertions, which wait for it, and say what was there instead."""
+    from playwright.sync_api import expect as awaited
+
+    awaited.set_options(timeout=WAIT_MS)
+    return awaited(page.locator(selector))
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """As far as they are there by then: what works in a home makes and removes files all the time."""
+    for root, _, names in os.walk(folder):
+        yield from (Path(root, name) for name in names)
 
 
 class Server:
@@ -109,6 +133,29 @@ class Server:
         self._close()
 
 
+class Servers:
+    """One page after the other, each on a home of its own; tests share the one that runs."""
+
+    def __init__(self, begin: Callable[[], Server]) -> None:
+        self._begin, self._now = begin, None
+
+    def running(self) -> Server:
+        """The one that was begun last; another one if it has ended."""
+        if self._now is None or self._now.process.poll() is not None:
+            self.end()
+            self._now = self._begin()
+        return self._now
+
+    def new(self) -> Server:
+        self.end()
+        return self.running()
+
+    def end(self) -> None:
+        if self._now is not None:
+            self._now.end()
+            self._now = None
+
+
 class Watched:
     """A browser's page, with everything noted that must not happen on any."""
 
@@ -172,62 +219,93 @@ class Watched:
         raise AssertionError(f"{selector} was clicked {PRESSES} times, and {shows} was not shown, but {said}")
 
     def tab(self, name: str) -> None:
-        button = f"#rb-tabs > .tab-wrapper button[role=tab]:has-text('{name}')"
-        self.press(button, f"{button}[aria-selected=true]")
+        """A narrow page has some in a menu, into which they go when the tabs are laid out."""
+        from playwright.sync_api import TimeoutError as NotShown
+
+        tabs, each = "#rb-tabs > .tab-wrapper", WAIT_MS / PRESSES
+        tab = f"{tabs} button[role=tab]:has-text('{name}')"
+        for _ in range(PRESSES):
+            with contextlib.suppress(NotShown):
+                if self.page.locator(tab).is_visible():
+                    self.page.click(tab, timeout=each)
+                else:
+                    self.page.click(f"{tabs} .overflow-menu > button", timeout=each)
+                    self.page.click(f"{tabs} .overflow-dropdown button:has-text('{name}')", timeout=each)
+                self.page.wait_for_selector(f"{tab}[aria-selected=true]", timeout=each)
+                break
+        else:
+            raise AssertionError(f"the tab {name} did not open")
         if name == "Settings":
             # Its fields are filled when it opens: what one types before that is overwritten.
             self.page.wait_for_selector("#rb-ratio-meaning p")
 
+    def confirm(self, selector: str, shows: str, asked: str = "") -> None:
+        """Click a button that asks whether one means it, and then again, until that is shown."""
+        from playwright.sync_api import TimeoutError as NotShown
+
+        for _ in range(PRESSES):
+            with contextlib.suppress(NotShown):
+                self.page.click(selector, timeout=WAIT_MS / PRESSES)
+                self.page.click(f"{selector}.asking:has-text('{asked}')", timeout=ASKS_MS)
+                self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
+                return
+        raise AssertionError(f"{selector} was clicked and confirmed, and {shows} was not shown")
+
     def ask(self, question: str) -> None:
         """Type and send with Ctrl-Enter; returns when the answer has ended."""
-        self.begin(question)
-        self.ended()
+        with self.answering():
+            self.begin(question)
 
     def begin(self, question: str) -> None:
         self.page.fill("#rb-question textarea", question)
         self.page.press("#rb-question textarea", "Control+Enter")
         self.page.wait_for_function("document.querySelector('#rb-question textarea').value === ''")
 
-    def ended(self) -> None:
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """What begins an answer is done in it; it is left when that answer has ended, and is drawn."""
+        before = self.page.evaluate(NEWEST)
+        yield
+        self.page.wait_for_function(NEXT_IS_THERE, arg=before)
         self.page.wait_for_selector("#rb-send")
-        self.page.wait_for_selector("#rb-live .rb-turns", state="detached")
 
-    def answers(self) -> int:
-        return self.page.locator(f"#rb-transcript {TEXT_TURNS}").count()
+    def expect(self, selector: str):
+        return expect(self.page, selector)
 
     def changes(self) -> int:
         """A number that grows with the queue: what is drawn may be older than what was just put into it."""
-        return self.page.evaluate(
-            "Number(document.querySelector('#rb-queue .rb-queue')?.dataset.changes ?? -1)"
-        )
+        return self.page.evaluate(CHANGES)
 
-    def all_read(self) -> None:
-        """Wait until the queue is done."""
-        self.page.wait_for_selector("#rb-queue .head:has-text('Finished')")
+    def all_read(self, since: int = -1) -> None:
+        """Wait until all files are read; since: the queue's `changes` before they were put into it."""
+        self._await(
+            f"since => {QUEUE}?.textContent.includes('Finished') && {CHANGES} > since", since, "#rb-queue"
+        )
 
     def all_encoded(self, since: int = -1) -> None:
-        """Wait until all files are read and all KV is there, so that nothing works behind the page any more.
+        """Wait until all files are read and all KV is there, so that nothing works behind the page any more."""
+        self._await(f"since => {QUEUE}?.ariaBusy === 'false' && {CHANGES} > since", since, "#rb-queue")
 
-        since: the queue's `changes` before something was put into it elsewhere than in the Library tab.
-        """
-        self.page.wait_for_function(
-            "since => { const queue = document.querySelector('#rb-queue .rb-queue[aria-busy=false]');"
-            " return queue && Number(queue.dataset.changes) > since; }",
-            arg=since,
-        )
+    def _await(self, holds: str, value: Any, shown: str) -> None:
+        """Wait until a function of JavaScript holds of the value; else say what is shown there."""
+        from playwright.sync_api import TimeoutError as NotYet
 
-    def add(self, path: Path, watch: bool = False) -> None:
-        """Name a folder or a file in the Library tab, which must be open."""
+        try:
+            self.page.wait_for_function(holds, arg=value)
+        except NotYet:
+            there = self.page.locator(shown).all_inner_texts()
+            raise AssertionError(f"waited for {value} in vain; {shown} has {there}") from None
+
+    def add(self, path: Path, watch: bool = False) -> int:
+        """Name a folder or a file in the Library tab, which must be open; gives the queue's `changes` before it."""
+        before = self.changes()
         self.page.fill("#rb-folder input, #rb-folder textarea", str(path))
         self.page.set_checked("#rb-watch input", watch)
         self.page.click("#rb-add-folder")
         self.page.wait_for_selector("#rb-library-message .rb-note")
+        return before
 
     def await_states(self, **expected: str) -> None:
         """Wait until the list of documents is that: the name's stem and its state."""
-        self.page.wait_for_function(
-            "expected => { const rows = [...document.querySelectorAll('.rb-documents tbody tr')].map(row => ["
-            "row.querySelector('.name').textContent.split('.')[0], row.querySelector('.rb-state').textContent]);"
-            " return JSON.stringify(Object.fromEntries(rows.sort())) === JSON.stringify(expected); }",
-            arg=dict(sorted(expected.items())),
-        )
+        wanted = dict(sorted(expected.items()))
+        self._await(f"wanted => JSON.stringify({STATES}) === JSON.stringify(wanted)", wanted, ".rb-documents")

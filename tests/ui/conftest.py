@@ -13,12 +13,25 @@ from browser import Server, Watched, find_chromium
 TESTS = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What drives a browser runs a second time where it failed, and is named in the summary: decision 91."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if "browser_path" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 def load(path: Path):
     """A file of other tests as a module: importlib mode has no packages of tests."""
     spec = importlib.util.spec_from_file_location(f"lent_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def browser_path() -> str:
+    return find_chromium()
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +43,9 @@ def play():
 
 
 @pytest.fixture(scope="module")
-def chromium(play):
+def chromium(play, browser_path):
     browser = play.chromium.launch(
-        executable_path=find_chromium(), headless=True, args=["--no-sandbox", "--disable-gpu"]
+        executable_path=browser_path, headless=True, args=["--no-sandbox", "--disable-gpu"]
     )
     yield browser
     browser.close()

@@ -70,8 +70,7 @@ def through_the_page(server: Server, folder: Path) -> str:
             (folder / "second.txt").write_text(
                 "The second ledger of Lantern Quay named what the ships had carried."
             )
-            mine.add(folder)
-            mine.all_encoded()
+            mine.all_encoded(mine.add(folder))
             mine.tab("Chat")
             mine.ask(QUESTION)
             answer = mine.page.inner_text("#rb-transcript .rb-turn.answer .rb-sources summary")

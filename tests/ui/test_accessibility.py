@@ -17,24 +17,23 @@ class Judge:
         self._page, self.found = page, set()
 
     def look(self, view: str) -> None:
-        sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-        shown, width = self._page.evaluate(sizes)
-        assert shown <= width, f"{view} is wider than its window"
+        self._fits(view)
         self._page.add_style_tag(content=QUIET)  # a colour on its way to another one is neither
         for each in axe.Axe().run(self._page).response["violations"]:
             if each["impact"] in ("serious", "critical"):
                 nodes = [node["html"][:160] for node in each["nodes"][:3]]
                 self.found.add((view, each["id"], each["help"], *nodes))
 
+    def _fits(self, view: str) -> None:
+        """A moment may pass until what was drawn has been laid out."""
+        from playwright.sync_api import TimeoutError as TooWide
 
-def open_tab(mine, name: str) -> None:
-    """Also where the narrow page has it in its menu."""
-    page = mine.page
-    tab = page.locator(f"#rb-tabs > .tab-wrapper [role=tablist] button:has-text('{name}')")
-    if not tab.is_visible():
-        page.click("#rb-tabs > .tab-wrapper .overflow-menu > button")
-        tab = page.locator(f"#rb-tabs > .tab-wrapper .overflow-dropdown button:has-text('{name}')")
-    tab.click()
+        root = "document.documentElement"
+        try:
+            self._page.wait_for_function(f"{root}.scrollWidth <= {root}.clientWidth")
+        except TooWide:
+            widths = self._page.evaluate(f"[{root}.scrollWidth, {root}.clientWidth]")
+            raise AssertionError(f"{view} is wider than its window: {widths}") from None
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +59,8 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     judge.look("welcome")
     tops = [page.locator(part).bounding_box()["y"] for part in ("#rb-middle", "#rb-side", "#rb-more")]
     assert width > 390 or tops == sorted(tops), "the answer, then the history, then the source"
-    open_tab(mine, "Library")
-    mine.add(folder, watch=True)
-    mine.all_encoded()  # what is drawn anew closes what is opened here
+    mine.tab("Library")
+    mine.all_encoded(mine.add(folder, watch=True))  # what is drawn anew closes what is opened here
     page.click(".rb-jobs summary")
     page.click("#rb-document-state input")
     page.wait_for_selector("[role=option]:has-text('Failed')")
@@ -70,7 +68,7 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     page.keyboard.press("Escape")
     page.click("[data-act=delete-document] >> nth=0")
     judge.look("library, asked whether to delete")
-    open_tab(mine, "Chat")
+    mine.tab("Chat")
     mine.ask("What did the harbour master of Lantern Quay keep?")
     page.click(".rb-sources summary")
     page.click(".rb-source")
@@ -84,22 +82,20 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     page.hover(".rb-chat")
     page.click("[data-act=rename-open]")
     judge.look("under the hood, editing, renaming")
-    open_tab(mine, "Compare")
+    mine.tab("Compare")
     page.fill("#rb-compare-question textarea", "What did the harbour master keep?")
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
     judge.look("compare")
-    open_tab(mine, "Store")
+    mine.tab("Store")
     page.wait_for_selector(".rb-tier")
     page.click("#rb-check")
     page.wait_for_selector("#rb-store-message:has-text('sound')")
     judge.look("store")
-    open_tab(mine, "Settings")
-    page.wait_for_selector("#rb-ratio-meaning p")
+    mine.tab("Settings")
     page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
-    page.click("#rb-save")
-    page.wait_for_selector("#rb-saved .rb-note.error")
+    mine.press("#rb-save", "#rb-saved .rb-note.error")
     page.fill("#rb-top-k input[type=number]", "")
     page.wait_for_selector("#rb-trouble .rb-note:has-text('Passages per question')")
     judge.look("settings with errors")

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from browser import Server, Watched
+from browser import ANSWERS, Server, Servers, Watched, expect, files_below
 from hostile import HUNDRED
 
 from ragblend.app import samples
@@ -20,13 +20,21 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, with_smollm2):
+def servers(tmp_path_factory, with_smollm2):
+    def begin() -> Server:
+        home = with_smollm2(tmp_path_factory.mktemp("page") / "home")
+        (home / "settings.toml").write_text(SETTINGS)
+        return Server(home)
+
+    several = Servers(begin)
+    yield several
+    several.end()
+
+
+@pytest.fixture
+def server(servers):
     """One home for the whole story: the first test fills it."""
-    home = with_smollm2(tmp_path_factory.mktemp("page") / "home")
-    (home / "settings.toml").write_text(SETTINGS)
-    running = Server(home)
-    yield running
-    running.end()
+    return servers.running()
 
 
 def screenshots() -> Path:
@@ -36,15 +44,15 @@ def screenshots() -> Path:
     return folder
 
 
-def test_first_run_to_the_highlighted_passage(open_page, server) -> None:
+def test_first_run_to_the_highlighted_passage(open_page, servers) -> None:
     """Nothing is there; the samples, by keyboard; a question, a streamed answer, a source, its passage marked."""
-    mine = open_page()
+    mine = open_page(servers.new())
     page = mine.page
     reach(page, "[data-act=samples]", backwards=True)
     page.keyboard.press("Enter")
     mine.tab("Library")
     mine.all_read()
-    assert page.locator(".rb-documents .s-done .rb-state, .rb-documents .rb-state.s-done").count() == 8
+    mine.expect(".rb-documents .rb-state.s-done").to_have_count(8)
     mine.tab("Chat")
     page.wait_for_selector(".suggestion")
     page.evaluate(
@@ -55,11 +63,11 @@ def test_first_run_to_the_highlighted_passage(open_page, server) -> None:
     )
     mine.ask(QUESTION)
     assert page.evaluate("window.seen.size") > 1  # it came in pieces
-    assert "five hours" in page.inner_text("#rb-transcript .rb-turn.answer .rb-prose")
+    mine.expect(f"{ANSWERS} .rb-prose").to_contain_text("five hours")
     page.click(".rb-sources summary")
     page.click(".rb-source:has-text('visitor-guide.html')")
-    marked = page.inner_text("#rb-source .rb-mark")
-    assert " ".join(marked.split()) == "The causeway is under water for five hours at every high tide."
+    said = "The causeway is under water for five hours at every high tide."
+    mine.expect("#rb-source .rb-mark").to_have_text(said)
     page.screenshot(path=screenshots() / "chat.png")
 
 
@@ -69,10 +77,8 @@ def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
     mine.ask("What are Dunlin's axleboxes packed with?")
     page.click(".rb-sources summary")
     page.click(".rb-source:has-text('.pdf') >> nth=0")
-    page.wait_for_selector("#rb-source .rb-page img")
-    assert page.locator("#rb-source .rb-box").count() > 0
-    width = page.evaluate("document.querySelector('#rb-source .rb-page img').naturalWidth")
-    assert width > 300
+    page.wait_for_selector("#rb-source .rb-box")
+    page.wait_for_function("document.querySelector('#rb-source .rb-page img')?.naturalWidth > 300")
     page.screenshot(path=screenshots() / "pdf.png")
 
 
@@ -101,19 +107,17 @@ def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, serv
     mine = open_page()
     page = mine.page
     mine.ask("When did the tramway open?")
-    assert mine.answers() == 1
-    page.click("[data-act=regenerate]")
-    page.wait_for_selector("#rb-stop")
-    mine.ended()
-    assert mine.answers() == 1
+    mine.expect(ANSWERS).to_have_count(1)
+    with mine.answering():
+        page.click("[data-act=regenerate]")
+    mine.expect(ANSWERS).to_have_count(1)
     page.hover(".rb-turn.user")
     page.click("[data-act=edit-open]")
     page.fill(".rb-turn.user textarea", "Who designed the causeway?")
-    page.click(".rb-turn.user form button[type=submit]")
-    page.wait_for_selector("#rb-stop")
-    mine.ended()
-    assert "Who designed the causeway?" in page.inner_text(".rb-turn.user")
-    assert "When did the tramway open?" not in page.inner_text("#rb-transcript")
+    with mine.answering():
+        page.click(".rb-turn.user form button[type=submit]")
+    mine.expect(".rb-turn.user").to_have_text("Who designed the causeway?")
+    mine.expect("#rb-transcript").not_to_contain_text("When did the tramway open?")
     page.hover(".rb-chat.current")
     page.click(".rb-chat.current [data-act=rename-open]")
     page.fill(".rb-chat input", "Masons <b>and</b> sea")
@@ -127,9 +131,7 @@ def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, serv
     exported = page.request.get(server.address + page.get_attribute("#rb-export a >> nth=1", "href"))
     assert "Who designed the causeway?" in json.dumps(exported.json())
     page.hover(".rb-chat")
-    page.click(".rb-chat [data-act=delete-chat]")
-    page.click(".rb-chat [data-act=delete-chat].asking")
-    page.wait_for_selector(".rb-welcome")
+    mine.confirm(".rb-chat [data-act=delete-chat]", ".rb-welcome")
     page.fill("#rb-chat-search input, #rb-chat-search textarea", "")
     page.wait_for_function("!document.querySelector('#rb-chats').textContent.includes('Masons')")
 
@@ -137,23 +139,23 @@ def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, serv
 def test_stop_keeps_what_came_and_the_next_question_works(open_page, server) -> None:
     mine = open_page()
     page = mine.page
-    mine.begin("Tell me everything about the tramway, its keepers and its bell.")
-    page.keyboard.press("Escape")
-    mine.ended()
-    page.wait_for_selector("#rb-transcript .rb-status:has-text('Stopped.')")
+    with mine.answering():
+        mine.begin("Tell me everything about the tramway, its keepers and its bell.")
+        page.wait_for_selector("#rb-stop")
+        page.keyboard.press("Escape")
+    page.wait_for_selector(f"{ANSWERS} .rb-status:has-text('Stopped.')")
     mine.ask(QUESTION)
-    assert mine.answers() == 2
+    mine.expect(ANSWERS).to_have_count(2)
 
 
 def test_two_tabs_at_once_get_each_their_own_answer(open_page) -> None:
     first, second = open_page(), open_page()
-    first.begin("What does the locomotive Dunlin burn?")
-    second.begin("Who found the clapper of the bell?")
-    first.ended()
-    second.ended()
-    assert "Dunlin" in first.page.inner_text(".rb-turn.user")
-    assert "clapper" in second.page.inner_text(".rb-turn.user")
-    assert (first.answers(), second.answers()) == (1, 1)
+    with first.answering(), second.answering():
+        first.begin("What does the locomotive Dunlin burn?")
+        second.begin("Who found the clapper of the bell?")
+    for mine, asked in ((first, "Dunlin"), (second, "clapper")):
+        mine.expect(".rb-turn.user").to_contain_text(asked)
+        mine.expect(ANSWERS).to_have_count(1)
 
 
 def test_two_methods_are_compared(open_page) -> None:
@@ -164,8 +166,8 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    assert "What the question needs, the rest adjusted (recommended), 15%" in page.inner_text(".rb-sides")
-    assert "five hours" in page.inner_text(".rb-sides")
+    for said in ("What the question needs, the rest adjusted (recommended), 15%", "five hours"):
+        mine.expect(".rb-sides").to_contain_text(said)
     page.screenshot(path=screenshots() / "compare.png")
 
 
@@ -197,14 +199,12 @@ def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page
     mine = open_page()
     page = mine.page
     mine.tab("Library")
+    before = mine.changes()
     page.set_input_files("#rb-upload input[type=file]", [str(path) for path in uploads])
     page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files put in the queue')")
-    mine.all_read()
-    page.wait_for_selector(".rb-documents .name:has-text('table.csv')")
-    parts = (page.locator(f".rb-documents {part}").all_inner_texts() for part in (".name", ".rb-state"))
-    states = dict(zip(*parts, strict=True))
-    assert {name: state for name, state in states.items() if state != "ready"} == {}
-    assert len(states) >= len(uploads)
+    mine.all_read(before)
+    copies = ".rb-documents tr:has(.where:text-is('a copy in the library')) .rb-state"
+    mine.expect(copies).to_have_text(["ready"] * len(uploads))
     mine.tab("Chat")
     mine.ask("What do the hostile notes say about scripts, images and instructions?")
     page.click(".rb-sources summary")
@@ -215,20 +215,24 @@ def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page
     mine.tab("Library")
     page.fill("#rb-document-search input, #rb-document-search textarea", "canary")
     page.wait_for_function("document.querySelectorAll('.rb-documents tbody tr').length === 1")
-    mine.all_encoded()  # until then files come and go while they are looked through
+    mine.all_encoded(before)
     assert holding(server.home, CANARY) != []
-    page.click("[data-act=delete-document]")
-    page.click("[data-act=delete-document].asking")
-    page.wait_for_selector("#rb-library-message:has-text('of stored KV freed')")
+    deleted = "#rb-library-message:has-text('of stored KV freed')"
+    mine.confirm(".rb-documents tr:has-text('canary') [data-act=delete-document]", deleted)
     assert holding(server.home, CANARY) == []
 
 
 def holding(home: Path, word: str) -> list[str]:
-    """Files of the home, the models aside, in which that word stands."""
-    files = [
-        path for path in home.rglob("*") if path.is_file() and "models" not in path.relative_to(home).parts
-    ]
-    return [str(path.relative_to(home)) for path in files if word.encode() in path.read_bytes()]
+    """Files of the home, the models aside (a link), in which that word stands."""
+    return [str(path) for path in files_below(home) if word.encode() in content(path)]
+
+
+def content(path: Path) -> bytes:
+    """Nothing, where it has gone meanwhile."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def test_killed_while_reading_it_goes_on_where_it_was(start, chromium) -> None:
@@ -299,7 +303,7 @@ def test_a_cited_answer_by_keyboard_alone(open_page) -> None:
     asked = page.evaluate("document.activeElement.dataset.text")
     page.keyboard.press("Enter")
     page.wait_for_selector("#rb-transcript .rb-turn.answer .rb-cite")
-    assert asked in page.inner_text(".rb-turn.user")
+    expect(page, ".rb-turn.user").to_contain_text(asked)
     page.focus("#rb-question textarea")
     reach(page, ".rb-cite", backwards=True)
     page.keyboard.press("Enter")

@@ -1,10 +1,12 @@
 """The Library tab in a real Chromium: the queue in people's hands, watched folders, files that go or cannot be read."""
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+from browser import files_below
 
 LONG_WORDS = 24_000  # half a minute to embed on two cores: long enough to be paused, cancelled and killed in
 pytestmark = pytest.mark.timeout(600)
@@ -19,6 +21,10 @@ def embedding(mine) -> None:
     mine.page.wait_for_selector("#rb-queue .current:has-text('embedding')")
 
 
+def pause(mine) -> None:
+    mine.press("#rb-queue [data-act=pause]", "#rb-queue strong:has-text('Paused')")
+
+
 def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tmp_path) -> None:
     """Each leaves the file and loses nothing; what was paused stays so over a kill, and is read in the end."""
     (folder := tmp_path / "long").mkdir()
@@ -30,19 +36,16 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     mine.tab("Library")
     mine.add(folder)
     embedding(mine)
-    page.click("#rb-queue [data-act=pause]")
-    page.wait_for_selector("#rb-queue strong:has-text('Paused')")
+    pause(mine)
     mine.await_states(long="in the queue")
     page.click("#rb-queue [data-act=resume]")
     embedding(mine)
     page.click("#rb-queue [data-act=cancel]")
-    mine.all_read()
-    assert "2 cancelled" in page.inner_text("#rb-queue .head")
+    mine.expect("#rb-queue").to_contain_text("2 cancelled")
     mine.await_states(long="not finished")
     page.click("#rb-queue [data-act=retry-all]")
     embedding(mine)
-    page.click("#rb-queue [data-act=pause]")
-    page.wait_for_selector("#rb-queue strong:has-text('Paused')")
+    pause(mine)
     mine.leave()
     running.kill()
     mine = open_page(start())
@@ -51,12 +54,12 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     long_text(folder / "long.txt", 600)
     mine.page.click("#rb-queue [data-act=resume]")
     mine.await_states(long="ready", short="ready")
-    assert "2 done" in mine.page.inner_text("#rb-queue .head")
+    mine.expect("#rb-queue").to_contain_text("2 done")
 
 
 def stored_values(home: Path) -> set[Path]:
     """The files that hold KV; whatever is written gets a name of its own."""
-    return set(home.rglob("*.kv"))
+    return {path for path in files_below(home / "kv") if path.suffix == ".kv"}
 
 
 def test_a_file_that_was_being_encoded_when_it_was_killed_goes_on(
@@ -100,19 +103,19 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     mine = open_page(start())
     page = mine.page
     mine.tab("Library")
-    mine.add(folder)
-    mine.all_read()
-    said = page.inner_text("#rb-queue .head")
-    assert "60 done" in said
-    assert "2 failed" in said
+    mine.all_read(mine.add(folder))
+    mine.expect("#rb-queue").to_contain_text("60 done")
+    mine.expect("#rb-queue").to_contain_text("2 failed")
     page.click("#rb-document-state input")
     page.click("[role=option]:has-text('Failed')")
     mine.await_states(broken="failed", empty="failed")
-    for row in page.locator(".rb-documents .reason").all_inner_texts():
-        assert row.startswith("Reading ")
+    mine.expect(".rb-documents .reason").to_have_text(
+        [re.compile("Reading .*broken"), re.compile("Reading .*empty")]
+    )
+    before = mine.changes()
     page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
     page.wait_for_selector("#rb-library-message:has-text('1 file put in the queue')")
-    mine.all_read()
+    mine.all_read(before)
 
 
 def test_a_file_that_goes_while_it_is_waiting_or_being_read(start, open_page, tmp_path) -> None:
@@ -122,14 +125,14 @@ def test_a_file_that_goes_while_it_is_waiting_or_being_read(start, open_page, tm
     (folder / "third.txt").write_text("The third file is read all the same.")
     mine = open_page(start())
     mine.tab("Library")
-    mine.add(folder)
+    before = mine.add(folder)
     embedding(mine)
     first.unlink()
     second.unlink()
-    mine.all_read()
+    mine.all_read(before)
     # What was read before it went can be used; what was not there to be read says so.
     mine.await_states(first="ready", second="failed", third="ready")
-    assert "there is no such file" in mine.page.inner_text(".rb-documents .reason")
+    mine.expect(".rb-documents .reason").to_contain_text("there is no such file")
 
 
 def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_path) -> None:
@@ -172,12 +175,11 @@ def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_
     (other / "letter.txt").write_text("Dear harbour master, the ledgers are in the lamp room.")
     mine.add(other, watch=True)
     mine.await_states(letter="ready")
-    page.click("[data-act=delete-collection]")
-    page.click("[data-act=delete-collection].asking:has-text('Delete 1 document for good?')")
-    page.wait_for_selector("#rb-library-message:has-text('Deleted 1 document: 1 passage')")
+    deleted = "#rb-library-message:has-text('Deleted 1 document: 1 passage')"
+    mine.confirm("[data-act=delete-collection]", deleted, "Delete 1 document for good?")
     mine.await_states(later="ready")
-    assert page.locator("#rb-watched .name").count() == 1
-    assert page.input_value("#rb-collection input") == "default"
+    mine.expect("#rb-watched .name").to_have_count(1)
+    mine.expect("#rb-collection input").to_have_value("default")
     page.wait_for_selector("#rb-collections", state="detached")
-    mine.page.click("#rb-watched [data-act=unwatch]")
-    mine.page.wait_for_selector("#rb-watched .name", state="detached")
+    page.click("#rb-watched [data-act=unwatch]")
+    page.wait_for_selector("#rb-watched .name", state="detached")

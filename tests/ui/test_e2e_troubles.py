@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from browser import Server, Watched, find_chromium
+from browser import ANSWERS, WAIT_MS, Server, Servers, Watched, files_below
 from hub_server import serve_hub
 
 from ragblend.kvstore.lock import writer_lock
@@ -41,9 +41,11 @@ def quiet(new_home):
 
 
 def read(mine, folder: Path) -> None:
+    """Have that folder, or file, read and encoded."""
     mine.tab("Library")
-    mine.add(folder)
-    mine.all_encoded()
+    before = mine.add(folder)
+    mine.expect(f".rb-documents tr:has(.where:has-text('{folder}')) .rb-state").to_have_text("ready")
+    mine.all_encoded(before)
     mine.tab("Chat")
 
 
@@ -77,7 +79,15 @@ def test_a_file_that_is_too_large(quiet, open_page, tmp_path) -> None:
     page.wait_for_selector("text=exceed the maximum allowed size of 512")
     page.set_input_files("#rb-upload input[type=file]", str(tmp_path / "small.txt"))
     page.wait_for_selector(".rb-documents tr:has-text('small.txt') .rb-state:has-text('ready')")
-    assert sum(file.stat().st_size for file in quiet.home.rglob("*") if file.is_file()) < 100 * 1024**2
+    assert sum(map(size, files_below(quiet.home))) < 100 * 1024**2
+
+
+def size(path: Path) -> int:
+    """0 where it has gone meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
@@ -147,7 +157,7 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         assert len(hub.asked) == asked, "the hub is asked once, not at every start"
 
 
-def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> None:
+def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_model) -> None:
     """Settings and what was said are kept and shown again; a damaged KV file is found, and made again."""
     running = start(settings=f'method = "{TUNED}"\n')
     mine = open_page(running)
@@ -182,11 +192,11 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     page.click(".rb-chat-open")
     page.wait_for_selector(f".rb-turn.user:has-text('{ASKED}')")
     mine.tab("Settings")
-    page.wait_for_function("document.querySelector('#rb-top-k input[type=number]').value === '9'")
-    assert page.input_value("#rb-chunk input[type=number]") == "256"
-    assert page.input_value("#rb-method input") == TUNED
+    mine.expect("#rb-top-k input[type=number]").to_have_value("9")
+    mine.expect("#rb-chunk input[type=number]").to_have_value("256")
+    mine.expect("#rb-method input").to_have_value(TUNED)
     assert f'method = "{TUNED}"' in (running.home / "settings.toml").read_text()
-    assert "/no/such/model" not in page.input_value("#rb-model input, #rb-model textarea")
+    mine.expect("#rb-model input, #rb-model textarea").to_have_value(str(tiny_model))
     mine.tab("Store")
     page.click("#rb-check")
     page.wait_for_selector("#rb-store-message:has-text('1 problem found')")
@@ -194,8 +204,8 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour) -> Non
     page.wait_for_selector("#rb-store-message:has-text('1 damaged KV value taken out; ')")
     page.click("#rb-check")
     page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
-    while not any(path.read_bytes() != content for path in value.parents[1].rglob("*.kv")):
-        page.wait_for_timeout(200)  # until it is encoded again, by the repair or behind it
+    values = value.parents[1]  # it is encoded again, by the repair or behind it
+    until(lambda: next(path for path in values.rglob("*.kv") if path.read_bytes() != content))
 
 
 def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_model) -> None:
@@ -212,6 +222,7 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_mod
     context = chromium.new_context()
     try:
         page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
         assert page.goto(running.address).status == 401
         page.fill("input[type=password]", "seven grey geese")
         page.click("button")
@@ -225,25 +236,28 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_mod
 
 
 @pytest.fixture(scope="module")
-def talkative(new_home, tmp_path_factory):
-    """A page whose answers do not end soon; what it answers from has been read."""
-    (folder := tmp_path_factory.mktemp("harbour") / "harbour.txt").write_text(HARBOUR)
-    running = Server(new_home(LONG))
-    running.source = folder
-    yield running
-    running.end()
+def talkatives(new_home):
+    several = Servers(lambda: Server(new_home(LONG)))
+    yield several
+    several.end()
+
+
+@pytest.fixture
+def talkative(talkatives):
+    """A page whose answers do not end soon."""
+    return talkatives.running()
 
 
 def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
-    talkative, play, open_page, tmp_path
+    talkative, play, open_page, harbour, tmp_path, browser_path
 ) -> None:
     """No goodbye is sent: the connection breaks, and what had come is kept as stopped."""
     mine = open_page(talkative)
-    read(mine, talkative.source)
+    read(mine, harbour)
     mine.leave()
     victim = subprocess.Popen(
         [
-            find_chromium(),
+            browser_path,
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
@@ -266,14 +280,14 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
     page = open_page(talkative).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
-    for _ in range(60):  # what has come so far is there before the server knows that nobody listens
-        if "Stopped." in page.inner_text("#rb-transcript"):
-            return
+    limit = time.monotonic() + WAIT_MS / 1000
+    while "Stopped." not in page.inner_text("#rb-transcript"):
+        # What has come so far is there before the server knows that nobody listens.
+        assert time.monotonic() < limit, "the answer was not stopped"
         page.click("#rb-new")
         page.wait_for_selector("#rb-hello .rb-welcome")
         page.click(".rb-chat-open")
         page.wait_for_selector(".rb-turn.user")
-    raise AssertionError("the answer was not stopped")
 
 
 @pytest.fixture
@@ -284,17 +298,16 @@ def afterwards():
 
 
 def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
-    afterwards, talkative, chromium, open_page
+    afterwards, talkative, chromium, open_page, harbour
 ) -> None:
     """Marked as cut off, with a way to ask again; it used to leave the question without a word."""
     context = chromium.new_context()  # nobody looks at what it complains of when the server is gone
     mine = Watched(context, talkative)
-    read(mine, talkative.source)
+    read(mine, harbour)
     mine.begin(ASKED)
-    mine.page.wait_for_function(
-        "(document.querySelector('#rb-live .rb-prose')?.textContent.length ?? 0) > 40"
-    )
-    shown = letters(mine.page.inner_text("#rb-live .rb-prose"))
+    prose = "document.querySelector('#rb-live .rb-prose')?.textContent ?? ''"
+    seen = mine.page.wait_for_function(f"() => {{ const text = {prose}; return text.length > 40 && text; }}")
+    shown = letters(seen.json_value())
     until(lambda: letters(kept(talkative.home)).index(shown))  # half a second later at most
     talkative.kill()
     context.close()
@@ -304,13 +317,13 @@ def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
     page = mine.page
     page.click(".rb-chat-open")
     page.wait_for_selector("#rb-transcript .rb-note:has-text('ended while this answer was being written')")
-    assert shown in letters(page.inner_text("#rb-transcript .rb-prose"))
-    page.click("button:has-text('Ask again')")
-    page.wait_for_selector("#rb-stop")
-    page.keyboard.press("Escape")
-    mine.ended()
-    assert mine.answers() == 1
-    assert "ended while" not in page.inner_text("#rb-transcript")
+    assert shown in letters(page.inner_text(f"{ANSWERS} .rb-prose"))
+    with mine.answering():
+        page.click("button:has-text('Ask again')")
+        page.wait_for_selector("#rb-stop")
+        page.keyboard.press("Escape")
+    mine.expect(ANSWERS).to_have_count(1)
+    mine.expect("#rb-transcript").not_to_contain_text("ended while")
 
 
 def letters(text: str) -> str:
@@ -332,7 +345,7 @@ def until(found, seconds: float = 60):
     while True:
         try:
             return found()
-        except (OSError, IndexError, ValueError):
+        except (OSError, IndexError, StopIteration, ValueError):
             if time.monotonic() > end:
                 raise
             time.sleep(0.05)
@@ -372,7 +385,7 @@ def test_the_disk_fills_up_under_a_conversation(start, open_page, harbour, small
     mine.await_states(harbour="ready", second="ready")
     mine.tab("Chat")
     mine.ask(ASKED)
-    page.wait_for_selector("#rb-transcript .rb-turn.answer")
+    page.wait_for_selector(ANSWERS)
 
 
 def fill(path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import find_chromium
 
 LOOPBACK = re.compile(r" localhost$| 127\.0\.0\.1$|\('127\.0\.0\.1', |\('::1', | /|\(0, \d+\)$")
 STORY = Path(__file__).parent / "offline_story.py"
@@ -16,11 +15,10 @@ ALONE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up &
 
 
 @pytest.mark.timeout(600)
-def test_ingest_ask_and_page_without_a_network(tmp_path, tiny_model) -> None:
+def test_ingest_ask_and_page_without_a_network(tmp_path, tiny_model, browser_path) -> None:
     """With nothing but loopback, by the kernel's own count and by what Python's sockets were asked."""
     pytest.importorskip("gradio", reason="the page needs the extra `ui`")
     pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
-    find_chromium()
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True).returncode:
         pytest.skip("a network namespace needs unshare(1), ip(8) and the right to make one")
     (home := tmp_path / "home").mkdir(mode=0o700)
