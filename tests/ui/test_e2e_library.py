@@ -28,12 +28,14 @@ def pause(mine) -> None:
 
 
 def press_slowly(mine, selector: str) -> None:
-    """What is drawn anew under the mouse while its button is down, the queue every second, takes no click away."""
+    """While the mouse's button is down another one is drawn in its place, and then further down."""
     mine.page.hover(selector)
-    mine.page.evaluate("selector => { window.pressed = document.querySelector(selector); }", selector)
     mine.page.mouse.down()
-    mine.page.wait_for_function("!window.pressed.isConnected")
-    mine.page.wait_for_selector(selector)
+    mine.page.evaluate(
+        "selector => { const button = document.querySelector(selector); button.replaceWith(button.cloneNode(true));"
+        " document.querySelector('#rb-queue').style.paddingTop = '200px'; }",
+        selector,
+    )
     mine.page.mouse.up()
 
 
