@@ -19,6 +19,8 @@ BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 # queue hangs on one stream of events a page; where that breaks off, Gradio loads the page again.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
+# By itself Gradio drops a click while it waits for the answer to the one before, on whichever button of the same place.
+EACH: dict[str, Any] = {"trigger_mode": "multiple"}
 BARE: dict[str, Any] = {"show_label": False, "container": False}  # a field whose label is for screen readers
 # Empties what a click said, when its tab is opened again: in the browser, as Python's answer to the opening may come
 # later than that to the next click, and would take away what that one said.

@@ -18,7 +18,7 @@ from ragblend.engine.files import DEFAULT
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import BARE, QUEUED, QUICK, Context, drawn
+from ragblend.ui.context import BARE, EACH, QUEUED, QUICK, Context, drawn
 from ragblend.ui.views import problem
 
 if TYPE_CHECKING:
@@ -116,11 +116,10 @@ class ChatTab:
         self.new_button.click(self.new, None, opened, **QUICK)
         self.search_box.change(self.search, listed, [self.chats], trigger_mode="always_last", **QUICK)
         in_list = [self.chat_id, self.search_box, self.limit]
-        self.chats.click(self.in_list, in_list, [*opened, self.limit], **QUEUED)
+        each = QUEUED | EACH
+        self.chats.click(self.in_list, in_list, [*opened, self.limit], **each)
         in_transcript = [*shown, self.source, self.transcript]
-        self.transcript.click(
-            self.in_transcript, [self.chat_id], in_transcript, trigger_mode="multiple", **QUEUED
-        )
+        self.transcript.click(self.in_transcript, [self.chat_id], in_transcript, **each)
         measuring = QUEUED | {"concurrency_limit": 4}
         self.hood.click(self.measure, [self.chat_id], [self.hood], **measuring)
 

@@ -11,7 +11,7 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.context import BARE, QUICK, Context, drawn
+from ragblend.ui.context import BARE, EACH, QUICK, Context, drawn
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -92,17 +92,17 @@ class LibraryTab:
 
     def _connect(self) -> None:
         view, listed = self.view, [self.message, *self.drawn]
-        page = self._page
+        page, each = self._page, QUICK | EACH
         self.collection.change(self.first_page, view[:3], page, **QUICK)
         self.search.change(self.first_page, view[:3], page, trigger_mode="always_last", **QUICK)
         self.state.change(self.first_page, view[:3], page, **QUICK)
-        self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **QUICK)
+        self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **each)
         for asked in (self.add.click, self.folder.submit):
-            asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **QUICK)
+            asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
         self.samples.click(self.add_samples, view, listed, **QUICK)
         self.new.click(self.create, [self.new_name], [self.collection, self.new_name, self.message], **QUICK)
         for drawing in (self.queue, self.jobs, self.watched, self.documents):
-            drawing.click(self.act, view, listed, **QUICK)
+            drawing.click(self.act, view, listed, **each)
         self.tools.click(self.remove_collection, view, [*listed, self.collection], **QUICK)
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:

@@ -90,6 +90,33 @@ def size(path: Path) -> int:
         return 0
 
 
+def test_a_click_counts_while_the_one_before_it_is_not_answered(quiet, open_page, tmp_path) -> None:
+    """The second of two documents that were deleted one right after the other used to stay, without a word."""
+    (folder := tmp_path / "two").mkdir()
+    for name in ("first", "second"):
+        (folder / f"{name}.txt").write_text(f"{HARBOUR} This is the {name}.")
+    mine = open_page(quiet)
+    page, held = mine.page, []
+    mine.tab("Library")
+    mine.all_encoded(mine.add(folder))
+    page.wait_for_selector(".rb-documents tr:has-text('second.txt')")
+
+    def hold(route) -> None:
+        if "delete-document" in (route.request.post_data or ""):
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/gradio_api/run/**", hold)
+    for name in ("first", "second"):
+        button = f".rb-documents tr:has-text('{name}.txt') [data-act=delete-document]"
+        page.click(button)
+        page.click(f"{button}.asking")
+    until(lambda: (page.wait_for_timeout(50), held[1]))
+    page.unroute("**/gradio_api/run/**")
+    mine.expect(f".rb-documents tr:has(.where:has-text('{folder}'))").to_have_count(0)
+
+
 def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
     """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
     mine = open_page(quiet)

@@ -60,9 +60,11 @@
   // A second click within four seconds confirms; nothing opens, nothing moves.
   function ask(element) {
     const before = element.innerHTML;
+    const end = () => { if (element.classList.contains("asking")) { element.classList.remove("asking"); element.innerHTML = before; } };
     element.classList.add("asking");
     element.textContent = element.dataset.confirm;
-    setTimeout(() => { if (element.isConnected) { element.classList.remove("asking"); element.innerHTML = before; } }, 4000);
+    element.addEventListener("click", () => setTimeout(end), { once: true }); // a third one asks again
+    setTimeout(end, 4000);
   }
 
   function choose(element) {
