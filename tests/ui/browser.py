@@ -215,8 +215,11 @@ class Watched:
             with contextlib.suppress(NotShown):
                 self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
                 return
-        said = self.page.locator(".rb-note").all_inner_texts()
-        raise AssertionError(f"{selector} was clicked {PRESSES} times, and {shows} was not shown, but {said}")
+        raise AssertionError(f"{shows} was not shown for {selector}, but {self.said()}")
+
+    def said(self) -> list[str]:
+        """All notes that the page has now."""
+        return self.page.locator(".rb-note").all_inner_texts()
 
     def tab(self, name: str) -> None:
         """A narrow page has some in a menu, into which they go when the tabs are laid out."""
@@ -249,7 +252,8 @@ class Watched:
                 self.page.click(f"{selector}.asking:has-text('{asked}')", timeout=ASKS_MS)
                 self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
                 return
-        raise AssertionError(f"{selector} was clicked and confirmed, and {shows} was not shown")
+        found = self.page.locator(selector).all_inner_texts()
+        raise AssertionError(f"{shows} was not shown for {selector} {found}, but {self.said()}")
 
     def ask(self, question: str) -> None:
         """Type and send with Ctrl-Enter; returns when the answer has ended."""

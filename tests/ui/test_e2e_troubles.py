@@ -135,6 +135,21 @@ def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, har
     page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
 
 
+def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
+    """The tab's figures are drawn above it while the mouse's button is down."""
+    mine = open_page(quiet)
+    page, held = mine.page, []
+    page.route("**/gradio_api/run/**", lambda route: held.append(route))
+    mine.tab("Store")
+    page.hover("#rb-check")
+    page.mouse.down()
+    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
+    page.unroute("**/gradio_api/run/**")
+    page.wait_for_selector("#rb-store-overview .rb-cards")
+    page.mouse.up()
+    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+
+
 def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_model):
     """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
     running = quiet
@@ -225,12 +240,13 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_m
     assert f'method = "{TUNED}"' in (running.home / "settings.toml").read_text()
     mine.expect("#rb-model input, #rb-model textarea").to_have_value(str(tiny_model))
     mine.tab("Store")
-    page.click("#rb-check")
-    page.wait_for_selector("#rb-store-message:has-text('1 problem found')")
-    page.click("#rb-repair")
-    page.wait_for_selector("#rb-store-message:has-text('1 damaged KV value taken out; ')")
-    page.click("#rb-check")
-    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+    for button, said in (
+        ("#rb-check", "1 problem found"),
+        ("#rb-repair", "1 damaged KV value taken out; "),
+        ("#rb-check", "Everything is sound."),
+    ):
+        page.click(button)
+        mine.expect("#rb-store-message").to_contain_text(said)
     values = value.parents[1]  # it is encoded again, by the repair or behind it
     until(lambda: next(path for path in values.rglob("*.kv") if path.read_bytes() != content))
 

@@ -23,38 +23,33 @@
   };
 
   function bind(root, trigger) {
-    const acting = (event) => {
+    root.addEventListener("click", (event) => {
       const element = event.target.closest("[data-act]");
-      return element && root.contains(element) && !element.disabled ? element : null;
-    };
-    const click = (element) => {
+      if (!element || !root.contains(element) || element.disabled) return;
+      event.preventDefault();
       const act = element.dataset.act;
       if (local[act]) return void local[act](element, trigger);
       if (element.dataset.confirm && !element.classList.contains("asking")) return void ask(element);
       if (act === "cite") choose(element);
       if (act === "cite" || act === "hood" || act === "measure") reveal();
       send(trigger, element);
-    };
-    root.addEventListener("click", (event) => {
-      const element = acting(event);
-      if (element) { event.preventDefault(); click(element); }
-    });
-    root.addEventListener("pointerdown", (event) => {
-      const element = event.button === 0 && acting(event);
-      pressed = element ? { element, root, click, x: event.clientX, y: event.clientY } : null;
     });
   }
 
   // What is drawn between press and release moves a button away, or puts another in its place: browsers know of no click
   // then. It is that button's all the same, as long as the pointer has stayed where it was.
   let pressed = null;
+  addEventListener("pointerdown", (event) => {
+    const element = event.button === 0 ? event.target.closest("button") : null;
+    pressed = element && { element, root: element.closest("[id]"), x: event.clientX, y: event.clientY };
+  }, true);
   addEventListener("pointerup", (event) => {
-    const { element, root, click, x, y } = pressed || {};
+    const { element, root, x, y } = pressed || {};
     pressed = null;
     if (!element || element.contains(event.target) || Math.hypot(event.clientX - x, event.clientY - y) > 4) return;
-    const now = element.isConnected ? element : [...root.querySelectorAll("[data-act]")].find((each) => same(each, element));
-    if (now && !now.disabled) click(now);
-  });
+    const drawn = () => [...(root || document).querySelectorAll("[data-act]")].find((each) => same(each, element));
+    (element.isConnected ? element : drawn())?.click();
+  }, true);
   const same = (one, other) => JSON.stringify(one.dataset) === JSON.stringify(other.dataset);
 
   // A second click within four seconds confirms; nothing opens, nothing moves.
