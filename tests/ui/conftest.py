@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What drives a browser runs a second time where it failed, and is named in the summary: decision 98."""
+    """What drives a browser runs a second time where it failed, and is named in the summary: decision 101."""
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
             if "browser_path" in getattr(item, "fixturenames", ()):
