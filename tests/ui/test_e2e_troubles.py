@@ -184,7 +184,7 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         page.fill("#rb-model input, #rb-model textarea", "anna/tiny")
         mine.press("#rb-save", "#rb-saved:has-text('Downloading anna/tiny')")
         page.click("#rb-stop-download")
-        page.wait_for_selector("#rb-saved:has-text('was stopped; what has come is kept')")
+        mine.expect("#rb-saved").to_contain_text("was stopped; what has come is kept")
         page.wait_for_selector("#rb-stop-download", state="hidden")
         assert "anna/tiny" not in (running.home / "settings.toml").read_text()
         hub.go_on.set()
