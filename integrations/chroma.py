@@ -7,6 +7,7 @@ Chroma marks what is deleted in its graph and keeps it; its log keeps it until a
 pages for ever. So `delete` overwrites a vector before it removes it, and `erase` has all that written to the disk.
 """
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ FOREIGN = "an older version or another program has made it"
 NODE = "node"  # the metadata key that says whose a vector is
 VECTORS_A_HIT = 4  # how many vectors to ask for, for each node wanted
 DELETE_NODES = 500  # in one filter
+SPREAD = 1e-3  # how far a vector is moved, beside its length of 1
 REBUILT_NODES = 1000  # written at once: a collection is made again ten times faster than document by document
 SYNC_ENTRIES = 1100  # after a thousand (`sync_threshold`) Chroma writes its graph and purges its log
 # Chroma shares one system a folder, and hands it to other threads while it still starts.
@@ -54,6 +56,7 @@ class VectorIndex:
 
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
         """Add or replace nodes, each with its vectors (W, E)."""
+        embeddings = [apart(node, rows) for node, rows in zip(node_ids, embeddings, strict=True)]
         vectors = [
             (node, n) for node, rows in zip(node_ids, embeddings, strict=True) for n in range(len(rows))
         ]
@@ -223,6 +226,21 @@ def _joined(
             nodes, rows = [], []
     if nodes:
         yield nodes, rows
+
+
+def apart(node_id: str, rows: Embeddings) -> Embeddings:
+    """A node's vectors (W, E) as they are indexed: each once, and none quite like another node's -> (W', E).
+
+    HNSW links a vector to its nearest. Where these are many equal ones nothing leads to it any more: with three windows
+    of 13 in common 80 of 400 passages were found by no question. At a distance of SPREAD, which changes a score by some
+    5e-5, all are.
+    """
+    _, first = np.unique(rows, axis=0, return_index=True)
+    once = rows[np.sort(first)]
+    seed = int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8])
+    chance = np.random.default_rng(seed).normal(size=once.shape)
+    moved: Embeddings = (once + SPREAD / np.sqrt(once.shape[1]) * chance).astype(np.float32)
+    return moved
 
 
 def _slices(total: int, step: int) -> list[slice]:

@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from ragblend.integrations.chroma import VectorIndex
+from ragblend.integrations.chroma import VectorIndex, apart
 from ragblend.integrations.chroma_sweep import HEADER
 from ragblend.kvstore.errors import LibraryError
 
@@ -35,7 +35,7 @@ def test_nearest_by_cosine(index):
     expected = np.argsort(-(rows @ question))[:5]
     hits = index.query(question, 5)
     assert [hit.node_id for hit in hits] == [f"n{i}" for i in expected]
-    assert [hit.score for hit in hits] == pytest.approx((rows @ question)[expected], abs=1e-5)
+    assert [hit.score for hit in hits] == pytest.approx((rows @ question)[expected], abs=1e-3)
 
 
 def test_a_node_is_as_near_as_its_nearest_window(index):
@@ -47,9 +47,27 @@ def test_a_node_is_as_near_as_its_nearest_window(index):
     best = sorted(((float((g @ question).max()), name) for name, g in groups.items()), reverse=True)
     hits = index.query(question, 3)
     assert [hit.node_id for hit in hits] == [name for _, name in best], "one node's windows crowd nobody out"
-    assert [hit.score for hit in hits] == pytest.approx([score for score, _ in best], abs=1e-5)
+    assert [hit.score for hit in hits] == pytest.approx([score for score, _ in best], abs=1e-3)
     index.delete(["many"])
     assert index.count() == 2 and index.node_ids() == {"few", "one"}
+
+
+def test_a_passage_that_repeats_itself_hides_no_other(index):
+    """HNSW leads nowhere from a crowd of equal vectors."""
+    crowd, alone = rows_of(3), rows_of(20, seed=1)
+    for number, row in enumerate(alone):
+        index.upsert([f"alone-{number}", f"{number}"], [row[None], np.repeat(crowd, 20, axis=0)])
+    found = [index.query(row, 1)[0].node_id for row in alone]
+    assert found == [f"alone-{number}" for number in range(20)]
+
+
+def test_boilerplate_hides_no_passage(index):
+    """Three windows of 13 that all files share: every tenth passage was found by no question."""
+    crowd, own = rows_of(3), rows_of(4000, seed=1).reshape(400, 10, 16)
+    index.upsert([f"n{n}" for n in range(400)], [np.concatenate([rows, crowd]) for rows in own])
+    found = [index.query(rows[0], 1)[0].node_id for rows in own]
+    lost = [n for n, node in enumerate(found) if node != f"n{n}"]
+    assert len(lost) <= 2, lost  # HNSW is never quite exact
 
 
 def test_upsert_replaces_and_delete_forgives(index):
@@ -142,11 +160,14 @@ def test_what_was_deleted_leaves_no_byte(index, tmp_path, count, left):
     other = VectorIndex(tmp_path / "chroma", "other")
     other.upsert(["kept"], unit(1, seed=9))
     index.upsert(names, list(rows[:, None, :]))
+    written = np.concatenate([apart(name, row[None]) for name, row in zip(names, rows, strict=True)])
     bare = count - left
-    assert _found_in(index.folder, names[:1], rows[:1]) >= {"id", "vector"}, "the search sees what is there"
+    assert _found_in(index.folder, names[:1], written[:1]) >= {"id", "vector"}, (
+        "the search sees what is there"
+    )
     index.delete(names[:bare])
     index.erase()
-    assert _found_in(index.folder, names[:bare], rows[:bare]) == set()
+    assert _found_in(index.folder, names[:bare], written[:bare]) == set()
     assert index.node_ids() == set(names[bare:]) and other.node_ids() == {"kept"}
     index.close()
     index.upsert(names[:1], list(rows[:1, None, :]))
@@ -157,8 +178,9 @@ def test_what_was_deleted_leaves_no_byte(index, tmp_path, count, left):
 def test_a_rebuild_leaves_no_byte_of_before(index):
     names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(1300)], rows_of(1300)
     index.upsert(names, list(rows[:, None, :]))
+    written = np.concatenate([apart(name, row[None]) for name, row in zip(names, rows, strict=True)])
     index.rebuild([(names[1200:], list(rows[1200:, None, :]))])
-    assert _found_in(index.folder, names[:1200], rows[:1200]) == set() and index.count() == 100
+    assert _found_in(index.folder, names[:1200], written[:1200]) == set() and index.count() == 100
 
 
 def _found_in(folder, names, rows):
