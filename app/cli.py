@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app import cli_ask, cli_demo, cli_docs, cli_models, cli_serve, cli_store, cli_tune, cli_ui
+from ragblend.app import (
+    cli_ask,
+    cli_demo,
+    cli_docs,
+    cli_mcp,
+    cli_models,
+    cli_serve,
+    cli_store,
+    cli_tune,
+    cli_ui,
+)
 from ragblend.app.bench.cli import bench_app
 from ragblend.app.cli_common import Cli, command, plural
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
@@ -109,6 +119,7 @@ for each in (
     cli_tune.tune,
     cli_ui.ui,
     cli_serve.serve,
+    cli_mcp.mcp,
 ):
     command(app)(each)
 for group in (

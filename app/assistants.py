@@ -1,0 +1,145 @@
+"""The library for assistants on the desktop: four tools of the Model Context Protocol (`ragblend mcp`).
+
+What they give is JSON: passages carry the document's id, by which `read_document` opens it. Nothing can be changed.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+from pydantic import Field
+
+import ragblend
+from ragblend.app.answer import Source
+from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.app.retrieval import check_askable, check_collection, nearest, without_duplicates
+from ragblend.integrations.threads import in_thread
+from ragblend.kvstore.errors import RagBlendError, UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.turn import Turn
+    from ragblend.app.workspace import Workspace, Workspaces
+
+T = TypeVar("T")
+Json = dict[str, Any]
+ABOUT = (
+    "The user's own documents, on this machine. `search` finds passages, `ask` has a small local model answer from "
+    "them, `read_document` reads on where a passage ends. Cite documents by their names."
+)
+MOST_CHARACTERS = 20_000  # of a document, in one answer
+LOOKS_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+Question = Annotated[
+    str, Field(max_length=10_000, description="In the words of the documents, if you know them.")
+]
+Collection = Annotated[str | None, Field(description="Which collection; left out: the usual one.")]
+Limit = Annotated[int, Field(ge=1, le=50)]
+Offset = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def tools_over(conversations: Conversations, workspaces: "Workspaces") -> MCPServer[Any]:
+    """The server, not yet running. Errors of the tools are answers to the assistant; the process goes on."""
+    server: MCPServer[Any] = MCPServer(
+        "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
+    )
+    library = workspaces.library
+
+    def chosen(name: str | None) -> str:
+        if name is not None:
+            check_collection(library, name)
+        return workspaces.settings.collection if name is None else name
+
+    def opened(name: str | None) -> "Workspace":
+        workspace = workspaces.of(chosen(name))
+        check_askable(workspace)
+        return workspace
+
+    @server.tool(annotations=LOOKS_ONLY)
+    async def search(question: Question, collection: Collection = None, limit: Limit = 6) -> Json:
+        """Find the passages of the user's documents that are nearest to a question."""
+
+        def found() -> Json:
+            if not question.strip():
+                raise UsageError("The question is empty.")
+            passages = without_duplicates(nearest(opened(collection), question, limit))[:limit]
+            return {"passages": [_passage(each) for each in passages]}
+
+        return await _told(found)
+
+    @server.tool(annotations=LOOKS_ONLY)
+    async def ask(question: Question, collection: Collection = None) -> Json:
+        """Answer a question from the user's documents by a local model, with the passages that it was given."""
+        turns: list[Turn] = []
+
+        def answered() -> Json:
+            workspace = opened(collection)
+            options = AskOptions((workspace.settings.collection,), least_score=ANY)
+            turns.append(conversations.answer(question, options))
+            answer = turns[0].whole()
+            notice = {"notice": answer.notice} if answer.notice else {}
+            return {"answer": answer.text, "sources": [_passage(each) for each in answer.sources], **notice}
+
+        try:
+            return await _told(answered)
+        finally:
+            for turn in turns:  # the assistant may have stopped waiting
+                turn.stop()
+
+    @server.tool(annotations=LOOKS_ONLY)
+    async def list_documents(
+        collection: Collection = None, words: str = "", offset: Offset = 0, limit: Limit = 50
+    ) -> Json:
+        """List the user's documents; words: those whose name or folder has all of them. Names all collections too."""
+
+        def listed() -> Json:
+            name = chosen(collection)
+            page = library.page(name, words, None, offset, limit)
+            rows = [
+                {"id": each.id, "name": each.name, "state": str(each.state), "passages": each.passages}
+                for each in page.documents
+            ]
+            return {
+                "collection": name,
+                "collections": workspaces.names(),
+                "total": page.total,
+                "documents": rows,
+            }
+
+        return await _told(listed)
+
+    @server.tool(annotations=LOOKS_ONLY)
+    async def read_document(
+        document: Annotated[str, Field(description="Its id, or its file's name.")],
+        collection: Collection = None,
+        offset: Offset = 0,
+    ) -> Json:
+        """Read a document's text, 20,000 characters at a time; offset: where to go on, from `next_offset`."""
+
+        def read() -> Json:
+            found = library.find(opened(collection).settings.collection, document)
+            text = "\n\n".join(passage.text for passage in library.passages_of(found.id))
+            stop = offset + MOST_CHARACTERS
+            part = {"id": found.id, "name": found.name, "characters": len(text), "text": text[offset:stop]}
+            return part | ({"next_offset": stop} if stop < len(text) else {})
+
+        return await _told(read)
+
+    return server
+
+
+async def _told(work: Callable[[], T]) -> T:
+    try:
+        return await in_thread(work)
+    except RagBlendError as error:
+        raise ToolError(str(error)) from error
+
+
+def _passage(source: Source) -> Json:
+    return {
+        "document": source.document,
+        "document_id": source.document_id,
+        "location": source.location,
+        "score": source.score,
+        "text": source.text,
+    }

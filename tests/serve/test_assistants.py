@@ -1,0 +1,94 @@
+"""`ragblend mcp` as an assistant starts it: the real command on the official client, over a home with documents."""
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+from mcp import Client, StdioServerParameters
+
+from ragblend.app.cli import main
+
+LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
+FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def home(home_of, tiny_folder, tmp_path_factory):
+    home, folder = home_of(), tmp_path_factory.mktemp("documents")
+    (folder / "lighthouse.md").write_text(LIGHT * 2)
+    (folder / "ferry.txt").write_text(FERRY * 700)
+    assert main(["ingest", str(folder), "--home", str(home), "--model", str(tiny_folder)]) == 0
+    (home / "settings.toml").write_text(f'model = "{tiny_folder}"\nmax_new_tokens = 4\n')
+    return home
+
+
+def told(home, *calls):
+    """What each call (tool, arguments) gave, and the tools that there are: one process, one conversation."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
+    command = StdioServerParameters(
+        command=sys.executable,
+        args=["-m", "ragblend.app.cli", "mcp", "--home", str(home)],
+        env=environment,
+    )
+
+    async def talk():
+        async with Client(command) as client:
+            tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+            return tools, [await client.call_tool(name, arguments) for name, arguments in calls]
+
+    return asyncio.run(talk())
+
+
+def value(result):
+    assert not result.is_error, result
+    return json.loads(result.content[0].text)
+
+
+def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
+    tools, results = told(
+        home,
+        ("search", {"question": "Who built the lighthouse?", "limit": 1}),
+        ("ask", {"question": "Who built the lighthouse?"}),
+        ("list_documents", {}),
+        ("list_documents", {"words": "ferry", "limit": 1}),
+        ("read_document", {"document": "ferry.txt"}),
+        ("read_document", {"document": "ferry.txt", "offset": 40_000}),
+    )
+    assert set(tools) == {"search", "ask", "list_documents", "read_document"}
+    assert all(tool.annotations.read_only_hint for tool in tools.values())
+    found, answer, everything, ferries, begin, end = map(value, results)
+    [passage] = found["passages"]
+    assert passage["document"] == "lighthouse.md" and passage["text"].startswith(LIGHT.strip())
+    assert answer["answer"] and answer["sources"][0]["document_id"] == passage["document_id"]
+    assert {each["name"] for each in everything["documents"]} == {"lighthouse.md", "ferry.txt"}
+    assert (everything["total"], everything["collections"]) == (2, ["default"])
+    assert [each["name"] for each in ferries["documents"]] == ["ferry.txt"]
+    assert begin["next_offset"] == len(begin["text"]) == 20_000 and begin["text"].startswith(
+        "The ferry Marigold"
+    )
+    assert "next_offset" not in end and len(end["text"]) == end["characters"] - 40_000 > 0
+
+
+def test_what_cannot_be_done_is_said_and_the_process_goes_on(home) -> None:
+    _, (*refused, fine) = told(
+        home,
+        ("search", {"question": " "}),
+        ("search", {"question": "Who?", "collection": "nobodys"}),
+        ("list_documents", {"collection": "../x"}),
+        ("ask", {"question": ""}),
+        ("ask", {"question": "x" * 10_001}),
+        ("read_document", {"document": "none.txt"}),
+        ("read_document", {"document": "ferry.txt", "offset": -1}),
+        ("search", {"question": "Who?", "limit": 0}),
+        ("search", {"question": "Who built the lighthouse?"}),
+    )
+    said = [result.content[0].text for result in refused]
+    assert all(result.is_error for result in refused), refused
+    words = ("empty", "nobodys", "../x", "empty", "10000", "none.txt", "greater", "greater")
+    assert [word for word, text in zip(words, said, strict=True) if word not in text] == []
+    assert value(fine)["passages"]
