@@ -42,6 +42,7 @@ class AskOptions:
 
     documents: from passages alone, and if none is found that is said without asking the model; chat: passages where
     they are found, else a plain conversation. least_score: the cosine similarity below which nothing is found.
+    client: whose question it is, where the device is shared.
     """
 
     collections: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class AskOptions:
     max_new_tokens: int | None = None
     temperature: float | None = None
     least_score: float = LEAST_SCORE
+    client: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -177,13 +179,14 @@ class Conversations:
         room = self.engine.context_window - settings.answer_tokens
         context = fit(self.engine, room, words, messages, asked.text, found)
         notices = " ".join(text for text in (notice, context.notice) if text) or None
-        return Asked(asked, context, words, notices, retrieve_ms, settings)
+        return Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
 
     def _turn(self, asked: Asked, chats: Chats | None) -> Turn:
         engine, stream = self.engine, None
         if asked.context is not None:
             session = None if chats is None else self._session(asked.question.chat_id)
-            stream = engine.stream(asked.context.prompt, session=session, **asked.settings.answering)
+            given: dict[str, Any] = {"session": session, "client": asked.client, **asked.settings.answering}
+            stream = engine.stream(asked.context.prompt, **given)
         turn = Turn(asked, engine, stream, chats)
         self._turns.add(turn)
         return turn

@@ -36,6 +36,7 @@ class Asked:
     notice: str | None
     retrieve_ms: float
     settings: Settings
+    client: str = ""
 
 
 class Turn(Closing):

@@ -15,6 +15,7 @@ from ragblend.engine.eviction import evict
 from ragblend.engine.model import end_ids
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import Turn
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
@@ -29,8 +30,12 @@ def answered(
     on_text: OnText | None = None,
     cancel: threading.Event | None = None,
     begun: float | None = None,
+    turn: Turn | None = None,
 ) -> Result:
-    """Decode from a prefilled prompt. begun: of which ttft_ms is counted. Raises Cancelled if that was asked for."""
+    """Decode from a prefilled prompt. begun: of which ttft_ms is counted; turn: gives way to others between two tokens.
+
+    Raises Cancelled if that was asked for.
+    """
     model, tokenizer = runtime.loaded.model, runtime.tokenizing.tokenizer
     prompt, cache = prefilled.prompt, prefilled.cache
     room = max(1, runtime.context_window - len(prompt.token_ids))
@@ -58,7 +63,11 @@ def answered(
             evict(runtime.decoder, prompt, cache, options.keep_tokens)
 
     def halted() -> bool:
-        return stream.stopped or (cancel is not None and cancel.is_set())
+        if stream.stopped or (cancel is not None and cancel.is_set()):
+            return True
+        if turn is not None:
+            turn.between_tokens()
+        return False
 
     processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
     given = prefilled, options.max_new_tokens, processors, on_token, halted

@@ -4,6 +4,7 @@ The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, co
 -> policy.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ragblend.engine.decode import OnText, answered, continue_logits
 from ragblend.engine.decoder import kv_geometry
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.nodes import Nodes, Progress
-from ragblend.engine.prefill import Request, follow_up, prefill
+from ragblend.engine.prefill import Request, claim_of, follow_up, prefill
 from ragblend.engine.profiling import measure
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
 from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, Stream
@@ -249,8 +250,8 @@ class Engine:
         Raises PromptTooLongError, UsageError, Cancelled.
         """
         request = self._request(prompt, method, ratio, seed)
-        with self.runtime.queue.turn(cancel):
-            prefilled = prefill(self.runtime, request, cancel)
+        with self.runtime.queue.turn(cancel) as turn:
+            prefilled = prefill(self.runtime, request, turn)
             follow_up(self.runtime, request, prefilled.report)
             return prefilled
 
@@ -262,15 +263,19 @@ class Engine:
         cancel: threading.Event | None = None,
         on_text: OnText | None = None,
         session: Session | None = None,
+        client: str = "",
+        deadline: float = math.inf,
         **options: Any,
     ) -> Result:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
 
         on_text is called with each piece of text as it comes; what it raises ends the answer. session: as in `stream`.
+        client: the device's time is fair between them; deadline: of `time.monotonic`; past it nothing is begun.
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
-        return self._answer(replace(request, session=session), chosen, on_text, cancel)
+        request = replace(request, session=session)
+        return self._answer(request, chosen, on_text, cancel, client, deadline)
 
     def stream(
         self,
@@ -278,15 +283,17 @@ class Engine:
         method: str | Policy = DEFAULT_METHOD,
         ratio: float | str = DEFAULT_RATIO,
         session: Session | None = None,
+        client: str = "",
         **options: Any,
     ) -> Stream:
         """Answer the prompt, piece by piece. Wrong arguments raise here, what goes wrong later in the iteration.
 
         session: what it holds of the prompt's beginning is not read again, and it holds this prompt and answer next.
+        client: as in `generate`.
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
-        return Stream(partial(self._answer, replace(request, session=session), chosen))
+        return Stream(partial(self._answer, replace(request, session=session), chosen, client=client))
 
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
@@ -329,14 +336,24 @@ class Engine:
     # --- inside
 
     def _answer(
-        self, request: Request, options: DecodeOptions, on_text: OnText | None, cancel: threading.Event | None
+        self,
+        request: Request,
+        options: DecodeOptions,
+        on_text: OnText | None,
+        cancel: threading.Event | None,
+        client: str = "",
+        deadline: float = math.inf,
     ) -> Result:
-        """Prefill, decode, and keep what was read for the request's session; ttft_ms is from the turn's begin."""
-        with self.runtime.queue.turn(cancel):
+        """Prefill, decode, and keep what was read for the request's session; ttft_ms is from the turn's begin.
+
+        Others have the device between its layers and tokens; `claim_of` says who goes first.
+        """
+        claim = claim_of(self.runtime, request, client, deadline)
+        with self.runtime.queue.turn(cancel, claim=claim) as turn:
             begun, answer = time.perf_counter(), tuple[int, ...]()
-            prefilled = prefill(self.runtime, request, cancel, answering=True)
+            prefilled = prefill(self.runtime, request, turn, answering=True)
             try:
-                result = answered(self.runtime, prefilled, options, on_text, cancel, begun)
+                result = answered(self.runtime, prefilled, options, on_text, cancel, begun, turn)
                 answer = result.token_ids
                 return result
             finally:  # also of an answer that was stopped: its prompt has been read

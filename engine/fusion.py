@@ -4,7 +4,6 @@ Every method runs through `Fusion`; `full` is the policy that keeps every row. A
 first, through the KV as it was stored, to collect what they attend to (a probe, design section 5), in the same loop.
 """
 
-import threading
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +15,10 @@ from ragblend.engine.correction import Correction
 from ragblend.engine.decoder import Decoder, RowBlock
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.scheduler import Turn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.errors import Cancelled, UsageError
+from ragblend.kvstore.errors import UsageError
 
 # More rows than this pass through a layer in several blocks. That changes nothing they compute (a row sees only what is
 # before it, and blocks are in order), and keeps activations small beside the KV.
@@ -78,7 +78,7 @@ class Fusion:
     cache: FusedCache
     loader: LayerLoader
     recorder: Recorder
-    cancel: threading.Event | None = None
+    turn: Turn | None = None
     spent: Spent = field(default_factory=Spent)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class Fusion:
             with part("prepare", stream="device"):
                 work = self._embedded(rows[rows >= settled.tokens] if settled.tokens else rows)
             for layer in range(plan.layers):
-                self._check_cancelled()
+                self._give_way()
                 work = self._layer(layer, self._joined(work, settled) if layer == settled.layer else work)
             self.spent.recomputed += work.stored
             self.spent.rows = work.rows
@@ -105,9 +105,9 @@ class Fusion:
         finally:
             self.cache.step = Append()
 
-    def _check_cancelled(self) -> None:
-        if self.cancel is not None and self.cancel.is_set():
-            raise Cancelled("the prefill was cancelled")
+    def _give_way(self) -> None:
+        if self.turn is not None:
+            self.turn.between_layers()
 
     def _layer(self, layer: int, work: Work) -> Work:
         """Take the rows through one layer, and leave behind those that the policy does not keep."""
@@ -231,7 +231,7 @@ class Fusion:
         ends_early = layers.stop < plan.layers
         scores: dict[int, Tensor] = {}
         for layer in range(layers.stop):
-            self._check_cancelled()
+            self._give_way()
             if blank.numel():
                 self.cache.blank(layer, blank)
             with self.recorder.part("probe", layer, stream="device"):

@@ -1,7 +1,6 @@
 """One prompt, read: find its chunks, plan, decide the ratio, fuse, count; or all of it by the model's own forward."""
 
 import logging
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,18 +12,20 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, Workload, decide
+from ragblend.engine.device import free_bytes
 from ragblend.engine.fusion import Fusion, Spent
 from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.nodes import Nodes
+from ragblend.engine.order import Claim
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import Turn
 from ragblend.engine.selection import BLIND, Policy
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.codec import Part, Source
-from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.memory import held_nbytes
 
 log = logging.getLogger("ragblend")
@@ -44,7 +45,7 @@ class Request:
 
 
 def prefill(
-    runtime: Runtime, request: Request, cancel: threading.Event | None = None, answering: bool = False
+    runtime: Runtime, request: Request, turn: Turn | None = None, answering: bool = False
 ) -> Prefilled:
     """With the device in hand: fused where the gate allows it, by the model's own forward elsewhere.
 
@@ -52,8 +53,32 @@ def prefill(
     """
     refusal = runtime.refusal(len(request.prompt.token_ids))
     if refusal is not None:
-        return _unfused(runtime, request, refusal, cancel, answering)
-    return _fused(runtime, request, cancel)
+        return _unfused(runtime, request, refusal, turn, answering)
+    return _fused(runtime, request, turn)
+
+
+def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -> Claim:
+    """What the queue must know of a request: what of it is stored, and how much memory its context takes.
+
+    Of a model that is not loaded yet nothing is known.
+    """
+    if not runtime.is_ready:
+        return Claim(True, client, deadline=deadline)
+    if runtime.queue.order.budget_bytes is None:
+        runtime.queue.order.budget_bytes = free_bytes(runtime.device) // 2
+    prompt, cached = request.prompt, dict[str, int]()
+    if request.session is not None and (held := request.session.common_tokens(prompt.token_ids)):
+        cached[f"session {id(request.session)}"] = held
+    with runtime.use.turn():
+        for chunk in prompt.chunks:
+            for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
+                ids = chunk.token_ids or ()
+                key = runtime.key_of(prefix, ids, chunk.collection or request.collection)
+                if runtime.store.contains(key):
+                    cached[key.digest] = len(ids)
+    tokens = len(prompt.token_ids)
+    nbytes = (tokens + request.room_tokens) * runtime.decoder.geometry.token_bytes
+    return Claim(True, client, cached, max(1, tokens - sum(cached.values())), nbytes, deadline)
 
 
 def follow_up(runtime: Runtime, request: Request, report: Report) -> None:
@@ -69,7 +94,7 @@ def follow_up(runtime: Runtime, request: Request, report: Report) -> None:
         runtime.chores.add(runtime.store.write_uses)
 
 
-def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -> Prefilled:
+def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     """A chunk found damaged on the way counts as missing, and the request begins again."""
     begun = time.perf_counter()
     recorder = Recorder(runtime.transfers, begun)
@@ -85,7 +110,7 @@ def _fused(runtime: Runtime, request: Request, cancel: threading.Event | None) -
             plan, decision = _decided(runtime, request, _find(runtime, request, readers))
         while True:
             try:
-                logits, cache, spent = _compute(runtime, request, plan, recorder, cancel)
+                logits, cache, spent = _compute(runtime, request, plan, recorder, turn)
                 break
             except LostChunk as lost:
                 log.warning("%s; it is computed in place", lost)
@@ -154,14 +179,14 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
 
 
 def _compute(
-    runtime: Runtime, request: Request, plan: Plan, recorder: Recorder, cancel: threading.Event | None
+    runtime: Runtime, request: Request, plan: Plan, recorder: Recorder, turn: Turn | None
 ) -> tuple[Tensor, FusedCache, Spent]:
     decoder, policy, spans = runtime.decoder, request.policy, request.policy.spans(plan)
     cache = FusedCache(decoder.geometry, plan.tokens, request.room_tokens, decoder.device)
     given = cache, decoder, runtime.transfers, runtime.readers, recorder, policy.moves_keys
     loader = LayerLoader(spans, *given)
     try:
-        logits, spent = Fusion(decoder, plan, policy, cache, loader, recorder, cancel).prefill()
+        logits, spent = Fusion(decoder, plan, policy, cache, loader, recorder, turn).prefill()
     finally:
         loader.finish()
     return logits, cache, spent
@@ -179,7 +204,7 @@ def _promote(runtime: Runtime, request: Request) -> None:
 
 
 def _unfused(
-    runtime: Runtime, request: Request, warning: str, cancel: threading.Event | None, answering: bool
+    runtime: Runtime, request: Request, warning: str, turn: Turn | None, answering: bool
 ) -> Prefilled:
     """How a model that cannot be fused is served. Its cache is not kept: not all kinds go back to the prompt."""
     tokens = len(request.prompt.token_ids)
@@ -188,8 +213,8 @@ def _unfused(
     if answering:
         return Prefilled(request.prompt, torch.empty(0), None, report)
     begun = time.perf_counter()
-    if cancel is not None and cancel.is_set():
-        raise Cancelled("the prefill was cancelled")
+    if turn is not None:
+        turn.between_layers()
     model = runtime.loaded.model
     with torch.inference_mode():
         ids = torch.tensor([request.prompt.token_ids], device=model.device)

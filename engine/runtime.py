@@ -158,6 +158,12 @@ class Runtime:
         return token_grammars(tokenizer, vocabulary, model.end_ids(loaded))
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the model is loaded, judged, and may be fused."""
+        gate = vars(self).get("gate")
+        return gate is not None and gate.passed
+
+    @property
     def decoder(self) -> Decoder:
         decoder = self.loaded.decoder
         assert decoder is not None, "only asked for after the gate"

@@ -1,7 +1,8 @@
-"""The queue before the device: one request at a time, in the order of their coming, and chores when nobody waits."""
+"""The queue before the device: one request has it at a time, and gives way to others; chores when nobody waits."""
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
@@ -10,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ragblend.engine.order import Claim, Order, Ticket
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
 _POLL_S = 0.05
+SLICE_S = 0.2  # of reading a prompt, before streams have a token each: that long they may be silent
 PAUSE_S = 0.05  # a program's next call often comes within it, and would stop what had just begun
 
 
@@ -33,52 +36,121 @@ def _end_all() -> None:
         thing.end()
 
 
-class DeviceQueue:
-    """A fair lock: first come, first served; a waiting request can be cancelled. Not reentrant.
+class Turn:
+    """The device in the hands of one request."""
 
-    Work in the background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since.
+    def __init__(self, queue: "DeviceQueue", ticket: Ticket, cancel: threading.Event | None) -> None:
+        self._queue, self._ticket, self._cancel = queue, ticket, cancel
+
+    def between_layers(self) -> None:
+        """Raises Cancelled if that was asked for; after SLICE_S of reading others have the device in between."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise Cancelled("the prefill was cancelled")
+        self._queue.give_way(self._ticket, self._cancel, SLICE_S)
+
+    def between_tokens(self) -> None:
+        """The prompt has been read: the next one may be begun, and the others have a token, or a slice, in between."""
+        self._ticket.is_reading = False
+        self._queue.give_way(self._ticket, self._cancel, 0.0)
+
+
+class DeviceQueue:
+    """A lock that goes to whom `Order` says; a waiting request can be cancelled. Not reentrant.
+
+    Requests that share it (`Claim.shares`) have it in turn; all others alone, first come, first served. Work in the
+    background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
+        self.order = Order()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for work in the background
+        self._calls: dict[Ticket, threading.Condition] = {}
+        self._holder: Ticket | None = None
+        self._since = 0.0  # since when
+        self._ring: deque[Ticket] = deque()  # begun ones that gave way
         self._left_at = -PAUSE_S  # when the last request left
 
     @contextmanager
-    def turn(self, cancel: threading.Event | None = None, background: bool = False) -> Iterator[None]:
-        """Hold the device. Raises Cancelled if `cancel` is set before the turn comes."""
-        ticket = object()
-        with self._changed:
+    def turn(
+        self, cancel: threading.Event | None = None, background: bool = False, claim: Claim | None = None
+    ) -> Iterator[Turn]:
+        """Hold the device, alone without a claim. Raises Cancelled if `cancel` is set, or the deadline of the claim
+        past, before the turn comes."""
+        with self._lock:
             if background:
                 self._await_pause()
-            self._waiting.append(ticket)
+            ticket = self.order.add(claim or Claim())
+            self._calls[ticket] = threading.Condition(self._lock)
             try:
-                while self._waiting[0] is not ticket:
-                    if cancel is not None and cancel.is_set():
-                        raise Cancelled("the request was cancelled while it waited for the device")
-                    self._changed.wait(_POLL_S if cancel is not None else None)
+                self._pass_on()
+                self._await(ticket, cancel)
             except BaseException:
                 self._leave(ticket)
                 raise
         try:
-            yield
+            yield Turn(self, ticket, cancel)
         finally:
-            with self._changed:
+            with self._lock:
                 self._leave(ticket)
                 if not background:
                     self._left_at = time.monotonic()
 
-    def _await_pause(self) -> None:
-        while self._waiting or (left := self._left_at + PAUSE_S - time.monotonic()) > 0:
-            self._changed.wait(None if self._waiting else left)
+    def give_way(self, ticket: Ticket, cancel: threading.Event | None, after_s: float) -> None:
+        """Let others have it once, where the holder has had it for so long. Raises Cancelled as `turn` does."""
+        with self._lock:
+            now = time.monotonic()
+            if ticket.claim.shares and now >= self._since + after_s and self.wanted:
+                self._give_up(now)
+                self._ring.append(ticket)
+                self._pass_on()
+                self._await(ticket, cancel)
+
+    @property
+    def inside(self) -> int:
+        """How many wait or have begun."""
+        return len(self._calls)
 
     @property
     def wanted(self) -> bool:
         """Whether somebody waits behind the one whose turn it is."""
-        return len(self._waiting) > 1
+        return len(self._calls) > 1
 
-    def _leave(self, ticket: object) -> None:
-        self._waiting.remove(ticket)
+    def _await_pause(self) -> None:
+        while self._calls or (left := self._left_at + PAUSE_S - time.monotonic()) > 0:
+            self._changed.wait(None if self._calls else left)
+
+    def _await(self, ticket: Ticket, cancel: threading.Event | None) -> None:
+        deadline, called = ticket.claim.deadline, self._calls[ticket]
+        polls = cancel is not None or deadline < math.inf
+        while self._holder is not ticket:
+            if (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline:
+                raise Cancelled("the request was cancelled while it waited for the device")
+            called.wait(_POLL_S if polls else None)
+
+    def _pass_on(self) -> None:
+        """Where nobody has it: who may begin has it next, else who gave way first."""
+        if self._holder is not None:
+            return
+        now = time.monotonic()
+        self._holder = self.order.begin(now) or (self._ring.popleft() if self._ring else None)
+        self._since = now
+        if self._holder is not None:
+            self._calls[self._holder].notify()
+
+    def _give_up(self, now: float) -> None:
+        assert self._holder is not None
+        self.order.charge(self._holder, now - self._since)
+        self._holder = None
+
+    def _leave(self, ticket: Ticket) -> None:
+        if self._holder is ticket:
+            self._give_up(time.monotonic())
+        elif ticket in self._ring:
+            self._ring.remove(ticket)
+        self.order.leave(ticket)
+        del self._calls[ticket]
+        self._pass_on()
         self._changed.notify_all()
 
 

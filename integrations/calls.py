@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -102,6 +104,7 @@ class Call:
 
     learn: whether what comes back from an earlier prompt becomes a passage. wanted: tools and schemas.
     arguments: method, ratio, and those of the engine's `DecodeOptions`. session: of the conversation, if it has one.
+    client: whose it is, where several share a device.
     """
 
     backend: Backend
@@ -111,6 +114,7 @@ class Call:
     arguments: dict[str, Any]
     wanted: Wanted = field(default_factory=Wanted)
     session: "Session | None" = None
+    client: str = ""
 
     @classmethod
     def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
@@ -223,12 +227,18 @@ class Call:
     def _work(
         self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None = None
     ) -> "Result":
-        with _limited(self.timeout, cancel.set):
+        with _limited(self.timeout, cancel.set) as deadline:
             options = self._options()
-            engine = self.backend.engine
-            return self._checked(
-                engine.generate(prompt, cancel=cancel, on_text=on_text, session=self.session, **options)
+            result = self.backend.engine.generate(
+                prompt,
+                cancel=cancel,
+                on_text=on_text,
+                session=self.session,
+                client=self.client,
+                deadline=deadline,
+                **options,
             )
+            return self._checked(result)
 
 
 class _Words:
@@ -252,12 +262,12 @@ class _Words:
 
 
 @contextmanager
-def _limited(seconds: float | None, stop: Callable[[], None]) -> Iterator[None]:
-    """Stops the work after that time, and says so."""
+def _limited(seconds: float | None, stop: Callable[[], None]) -> Iterator[float]:
+    """Stops the work after that time, and says so. Gives when that is, by `time.monotonic`."""
     if seconds is None:
-        yield
+        yield math.inf
         return
-    late = Event()
+    late, deadline = Event(), time.monotonic() + seconds
 
     def end() -> None:
         late.set()
@@ -267,9 +277,9 @@ def _limited(seconds: float | None, stop: Callable[[], None]) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield deadline
     except Cancelled as error:
-        if late.is_set():
+        if late.is_set() or time.monotonic() >= deadline:
             said = f"no whole answer within timeout={seconds} seconds; allow more, or fewer max_tokens"
             raise TimedOut(said) from error
         raise

@@ -98,7 +98,7 @@ class MiniLMEmbedder:
         """Word pieces, without the two that mark a text's ends."""
         with self._queue.turn():
             self._load()
-            return len(self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return len(self._model.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _load(self) -> None:
         if self._model is None:

@@ -70,7 +70,7 @@ async def ask(request: Request, body: AskBody) -> Response:
     collections = await in_thread(lambda: [service.collection(client, each) for each in wanted or [None]])
     options = AskOptions(
         tuple(dict.fromkeys(collections)), body.mode, body.method, body.ratio, body.top_k, body.max_tokens,
-        body.temperature,
+        body.temperature, client=client.name,
     )  # fmt: skip
     earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
     pieces = _asked(

@@ -155,6 +155,7 @@ class FakeEngine:
         repetition_penalty=1.0,
         one_sentence=False,
         session=None,
+        client="",
     ):
         policy_named(method)
         self.requests.append((prompt, method, ratio, max_new_tokens, keep_tokens, temperature))

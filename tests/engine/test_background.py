@@ -128,7 +128,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
         if not asking_now:
             asking_now.append(threading.Thread(target=ask))
             asking_now[0].start()
-            while len(engine.runtime.queue._waiting) < 2:
+            while engine.runtime.queue.inside < 2:
                 answered.wait(0.01)
         return False
 

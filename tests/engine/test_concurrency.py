@@ -9,6 +9,7 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.scheduler import DeviceQueue
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.nodes import NodeIndex
@@ -59,9 +60,9 @@ def test_closing_waits_for_what_an_encode_is_doing_and_it_goes_on(fresh, monkeyp
 def device_is_free(engine, timeout_s=10.0):
     """Whether the queue empties; the device is held by nobody then."""
     end = time.monotonic() + timeout_s
-    while engine.runtime.queue._waiting and time.monotonic() < end:
+    while engine.runtime.queue.inside and time.monotonic() < end:
         time.sleep(0.01)
-    return not engine.runtime.queue._waiting
+    return not engine.runtime.queue.inside
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_closing_a_stream_frees_the_device(stored, serves, endless):
     stream = stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500)
     next(iter(stream))
     stream.close()
-    assert not stored.engine.runtime.queue._waiting
+    assert not stored.engine.runtime.queue.inside
     assert len(endless) < 500
     stream.close()
     assert list(stream) == []
@@ -201,6 +202,103 @@ def test_eight_threads_get_their_own_answers(stored, serves):
     with ThreadPoolExecutor(8) as pool:
         together = [list(pool.map(ask, range(8))) for _ in range(3)]
     assert together == [alone] * 3
+
+
+def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serves, monkeypatch):
+    """Each has its own cache, plan and probes: nothing of one is another's, wherever they are interleaved."""
+    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", SHORT_S)
+    prompts = [make_prompt([TEXTS[(n + i) % 6] for i in range(4)], suffix=f" Which {n}?") for n in range(6)]
+    methods = ["probe-shift", "full", "reuse", "cacheblend", "a3", "prophet"]
+    engine, handed = stored.engine, []
+    monkeypatch.setattr(DeviceQueue, "give_way", counted(DeviceQueue.give_way, handed))
+
+    def ask(number):
+        options = {"method": methods[number], "ratio": 0.5, "temperature": 0.7, "seed": number}
+        return engine.generate(prompts[number], max_new_tokens=12, **options).token_ids
+
+    alone = [ask(number) for number in range(6)]
+    assert handed == []
+    with ThreadPoolExecutor(6) as pool:
+        together = [list(pool.map(ask, range(6))) for _ in range(2)]
+    assert together == [alone] * 2
+    assert handed.count(SHORT_S) > 20 and handed.count(0.0) > 20  # between layers, and between tokens
+
+
+SHORT_S = 1e-9
+
+
+def counted(give_way, handed):
+    """Notes after how long the device was given away, whenever others waited for it."""
+
+    def noting(self, ticket, cancel, after_s):
+        if self.wanted:
+            handed.append(after_s)
+        give_way(self, ticket, cancel, after_s)
+
+    return noting
+
+
+def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypatch):
+    """The second request came in the middle of the first answer, and used to wait for its end."""
+    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", 0.0)
+    engine, said, second = stored.engine, [], []
+
+    def ask_too():
+        options = {"method": "full", "max_new_tokens": 4, "on_text": lambda _: said.append("second")}
+        engine.generate(make_prompt(TEXTS, suffix=" And then?"), **options)
+
+    def on_text(_):
+        said.append("first")
+        if len(said) == 2:
+            second.append(threading.Thread(target=ask_too))
+            second[0].start()
+            while engine.runtime.queue.inside < 2:
+                time.sleep(0.002)
+
+    engine.generate(make_prompt(TEXTS), method="full", max_new_tokens=60, on_text=on_text)
+    second[0].join(60)
+    begin, end = said.index("second"), len(said) - 1 - said[::-1].index("second")
+    # Its prompt passed the layers between the first one's tokens, and it ended first.
+    assert 2 <= said[:begin].count("first") < 60 and "first" in said[begin:end]
+    assert said[-1] == "first"
+
+
+def test_one_that_gave_way_can_be_cancelled_and_closing_waits_for_the_others(stored, serves, monkeypatch):
+    engine, cancel, begun, go = stored.engine, threading.Event(), threading.Event(), threading.Event()
+    outcome = []
+
+    def first(_):
+        begun.set()
+
+    def ask_first():
+        with pytest.raises(Cancelled):
+            engine.generate(make_prompt(TEXTS), "full", cancel=cancel, on_text=first, max_new_tokens=1500)
+        outcome.append("cancelled")
+
+    def hold(_):
+        go.wait(60)
+
+    def ask_second():
+        engine.generate(make_prompt(TEXTS[:2]), "full", on_text=hold, max_new_tokens=3)
+        outcome.append("answered")
+
+    threads = [threading.Thread(target=ask) for ask in (ask_first, ask_second)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    while engine.runtime.queue.inside < 2 or not engine.runtime.queue.order.begun[1:]:
+        time.sleep(0.002)
+    closing = threading.Thread(target=engine.close)
+    cancel.set()
+    threads[0].join(60)
+    assert outcome == ["cancelled"]
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()  # the second is in the middle of its answer
+    go.set()
+    for thread in (threads[1], closing):
+        thread.join(60)
+    assert outcome == ["cancelled", "answered"]
 
 
 def test_eight_threads_open_load_and_encode_together(fresh_bench_for, tmp_path):

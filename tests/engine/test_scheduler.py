@@ -32,7 +32,7 @@ def test_first_come_first_served_and_one_at_a_time():
         for number in range(8):
             threads.append(threading.Thread(target=work, args=(number,)))
             threads[-1].start()
-            until(lambda n=number: len(queue._waiting) == n + 2)
+            until(lambda n=number: queue.inside == n + 2)
         assert order == []
     for thread in threads:
         thread.join(10)
@@ -54,10 +54,10 @@ def test_one_who_gives_up_does_not_hold_up_the_others():
     with queue.turn():
         one = threading.Thread(target=gives_up)
         one.start()
-        until(lambda: len(queue._waiting) == 2)
+        until(lambda: queue.inside == 2)
         two = threading.Thread(target=waits)
         two.start()
-        until(lambda: len(queue._waiting) == 3)
+        until(lambda: queue.inside == 3)
         cancel.set()
         one.join(10)
         assert outcome == ["gave up"]
@@ -91,7 +91,7 @@ def test_an_error_gives_the_device_back():
         raise ZeroDivisionError
     with queue.turn():
         pass
-    assert not queue._waiting
+    assert not queue.inside
 
 
 def test_chores_run_in_order_and_survive_a_failing_one(caplog):
@@ -127,7 +127,7 @@ def test_work_in_the_background_lets_everybody_pass():
             threads.append(threading.Thread(target=takes, args=(name, background)))
             threads[-1].start()
             wanted = len(threads)  # one in the background is not in the queue
-            until(lambda n=wanted: len(queue._waiting) == n)
+            until(lambda n=wanted: queue.inside == n)
         assert queue.wanted
     for thread in threads:
         thread.join(10)

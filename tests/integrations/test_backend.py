@@ -59,7 +59,7 @@ def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, short, 
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         with backend.engine.runtime.queue.turn():
             asked = [asyncio.create_task(WAYS[way](short, prompt)) for prompt in prompts]
-            while len(backend.engine.runtime.queue._waiting) <= MANY:
+            while backend.engine.runtime.queue.inside <= MANY:
                 await asyncio.sleep(0)
             free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TOO_LONG_S)
         return free, await asyncio.gather(*asked)
@@ -158,10 +158,10 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prom
         queue = backend.engine.runtime.queue
         with queue.turn():
             task = asyncio.create_task(collect(short, prompts[0]))
-            while len(queue._waiting) < 2:
+            while queue.inside < 2:
                 await asyncio.sleep(0)
             task.cancel()
-            while len(queue._waiting) > 1:
+            while queue.inside > 1:
                 await asyncio.sleep(0.001)
             with pytest.raises(asyncio.CancelledError):
                 await task
