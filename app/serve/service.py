@@ -202,7 +202,8 @@ class Events(Response):
     async def _tell(self, send: Send) -> None:
         async def event(data: bytes, more: bool = True) -> None:
             body = {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more}
-            await asyncio.wait_for(send(body), SEND_S)
+            async with asyncio.timeout(SEND_S):
+                await send(body)
 
         async with aclosing(self._rest) as rest:
             await send(
