@@ -54,12 +54,13 @@ def test_the_story_of_a_program_that_knows_only_openai(with_smollm2, tmp_path) -
 
             def ask(question):
                 messages = [{"role": "user", "content": f"{PASSAGE}\n\n{question}"}]
-                return client.post(
-                    "chat/completions", json={"model": model, "messages": messages, "max_tokens": 24}
-                )
+                asked = {"model": model, "messages": messages, "max_tokens": 24}
+                answer = client.post("chat/completions", json=asked)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
 
             questions = ("Who built the lighthouse?", "What did its lamp burn?", "Who was the keeper?")
-            answers = [ask(question).json() for question in questions]
+            answers = [ask(question) for question in questions]
             assert "Blount" in answers[0]["choices"][0]["message"]["content"]
             # Met twice, the passages are known, and the third prompt has their KV; the first was not all the second is.
             assert answers[2]["kv"][0]["chunks"]
