@@ -145,7 +145,7 @@ def test_an_error_after_the_first_token_is_told_in_the_stream(served) -> None:
         if len(calls) == 3:
             raise RuntimeError("gone")
 
-    hook = model.register_forward_pre_hook(fail)
+    hook = model.lm_head.register_forward_pre_hook(fail)
     try:
         answer = served.chat("Will it stream?", stream=True, max_tokens=20)
     finally:

@@ -178,7 +178,7 @@ def test_a_client_that_leaves_stops_the_device(served, stream) -> None:
         if len(seen) == 5:
             begun.set()
 
-    hook = served.engine.runtime.loaded.model.register_forward_pre_hook(count)
+    hook = served.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(count)
     body = {
         "model": served.service.model,
         "messages": [{"role": "user", "content": "Go on."}],
