@@ -162,10 +162,10 @@ class FusedCache(DynamicCache):
         held.key_buffer[0].index_fill_(1, rows, 0)
         held.value_buffer[0].index_fill_(1, rows, 0)
 
-    def truncate(self) -> None:
-        """Forget everything after the prompt; the prompt's own KV stays as the prefill, or an eviction, left it."""
+    def truncate(self, kept: int = 0) -> None:
+        """Forget all but `kept` tokens after the prompt, whose own KV stays as the prefill, or an eviction, left it."""
         for held in self.fused:
-            held.set_length(self.prompt_tokens - held.evicted)
+            held.set_length(self.prompt_tokens - held.evicted + kept)
 
     @property
     def evicted_tokens(self) -> int:

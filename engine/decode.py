@@ -12,6 +12,7 @@ from torch import Tensor
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.constrained import Constraint
 from ragblend.engine.eviction import evict
+from ragblend.engine.lookup import Lookup
 from ragblend.engine.model import end_ids
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
@@ -100,19 +101,31 @@ def _decoded(
     halted: Callable[[], bool],
 ) -> list[int]:
     """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them."""
-    prompt, logits, ends = prefilled.prompt.token_ids, prefilled.logits, set(end_ids(runtime.loaded.model))
-    sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=logits.device)
+    prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
+    sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, steps = list[int](), runtime.choice.steps  # one for all of an answer
-    prefilled.cache.truncate()
+    lookup, guesses, rows = Lookup(0, ()), list[int](), prefilled.logits[None]
+    cache.truncate()
     while True:
-        end = len(prompt) + len(ids)
-        token = int(processors(sequence[:, :end], logits[None]).argmax())
-        sequence[0, end] = token
-        ids.append(token)
-        on_token(token)
-        if token in ends or len(ids) == max_new_tokens or halted():
+        for number, logits in enumerate(rows):  # behind the last token, and behind each guess
+            end = len(prompt) + len(ids)
+            token = int(processors(sequence[:, :end], logits[None]).argmax())
+            sequence[0, end] = token
+            ids.append(token)
+            lookup.add(token)
+            on_token(token)
+            is_last = token in ends or len(ids) == max_new_tokens or halted()
+            if is_last or guesses[number : number + 1] != [token]:
+                break
+        if guesses:
+            lookup.were_right(number)
+            cache.truncate(len(ids) - 1)
+        if is_last:
             return ids
-        logits = steps.run(prefilled.cache, [token])[0]
+        if len(ids) == 1:  # the first token is out
+            lookup = Lookup(steps.guessed, (*prompt, token))
+        guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]
+        rows = steps.run(cache, [token, *guesses])
 
 
 def _generated(

@@ -12,7 +12,7 @@ looks like one is one is measured (`steps.py`), so nothing is taken on trust.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ class RowLayer:
 
 class FewRows:
     """A decoder's layers, taken apart; the weights that are not four-bit ones are the decoder's own."""
+
+    guessed: ClassVar[int] = 3
 
     def __init__(self, decoder: TransformersDecoder, found: FourBits) -> None:
         """A decoder that it `knows`; found: its weights that are four-bit ones."""

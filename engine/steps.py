@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -37,7 +37,9 @@ Leave = Callable[[], bool]
 
 
 class Steps(Protocol):
-    """What goes on behind a prompt's KV, a few tokens at a time."""
+    """What goes on behind a prompt's KV, a few tokens at a time. guessed: how many more rows cost little."""
+
+    guessed: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
         """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
@@ -48,6 +50,7 @@ class ModelSteps:
     """By the model's own forward."""
 
     model: Any
+    guessed: ClassVar[int] = 0
 
     @torch.inference_mode()
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:

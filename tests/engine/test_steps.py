@@ -14,7 +14,8 @@ from ragblend import Literal, Prompt
 from ragblend.engine import steps as steps_module
 from ragblend.engine.few_rows import FewRows, four_bits
 from ragblend.engine.fourbit import four_bit, joined
-from ragblend.engine.grammar import json_grammar
+from ragblend.engine.grammar import Grammar, json_grammar
+from ragblend.engine.lookup import Lookup
 from ragblend.engine.session import Session
 from ragblend.engine.steps import Choice, ModelSteps, StepsVerdict, measure_steps
 from ragblend.engine.tools import call_format, tools_grammar
@@ -275,6 +276,7 @@ def both(stored, monkeypatch):
 
 
 SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}
+REPEATED = Grammar("start: /(the harbour master kept two ledgers; )*/", is_closed=False)
 SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 
 
@@ -297,6 +299,41 @@ def test_tokens_are_the_same(both, stored, options):
     assert told[0] == told[1] and len(told[0]) > 3
     if options == {"max_new_tokens": 30, "method": "full"}:
         assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
+
+
+def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
+    """A random model repeats itself: with guesses it says the same, and what it goes on from is the same."""
+    engine, passes = stored.engine, []
+    rows, prompt = FewRows(engine.runtime.decoder, {}), make_prompt(TEXTS)
+    assert engine.runtime.token_grammars  # which want to know how answers end
+    monkeypatch.setattr(engine.runtime.choice, "steps", rows)
+    monkeypatch.setattr(engine.runtime.loaded.model.generation_config, "eos_token_id", None)
+    read = rows.run
+    monkeypatch.setattr(rows, "run", lambda cache, ids: passes.append(len(ids)) or read(cache, ids))
+    told, held = [], []
+    for count in (0, 3):
+        monkeypatch.setattr(FewRows, "guessed", count)
+        session, options = Session(), {"grammar": REPEATED, "max_new_tokens": 101}
+        told.append(engine.stream(prompt, session=session, **options).result.token_ids)
+        held.append((session.tokens, len(passes)))
+    assert told[0] == told[1] and len(told[0]) == 101
+    assert held[0] == (len(engine.tokenize(prompt).token_ids) + 100, 100)
+    assert held[1][0] == held[0][0] and held[1][1] - 100 < 50
+    assert set(passes) <= {1, 2, 3, 4}
+
+
+def test_guesses_end_where_they_are_wrong():
+    lookup = Lookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
+    assert lookup.guesses() == [3, 4, 5]
+    lookup.add(3)
+    assert lookup.guesses() == [4, 5, 6]
+    for _ in range(8):
+        lookup.were_right(0)
+        assert lookup.guesses()
+    lookup.were_right(0)
+    assert not lookup.guesses()
+    assert not Lookup(0, [1, 2, 3, 1, 2]).guesses() and not Lookup(3, [1, 2, 3, 4]).guesses()
+    assert not Lookup(3, [1, 2, 3, 1, 2, 9]).guesses()
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
