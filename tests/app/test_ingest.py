@@ -19,6 +19,7 @@ from ragblend.app.removal import remove_document
 from ragblend.app.retrieval import nearest
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.gate import GateVerdict
+from ragblend.integrations.chroma import apart
 from ragblend.integrations.finding import MINIMUM
 from ragblend.kvstore.errors import StoreFullError
 
@@ -221,7 +222,7 @@ def vectors_of(workspace):
     collection = workspace.index._collection()
     found = collection.get(include=["embeddings"])
     indexed = dict(zip(found["ids"], found["embeddings"], strict=True))
-    known = {f"{node}#{n}": row for node, rows in rows.items() for n, row in enumerate(rows)}
+    known = {f"{node}#{n}": row for node in rows for n, row in enumerate(apart(node, np.array(rows[node])))}
     assert indexed.keys() == known.keys()
     np.testing.assert_allclose([indexed[name] for name in known], list(known.values()), atol=1e-6)
     return rows
