@@ -179,15 +179,13 @@ async def documents(
     offset: Offset = 0,
 ) -> Response:
     """The documents of a collection, by name."""
-    service, client = service_of(request), client_of(request)
+    desk = service_of(request).desk
 
-    def page() -> dict[str, Any]:
-        name = service.collection(client, collection)
-        found = service.desk.workspaces.library.page(name, search, None, offset, limit)
-        data = [_document(each) for each in found.documents]
-        return {"object": "list", "collection": name, "total": found.total, "data": data}
+    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
+        found = desk.workspaces.library.page(name, search, None, offset, limit)
+        return found.total, [_document(each) for each in found.documents]
 
-    return json_response(await in_thread(page))
+    return await _listed(request, collection, page)
 
 
 @router.get("/documents/jobs")
@@ -199,19 +197,27 @@ async def jobs(
     offset: Offset = 0,
 ) -> Response:
     """Files on their way in: those that run, those that wait, then what is over."""
+    desk = service_of(request).desk
+
+    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
+        found = desk.jobs.page(None, search, offset, limit, name)
+        return found.total, [_job(job) for job in found.jobs]
+
+    return await _listed(request, collection, page)
+
+
+async def _listed(
+    request: Request, collection: str | None, page: Callable[[str], tuple[int, list[dict[str, Any]]]]
+) -> Response:
+    """page: of a collection that this client may see, how many there are, and those that were asked for."""
     service, client = service_of(request), client_of(request)
 
-    def page() -> dict[str, Any]:
+    def listed() -> dict[str, Any]:
         name = service.collection(client, collection)
-        found = service.desk.jobs.page(None, search, offset, limit, name)
-        return {
-            "object": "list",
-            "collection": name,
-            "total": found.total,
-            "data": [_job(job) for job in found.jobs],
-        }
+        total, data = page(name)
+        return {"object": "list", "collection": name, "total": total, "data": data}
 
-    return json_response(await in_thread(page))
+    return json_response(await in_thread(listed))
 
 
 @router.delete("/documents/{document_id}")
