@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.prompt import Chunk
@@ -9,7 +11,7 @@ from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
-from ragblend.kvstore.errors import Cancelled, UnknownChunkError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UnknownChunkError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import Scope
 
@@ -113,24 +115,44 @@ class Nodes:
     def encode_missing(self, node_ids: Sequence[str], leave: Leave) -> Iterator[int]:
         """Encode what is missing of nodes that were entered; yields for each the tokens encoded, in the background.
 
-        Ends early where the next would need the room of another. Raises Cancelled when leave() says so, and
-        PromptTooLongError.
+        A chunk is written while the next one is computed. Ends early where the next would need the room of another.
+        Raises Cancelled when leave() says so, and PromptTooLongError.
         """
-        runtime, prefix = self._runtime, self._runtime.canonical_prefix
-        encoder = _Encoder(runtime, prefix)
+        runtime = self._runtime
+        encoder = _Encoder(runtime, runtime.canonical_prefix)
         with runtime.queue.turn():
             _ = runtime.gate
-        for node_id in node_ids:
-            with runtime.use.turn():
-                passage, room_bytes = runtime.nodes.get(self._scope, node_id) or (), runtime.store.room_bytes
-            runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
-            key = self._key_of(passage, prefix)
-            if key is None or self._is_stored(key):
-                yield 0
-                continue
-            if room_bytes < file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec):
-                return
-            yield self._encode_behind(encoder, passage, key, node_id, leave)
+        computed: _Computed | None = None  # and not written yet
+        writing: Future[int] | None = None
+        with ThreadPoolExecutor(1, "ragblend-write") as writer:
+            try:
+                for node_id in node_ids:
+                    # Asked before the one before is written: registry and store are closed to others until it is.
+                    asked = self._to_encode(node_id, encoder.prefix)
+                    if asked is None or (computed is not None and asked.key == computed.asked.key):
+                        if computed is not None:
+                            yield self._written(computed)
+                            computed = None
+                        yield 0
+                        continue
+                    if asked.room_bytes < asked.nbytes + (
+                        computed.asked.nbytes if computed is not None else 0
+                    ):
+                        break
+                    if computed is not None:
+                        writing, computed = writer.submit(self._written, computed), None
+                    chunk = self._compute_behind(encoder, asked.passage, leave)
+                    if writing is not None:
+                        yield writing.result()
+                    writing, computed = None, _Computed(asked, chunk)
+            except (Cancelled, KeyboardInterrupt, PromptTooLongError):
+                if writing is not None:
+                    yield writing.result()
+                elif computed is not None:
+                    yield self._written(computed)
+                raise
+            if computed is not None:
+                yield self._written(computed)
 
     def encode_later(self, chunk: Chunk) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
@@ -140,7 +162,9 @@ class Nodes:
             return
         if chunk.node_id is not None and not chunk.entered:
             self.enter([chunk.node_id], [passage], [key])
-        self._encode_behind(_Encoder(self._runtime, prefix), passage, key, chunk.node_id, lambda: False)
+        if self._claim(chunk.node_id, passage, key):
+            made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False)
+            self._keep(key, made, chunk.node_id)
 
     def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
         """Load the model if it is not there yet, and have the disk read the passages' KV."""
@@ -153,23 +177,38 @@ class Nodes:
         for passage in passages():
             runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
 
-    def _encode_behind(
-        self, encoder: "_Encoder", passage: TokenIds, key: ChunkKey, node_id: str | None, leave: Leave
-    ) -> int:
-        """Encode a passage when nobody needs the device, unless its node was deleted. Returns the tokens encoded."""
+    def _to_encode(self, node_id: str, prefix: TokenIds) -> "_Asked | None":
+        """None for a node that is there no more or has KV. Raises PromptTooLongError."""
         runtime = self._runtime
         with runtime.use.turn():
-            if node_id is not None and not runtime.nodes.claim(self._scope, node_id, passage, key):
-                return 0
+            passage, room_bytes = runtime.nodes.get(self._scope, node_id) or (), runtime.store.room_bytes
+        runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+        key = self._key_of(passage, prefix)
+        if key is None or self._is_stored(key) or not self._claim(node_id, passage, key):
+            return None
+        nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
+        return _Asked(node_id, passage, key, nbytes, room_bytes)
+
+    def _claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
+        """Whether this KV is wanted still: its node was not deleted."""
+        with self._runtime.use.turn():
+            return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
+
+    def _compute_behind(self, encoder: "_Encoder", passage: TokenIds, leave: Leave) -> ChunkKV:
+        """Encode a passage when nobody needs the device. Raises Cancelled when leave() says so."""
+        queue = self._runtime.queue
         while True:
             try:
-                with runtime.queue.turn(background=True):
-                    chunk = encoder.encode(passage, lambda: runtime.queue.wanted or leave())
-                break
+                with queue.turn(background=True):
+                    return encoder.encode(passage, lambda: queue.wanted or leave())
             except Cancelled:  # whoever came goes first, and the passage is begun again
                 if leave():
                     raise
-        return len(passage) if self._keep(key, chunk, node_id) else 0
+
+    def _written(self, computed: "_Computed") -> int:
+        """The tokens encoded: none where the node was deleted meanwhile."""
+        asked = computed.asked
+        return len(asked.passage) if self._keep(asked.key, computed.chunk, asked.node_id) else 0
 
     def _keep(self, key: ChunkKey, chunk: ChunkKV, node_id: str | None) -> bool:
         """Store what was encoded, unless its node has lost the key: deleted is deleted, whoever still worked on it.
@@ -200,15 +239,32 @@ class Nodes:
             return self._runtime.store.contains(key)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A node without KV; nbytes: of the KV it will have, room_bytes: what the budget had left for it."""
+
+    node_id: str
+    passage: TokenIds
+    key: ChunkKey
+    nbytes: int
+    room_bytes: int
+
+
+@dataclass(frozen=True)
+class _Computed:
+    asked: _Asked
+    chunk: ChunkKV
+
+
 class _Encoder:
     """Encodes behind one prefix with the model that is loaded: another one if it was closed meanwhile."""
 
     def __init__(self, runtime: Runtime, prefix: TokenIds) -> None:
-        self._runtime, self._prefix = runtime, prefix
+        self._runtime, self.prefix = runtime, prefix
         self._made: ChunkEncoder | None = None
 
     def encode(self, passage: TokenIds, leave: Leave | None = None) -> ChunkKV:
         """With the device in hand."""
         if self._made is None or self._made.decoder is not self._runtime.decoder:
-            self._made = ChunkEncoder(self._runtime.decoder, self._prefix)
+            self._made = ChunkEncoder(self._runtime.decoder, self.prefix)
         return self._made.encode(passage, leave)

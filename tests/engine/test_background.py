@@ -7,7 +7,7 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
 NODES = [f"node-{number}" for number in range(6)]
@@ -111,6 +111,57 @@ def test_encoding_is_left_between_two_layers(fresh):
     assert engine.store.stats().entries == 0
     assert len(list(engine.encode_nodes(NODES))) == 6, "and gone on with"
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
+
+
+def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
+    engine, computing, seen = entered(fresh), threading.Event(), []
+    put = engine.store.put
+
+    def waiting(*kv):
+        if not seen:
+            computing.clear()
+            seen.append(computing.wait(60))
+        return put(*kv)
+
+    def leave() -> bool:
+        computing.set()
+        return False
+
+    monkeypatch.setattr(engine.store, "put", waiting)
+    assert len(list(engine.encode_nodes(NODES[:2], leave))) == 2
+    assert seen == [True] and engine.store.stats().entries == 2
+
+
+@pytest.mark.parametrize("stop_at", [2, 3], ids=["the second", "the third"])
+def test_what_was_computed_before_it_was_left_is_kept(fresh, stop_at):
+    engine, layers = entered(fresh), fresh.engine.runtime.fingerprint.geometry.layers
+    left, said = [], []
+
+    def leave() -> bool:
+        left.append(1)
+        return len(left) > (stop_at - 1) * layers
+
+    with pytest.raises(Cancelled):
+        for tokens in engine.encode_nodes(NODES, leave):
+            said.append(tokens)
+    assert len(said) == engine.store.stats().entries == stop_at - 1
+
+
+def test_a_passage_that_is_too_long_costs_none_before_it(fresh):
+    engine = entered(fresh)
+    engine.enter([" ".join(TEXTS * 40)], ["long"])
+    said = []
+    with pytest.raises(PromptTooLongError):
+        for tokens in engine.encode_nodes([NODES[0], "long", NODES[1]]):
+            said.append(tokens)
+    assert len(said) == engine.store.stats().entries == 1
+
+
+def test_the_same_passage_twice_is_encoded_once(fresh):
+    engine = fresh.engine
+    engine.enter([TEXTS[0], TEXTS[0], TEXTS[1]], NODES[:3])
+    first, second, third = engine.encode_nodes(NODES[:3])
+    assert second == 0 < min(first, third) and engine.store.stats().entries == 2
 
 
 def test_a_question_does_not_wait_for_a_passage(fresh):
