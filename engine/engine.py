@@ -25,6 +25,7 @@ from ragblend.engine.nodes import Nodes, Progress
 from ragblend.engine.prefill import Request, claim_of, follow_up, prefill
 from ragblend.engine.profiling import measure
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
+from ragblend.engine.recovery import twice
 from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, Stream
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import Policy, policy_named
@@ -247,7 +248,7 @@ class Engine:
     ) -> Prefilled:
         """Read the prompt. ratio: a share, or `auto` for what loading hides, the default at least.
 
-        Raises PromptTooLongError, UsageError, Cancelled.
+        Raises PromptTooLongError, UsageError, Cancelled, DeviceError.
         """
         request = self._request(prompt, method, ratio, seed)
         with self.runtime.queue.turn(cancel) as turn:
@@ -348,19 +349,23 @@ class Engine:
 
         Others have the device between its layers and tokens; `claim_of` says who goes first.
         """
-        claim = claim_of(self.runtime, request, client, deadline)
-        with self.runtime.queue.turn(cancel, claim=claim) as turn:
-            begun, answer = time.perf_counter(), tuple[int, ...]()
-            prefilled = prefill(self.runtime, request, turn, answering=True)
-            try:
-                result = answered(self.runtime, prefilled, options, on_text, cancel, begun, turn)
-                answer = result.token_ids
-                return result
-            finally:  # also of an answer that was stopped: its prompt has been read
-                follow_up(self.runtime, request, prefilled.report)
-                if request.session is not None and prefilled.cache is not None:
-                    ids = (*request.prompt.token_ids, *answer)
-                    request.session.keep(ids, prefilled.cache, self.runtime.decoder)
+
+        def work(on_text: OnText | None) -> Result:
+            claim = claim_of(self.runtime, request, client, deadline)
+            with self.runtime.queue.turn(cancel, claim=claim) as turn:
+                begun, answer = time.perf_counter(), tuple[int, ...]()
+                prefilled = prefill(self.runtime, request, turn, answering=True)
+                try:
+                    result = answered(self.runtime, prefilled, options, on_text, cancel, begun, turn)
+                    answer = result.token_ids
+                    return result
+                finally:  # also of an answer that was stopped: its prompt has been read
+                    follow_up(self.runtime, request, prefilled.report)
+                    if request.session is not None and prefilled.cache is not None:
+                        ids = (*request.prompt.token_ids, *answer)
+                        request.session.keep(ids, prefilled.cache, self.runtime.decoder)
+
+        return twice(self.runtime, work, on_text)
 
     def _request(
         self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int | None, new_tokens: int = 64

@@ -1,5 +1,6 @@
 """Runtime: one model on one device and in one home, each part of it made on first use and shared by all engines."""
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -13,7 +14,14 @@ from ragblend.engine.config import EngineConfig
 from ragblend.engine.constrained import token_grammars
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
-from ragblend.engine.device import TransferStream, memory_tiers, pick_device, pick_dtype, transfer_stream
+from ragblend.engine.device import (
+    TransferStream,
+    free_cached,
+    memory_tiers,
+    pick_device,
+    pick_dtype,
+    transfer_stream,
+)
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
@@ -71,7 +79,7 @@ class Runtime:
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(self.device, config.dtype)
         self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
-        self._loading, self._light = threading.RLock(), threading.RLock()
+        self._loading, self._light, self._rebuilding = threading.RLock(), threading.RLock(), threading.Lock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self._budgets: dict[str, int] = {}
         self._digests = home / "models" / "digests.json"
@@ -116,6 +124,19 @@ class Runtime:
                 parts["readers"].shutdown()
             for name in {"store", "nodes"} & set(parts):
                 parts[name].close()
+
+    @property
+    def loaded_now(self) -> LoadedModel | None:
+        """The model, if it is loaded."""
+        return vars(self).get("loaded")
+
+    def rebuild(self, failed: LoadedModel | None) -> None:
+        """Forget a model whose device failed, once for all requests that saw it fail, and give back its memory."""
+        with self._rebuilding:
+            if self.loaded_now is failed:
+                self.close()
+        gc.collect()
+        free_cached(self.device)
 
     # --- the model
 

@@ -24,6 +24,7 @@ KNOWN: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.StoreFullError, 507, "disk_full"),
     (errors.StoreLockedError, 503, "busy"),
     (errors.ModelError, 503, "model_unavailable"),
+    (errors.DeviceError, 503, "device_failed"),
     (errors.Cancelled, 503, "stopped"),
     (errors.RagBlendError, 500, "internal_error"),
 )

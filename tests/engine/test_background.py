@@ -142,8 +142,7 @@ def test_what_was_computed_before_it_was_left_is_kept(fresh, stop_at):
         return len(left) > (stop_at - 1) * layers
 
     with pytest.raises(Cancelled):
-        for tokens in engine.encode_nodes(NODES, leave):
-            said.append(tokens)
+        said.extend(engine.encode_nodes(NODES, leave))
     assert len(said) == engine.store.stats().entries == stop_at - 1
 
 
@@ -152,8 +151,7 @@ def test_a_passage_that_is_too_long_costs_none_before_it(fresh):
     engine.enter([" ".join(TEXTS * 40)], ["long"])
     said = []
     with pytest.raises(PromptTooLongError):
-        for tokens in engine.encode_nodes([NODES[0], "long", NODES[1]]):
-            said.append(tokens)
+        said.extend(engine.encode_nodes([NODES[0], "long", NODES[1]]))
     assert len(said) == engine.store.stats().entries == 1
 
 

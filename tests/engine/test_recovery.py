@@ -1,0 +1,117 @@
+"""A device that fails: nobody who has read nothing yet is told, and what is stored stays."""
+
+import threading
+
+import pytest
+from benches import make_prompt, make_text
+
+from ragblend.engine import runtime as runtime_module
+from ragblend.engine.decoder import TransformersDecoder
+from ragblend.kvstore.errors import DeviceError
+
+TEXTS = [make_text(seed) for seed in range(3)]
+ASKED = make_prompt(TEXTS)
+ERRORS = {"out of memory": MemoryError, "the device": RuntimeError}
+
+
+@pytest.fixture
+def asked(fresh):
+    """An engine that holds the passages, and what it answers."""
+    fresh.engine.encode(TEXTS)
+    return fresh.engine, fresh.engine.generate(ASKED, max_new_tokens=8).token_ids
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """How often a model was loaded."""
+    count, load = [], runtime_module.model.load
+
+    def counted(*given):
+        count.append(1)
+        return load(*given)
+
+    monkeypatch.setattr(runtime_module.model, "load", counted)
+    return count
+
+
+def break_layer(monkeypatch, layer, error, times=1):
+    """The next `times` passes over that layer fail."""
+    run, left = TransformersDecoder.run_layer, [error("gone")] * times
+
+    def failing(self, number, *given, **more):
+        if number == layer and left:
+            raise left.pop()
+        return run(self, number, *given, **more)
+
+    monkeypatch.setattr(TransformersDecoder, "run_layer", failing)
+    return left
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_a_failure_at_any_layer_costs_no_answer(asked, loads, monkeypatch, error):
+    engine, expected = asked
+    for layer in range(engine.runtime.fingerprint.geometry.layers):
+        with monkeypatch.context() as once:
+            left = break_layer(once, layer, error)
+            result = engine.generate(ASKED, max_new_tokens=8)
+        assert not left and result.token_ids == expected and result.report.misses == 0
+    assert len(loads) == engine.runtime.fingerprint.geometry.layers, "each time the model is loaded anew"
+
+
+def test_a_second_failure_is_told_and_the_next_question_is_answered(asked, monkeypatch):
+    engine, expected = asked
+    break_layer(monkeypatch, 0, RuntimeError, times=2)
+    with pytest.raises(DeviceError, match="twice"):
+        engine.generate(ASKED)
+    assert engine.runtime.queue.inside == 0
+    assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
+
+
+def test_who_has_read_a_part_is_told(asked, loads):
+    engine, _ = asked
+    read, head = [], engine.runtime.loaded.model.get_output_embeddings()
+
+    def show(text):
+        if not read:
+            head.register_forward_pre_hook(gone)
+        read.append(text)
+
+    def gone(*_):
+        raise RuntimeError("gone")
+
+    with pytest.raises(DeviceError, match="in the middle of an answer"):
+        engine.generate(ASKED, max_new_tokens=8, on_text=show)
+    assert read and not loads
+
+
+def test_what_the_reader_raises_is_his(asked, loads):
+    engine, expected = asked
+
+    def show(text):
+        raise RuntimeError("the loop is closed")
+
+    with pytest.raises(RuntimeError, match="the loop is closed"):
+        engine.generate(ASKED, max_new_tokens=8, on_text=show)
+    assert not loads and engine.generate(ASKED, max_new_tokens=8).token_ids == expected
+
+
+def test_requests_that_fail_together_load_the_model_once(asked, loads, monkeypatch):
+    engine, expected = asked
+    found, both = [], threading.Barrier(2, timeout=60)
+    rebuild = engine.runtime.rebuild
+
+    def together(failed):
+        both.wait()
+        rebuild(failed)
+
+    monkeypatch.setattr(engine.runtime, "rebuild", together)
+    break_layer(monkeypatch, 1, RuntimeError, times=2)
+    work = [
+        threading.Thread(target=lambda: found.append(engine.generate(ASKED, max_new_tokens=8).token_ids))
+        for _ in range(2)
+    ]
+    for each in work:
+        each.start()
+    for each in work:
+        each.join(120)
+    assert found == [expected, expected] and len(loads) == 1
