@@ -28,6 +28,9 @@ class Serving:
     timeout: float = option(
         600.0, "Seconds after which an answer is given up, its waiting included.", min=0.1
     )
+    hang: float = option(
+        600.0, "Seconds after which a device that does not move ends the process, with status 75.", min=1
+    )
 
 
 def serve(cli: Cli, asked: Serving) -> int:
@@ -64,7 +67,7 @@ def serve(cli: Cli, asked: Serving) -> int:
                         "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
                     )
 
-            limits = Limits(asked.max_requests, answer_s=asked.timeout)
+            limits = Limits(asked.max_requests, answer_s=asked.timeout, hang_s=asked.hang)
             with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
                 run(desk, address, at, known, ready, limits, asked.max_upload_mib * MIB)
     return 0

@@ -68,6 +68,7 @@ class DeviceQueue:
         self._calls: dict[Ticket, threading.Condition] = {}
         self._holder: Ticket | None = None
         self._since = 0.0  # since when
+        self._moved_at: float | None = None  # when it last came to the end of a layer or a token, if it did
         self._ring: deque[Ticket] = deque()  # begun ones that gave way
         self._left_at = -PAUSE_S  # when the last request left
 
@@ -105,6 +106,15 @@ class DeviceQueue:
                 self._ring.append(ticket)
                 self._pass_on()
                 self._await(ticket, cancel)
+            self._moved_at = time.monotonic()
+
+    @property
+    def still_s(self) -> float:
+        """For how long the holder has come to the end of no layer and no token; 0 before its first one, as a model
+        that is being loaded takes as long as it takes."""
+        with self._lock:
+            at = self._moved_at if self._holder is not None else None
+            return 0.0 if at is None else time.monotonic() - at
 
     @property
     def inside(self) -> int:
@@ -134,7 +144,7 @@ class DeviceQueue:
             return
         now = time.monotonic()
         self._holder = self.order.begin(now) or (self._ring.popleft() if self._ring else None)
-        self._since = now
+        self._since, self._moved_at = now, None
         if self._holder is not None:
             self._calls[self._holder].notify()
 

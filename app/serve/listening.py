@@ -78,6 +78,7 @@ def serve(
     """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
     from ragblend.app.serve.application import build
     from ragblend.app.serve.library import UPLOAD_PATH
+    from ragblend.app.serve.watchdog import watch
 
     root = desk.workspaces.home.root
     rules = Rules.of(
@@ -105,7 +106,12 @@ def serve(
             front.service.startup.begin(desk)
             on_ready()
 
-        Server(config, ready).run([at])
+        workspace = desk.workspaces.first
+        watched = watch(lambda: workspace.engine.runtime.queue, front.service.limits.hang_s)
+        try:
+            Server(config, ready).run([at])
+        finally:
+            watched.set()
 
 
 @contextmanager

@@ -33,13 +33,14 @@ SEND_S = 60.0  # a client that has not taken an event for so long is gone
 @dataclass(frozen=True)
 class Limits:
     """requests: at work and waiting, of all clients and of one; answer_s: of one answer, its waiting included;
-    body_s: until a request is there as a whole.
+    body_s: until a request is there as a whole; hang_s: of one layer or token.
     """
 
     requests: int = 64
     requests_of_one: int = 16
     answer_s: float = 600.0
     body_s: float = 60.0
+    hang_s: float = 600.0
 
 
 class Admission:
