@@ -1,5 +1,9 @@
 """The engine's runtime where vLLM has the model: its weights, config and dtype, our store, keys, tokenizer and gate."""
 
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.config import EngineConfig, resolve_home
@@ -29,10 +33,25 @@ class VllmRuntime(Runtime):
     def model_config(self) -> Any:
         return self._vllm_model.hf_text_config
 
+    @once
+    def readers(self) -> ThreadPoolExecutor:
+        """The loader's threads, on all cores that vLLM was given: it reserves one for connectors."""
+        return ThreadPoolExecutor(
+            self.config.loader_threads, thread_name_prefix="ragblend-loader", initializer=_unbind
+        )
+
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
         """Have the model through that decoder, of which the gate has said that."""
         vars(self)["loaded"] = LoadedModel(decoder.model, decoder, None)
         vars(self)["gate"] = verdict
+
+
+def _unbind() -> None:
+    """Let this thread run where the scheduler may: the worker is bound to one core, which its threads inherit."""
+    scheduler = multiprocessing.parent_process()
+    if scheduler is not None and scheduler.pid is not None and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, os.sched_getaffinity(scheduler.pid))
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
