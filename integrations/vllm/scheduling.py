@@ -77,7 +77,7 @@ class SchedulerSide:
         try:
             wish = wish_of(self._settings, request.kv_transfer_params, len(ids))
         except RagBlendError as error:
-            log.warning("request %s is computed by vLLM: %s", request.request_id, error)
+            log.warning("request %s is computed by vLLM: %.300s", request.request_id, error)
             return None
         if wish.off:
             return None

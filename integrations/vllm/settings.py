@@ -77,9 +77,11 @@ def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
         raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
     if not isinstance(method, str):
         raise UsageError(f"method must be a name, not {method!r:.80}")
-    ratio = policy_named(method).checked(given.get("ratio", usual.ratio))
-    spans, off = _spans(given.get("spans"), tokens), bool(given.get("off", False))
-    return Wish(method, ratio, collection, spans, off, "method" in given)
+    ratio, off = given.get("ratio", usual.ratio), given.get("off", False)
+    if isinstance(ratio, bool) or not isinstance(off, bool):
+        raise UsageError(f"ratio must be a number and off true or false, not {ratio!r:.80} and {off!r:.80}")
+    ratio = policy_named(method).checked(ratio)
+    return Wish(method, ratio, collection, _spans(given.get("spans"), tokens), off, "method" in given)
 
 
 def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:

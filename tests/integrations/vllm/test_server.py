@@ -112,5 +112,16 @@ def test_streams_and_refused_wishes(address):
     assert lines[-1] == "data: [DONE]"
     with pytest.raises(urllib.error.HTTPError, match=r"400|422"):
         ask(url, TEXTS, kv_transfer_params="reuse")
-    answer = ask(url, TEXTS[1:3], kv_transfer_params={"collection": "theirs"})
-    assert answer["kv_transfer_params"] is None, "computed by vLLM"
+    wishes = (
+        {"collection": "theirs"},
+        {"off": "no"},
+        {"spans": [[4, 1 << 40]]},
+        {"spans": [[[]]] * 1000},
+        {"method": "reuse" * 1000},
+        {"do_remote_prefill": True, "remote_block_ids": [1]},
+        {"ratio": {"a": [None, 1e308]}},
+    )
+    for wish in wishes:
+        answer = ask(url, TEXTS[1:3], kv_transfer_params=wish)
+        assert len(answer["choices"]) == 1 and answer["kv_transfer_params"] is None, "computed by vLLM"
+    assert ask(url, TEXTS[3:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
