@@ -29,6 +29,10 @@ CREATE TABLE IF NOT EXISTS NodeKeys (
     key TEXT NOT NULL, collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL,
     PRIMARY KEY (key, collection, tokenizer, node_id)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS Entered (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id TEXT NOT NULL, tokenizer TEXT NOT NULL,
+    UNIQUE (collection, node_id, tokenizer)
+);
 CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 CREATE TABLE IF NOT EXISTS Passages (
@@ -38,7 +42,8 @@ CREATE TABLE IF NOT EXISTS Passages (
 CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_id);
 CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
-# Row ids of passages only grow, so what another process added is what has a larger one than was seen.
+# Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
+# was seen.
 _REMEDY = (
     "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 )
@@ -90,7 +95,10 @@ class NodeIndex(RebuildableFile):
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
-                sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
+                if old is None or old[0] != tokens:
+                    sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
+                    entered = scope.collection, node_id, scope.tokenizer
+                    sql.execute("INSERT OR REPLACE INTO Entered VALUES (NULL, ?, ?, ?)", entered)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
             return _doom(sql, dropped)
@@ -129,11 +137,21 @@ class NodeIndex(RebuildableFile):
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
             return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
 
-    def marks(self, scope: Scope) -> dict[str, bytes]:
-        """For every node id of one collection and tokenizer a few bytes that change when its token ids do."""
-        select = "SELECT node_id, substr(tokens, -4) FROM Nodes WHERE collection = ? AND tokenizer = ?"
+    def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
+        """A number to ask with later, and the node ids that came, or got other token ids, after that one; None: all.
+
+        Some may be named again by the next call.
+        """
+        select, where = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ?", list[object]()
+        if after is not None:
+            select, where = (
+                "SELECT node_id FROM Entered WHERE number > ? AND collection = ? AND tokenizer = ?",
+                [after],
+            )
         with self.connection() as sql:
-            return dict(sql.execute(select, (scope.collection, scope.tokenizer)).fetchall())
+            last = sql.execute("SELECT max(number) FROM Entered").fetchone()[0] or 0
+            found = sql.execute(select, (*where, scope.collection, scope.tokenizer)).fetchall()
+        return max(last, after or 0), [node_id for (node_id,) in found]
 
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
@@ -148,7 +166,8 @@ class NodeIndex(RebuildableFile):
             for node_id in node_ids:
                 where = (collection, node_id)
                 dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
-                sql.execute("DELETE FROM Nodes WHERE collection = ? AND node_id = ?", where)
+                for table in ("Nodes", "Entered"):
+                    sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
                 _unregister(sql, *where)
             unused = _doom(sql, dropped)
         self.truncate_log()

@@ -34,8 +34,10 @@ class PassageFinder:
         self._forget()
 
     def _forget(self) -> None:
-        self._index, self._names, self._marks = TextIndex(), dict[int, list[str]](), dict[str, bytes]()
+        self._index, self._names = TextIndex(), dict[int, list[str]]()
         self._seen: tuple[int, int, int] | None = None
+        self._number: int | None = None
+        self._room = 0  # for how many more, before what was deleted or changed is worth forgetting
 
     def find(self, token_ids: Sequence[int]) -> list[Match]:
         """The known passages in a prompt: disjoint, ascending, the longest first chosen."""
@@ -60,18 +62,17 @@ class PassageFinder:
         seen = self._nodes.changes()
         if seen == self._seen:
             return
-        marks = self._nodes.marks(self._scope)
-        new = [name for name, mark in marks.items() if self._marks.get(name) != mark]
-        if len(self._marks) > 2 * len(marks) + 1000 or (self._seen and seen[0] != self._seen[0]):
+        if self._room < 0 or (self._seen and seen[0] != self._seen[0]):
             self._forget()
-            new = list(marks)
+        self._seen, first = seen, self._number is None
+        self._number, new = self._nodes.entered(self._scope, self._number)
+        self._room += 1000 + len(new) if first else -len(new)
         entered = [(name, _core(ids)) for name in new if (ids := self._nodes.get(self._scope, name))]
         entered = [(name, core) for name, core in entered if len(core) >= MINIMUM]
         hashes = known(_text(core) for _, core in entered)
         self._index.add(hashes)
         for (name, _), each in zip(entered, hashes, strict=True):
             self._names.setdefault(each.whole, []).append(name)
-        self._marks, self._seen = marks, seen
 
 
 def _edge(length: int) -> int:

@@ -41,6 +41,21 @@ def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
         assert again.get(SCOPE, "a") == (1, 2, 2**31)
 
 
+def test_what_was_entered_since_is_named(nodes):
+    nodes.put_many(SCOPE, [("a", (1,), None), ("b", (2,), None)])
+    nodes.put_many(OTHER, [("a", (1,), None)])
+    last, found = nodes.entered(SCOPE, None)
+    assert sorted(found) == ["a", "b"] and nodes.entered(SCOPE, last) == (last, [])
+    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (3,), None), ("c", (4,), None), ("d", (4,), None)])
+    nodes.delete("papers", ["d"])
+    later, found = nodes.entered(SCOPE, last)
+    assert sorted(found) == ["b", "c"]
+    nodes.delete("papers", ["b", "c"])
+    assert nodes.entered(SCOPE, later) == (later, [])
+    nodes.put_many(SCOPE, [("c", (4,), None)])
+    assert nodes.entered(SCOPE, later)[1] == ["c"]
+
+
 def test_keys_are_free_only_when_no_node_has_them(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (1,), key(1)), ("a", (1,), key(2))])
     nodes.put_many(OTHER, [("a", (1,), key(3))])

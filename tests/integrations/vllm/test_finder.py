@@ -74,6 +74,42 @@ def test_what_is_entered_changed_and_deleted_meanwhile_is_noticed(nodes):
     assert not finder.find(new)
 
 
+class Watched(NodeIndex):
+    """Counts the nodes that were read."""
+
+    reads = 0
+
+    def get(self, scope, node_id):
+        self.reads += 1
+        return super().get(scope, node_id)
+
+
+def test_after_a_commit_what_was_entered_is_read_and_no_more(tmp_path):
+    """All marks of the collection were, after every commit of an ingest that went on beside the requests."""
+    strange, path = ids_of(999), tmp_path / "nodes.sqlite"
+    with Watched.open(path) as nodes, NodeIndex.open(path) as other:
+        finder = PassageFinder(nodes, SCOPE)
+
+        def reads() -> int:
+            before = nodes.reads
+            assert not finder.find(strange)
+            return nodes.reads - before
+
+        enter(other, *map(ids_of, range(300)))
+        assert reads() == 300
+        enter(other, ids_of(300), scope=Scope("other", SCOPE.tokenizer))
+        assert reads() == 0
+        other.put_many(
+            SCOPE, [("n300", ids_of(301), None), ("n0", ids_of(0), None), ("n1", ids_of(302), None)]
+        )
+        assert reads() <= 3, "two, or three where the commit came between"
+        for turn in range(1, 6):  # five times as much as there is stands in the index
+            enter(other, *(ids_of(1000 * turn + n) for n in range(300)))
+            assert reads() == 300
+        enter(other, ids_of(7000))
+        assert reads() == 301, "and is forgotten"
+
+
 def test_ids_that_are_no_characters_are_found_too(nodes):
     """55,296 to 57,343 are halves of surrogate pairs, and stand in large vocabularies."""
     passage = tuple(range(55_290, 55_340)) + tuple(range(57_330, 57_350))
