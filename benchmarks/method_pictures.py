@@ -41,7 +41,8 @@ PASSAGES = (
     ("keepers-log-1962.md", "The 15.30 from Thornsay"),
     ("visitor-guide.html", "Most visitors come for Dunlin"),
 )
-PICTURED = tuple(name for name in METHODS if name != "recompute")  # which would look like `full`
+# These would look like `full`, `prefix` and `probe-shift`.
+PICTURED = tuple(name for name in METHODS if name not in ("recompute", "exact", "auto"))
 QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
 
 

@@ -99,13 +99,15 @@ class Scatter:
     """New rows are written over the stored ones.
 
     rows (R,): where they stand; None: they are all rows. loader: of the stored KV, awaited before that; correction:
-    applied to it before that; peek: nothing is written, and the layer is left with `NewKV`.
+    applied to it before that; peek: nothing is written, and the layer is left with `NewKV`; stop: how much of the
+    prompt the rows may see, None for all.
     """
 
     rows: Tensor | None = None
     loader: "LayerLoader | None" = None
     correction: "Correction | None" = None
     peek: bool = False
+    stop: int | None = None
 
 
 class FusedCache(DynamicCache):
@@ -142,7 +144,7 @@ class FusedCache(DynamicCache):
             raise NewKV(key_states[0], value_states[0])
         if step.correction is not None:
             step.correction.apply(layer_idx, key_states[0], value_states[0])
-        held.set_length(self.prompt_tokens)
+        held.set_length(step.stop or self.prompt_tokens)
         if step.rows is None:  # every row: nothing of the old survives
             held.keys.copy_(key_states)
             held.values.copy_(value_states)

@@ -22,6 +22,9 @@ from ragblend.kvstore.errors import UnsupportedModelError
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Their frequencies change with the sequence's length; below this length they are constant.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# More rows than this pass through a layer in several blocks. That changes nothing they compute (a row sees only what is
+# before it, and blocks are in order), and keeps activations small beside the KV.
+BLOCK_ROWS = 1024
 View = dict[str, Any]  # the arguments by which an attention learns what its rows may attend to
 
 
@@ -29,13 +32,15 @@ View = dict[str, Any]  # the arguments by which an attention learns what its row
 class RowBlock:
     """Rows being computed: (R,) positions, and per layer type their rotary tables and what they may attend to.
 
-    collecting: the same for layers in which the attention of the last rows is collected; empty where none is.
+    total_tokens: of the sequence that they are in, or of as much of it as they may see; collecting: the same for layers
+    in which the attention of the last rows is collected; empty where none is.
     """
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
     views: dict[str, View]
     collecting: dict[str, View]
+    total_tokens: int
 
 
 class Decoder(ABC):
@@ -116,7 +121,7 @@ class Decoder(ABC):
             views[kind] = self._view(*given)
             if collected:
                 collecting[kind] = self._collecting(*given, collected)
-        return RowBlock(rows, rotary, views, collecting)
+        return RowBlock(rows, rotary, views, collecting, total_tokens)
 
     def view(self, layer: int, block: RowBlock, collect: Collect | None) -> View:
         """The arguments of that layer's attention."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ragblend.engine.cache import Append, FusedCache
-from ragblend.engine.decoder import Decoder
+from ragblend.engine.decoder import BLOCK_ROWS, Decoder
 from ragblend.kvstore.chunks import ChunkKV
 
 
@@ -22,6 +22,14 @@ class ChunkEncoder:
         self._cache = FusedCache(decoder.geometry, self.start, room_tokens, decoder.device)
         if prefix_ids:
             self._append(prefix_ids)
+
+    def go_on(self, read: ChunkKV) -> None:
+        """Have that KV, of what stands right behind what was read so far, before all that is encoded from now on."""
+        self._cache.truncate()
+        for held, keys, values in zip(self._cache.fused, read.keys, read.values, strict=True):
+            held.update(keys[None].to(held.device), values[None].to(held.device))
+        self.start += len(read.token_ids)
+        self._cache.prompt_tokens = self.start
 
     def encode(self, token_ids: Sequence[int], leave: Callable[[], bool] | None = None) -> ChunkKV:
         """The chunk's KV on the CPU, in tensors of its own. Raises Cancelled if leave() says so before a layer."""
@@ -41,9 +49,11 @@ class ChunkEncoder:
 
     @torch.inference_mode()
     def _append(self, token_ids: Sequence[int]) -> None:
-        decoder, start = self.decoder, self._cache.get_seq_length()
-        rows = torch.arange(start, start + len(token_ids), device=decoder.device)
-        hidden = decoder.embed(torch.tensor(list(token_ids), device=decoder.device))
-        block = decoder.row_block(rows, start + len(token_ids), hidden)
-        for layer in range(decoder.geometry.layers):
-            hidden = decoder.run_layer(layer, hidden, block, self._cache)
+        decoder = self.decoder
+        for ids in torch.tensor(list(token_ids), device=decoder.device).split(BLOCK_ROWS):
+            start = self._cache.get_seq_length()
+            rows = torch.arange(start, start + ids.numel(), device=decoder.device)
+            hidden = decoder.embed(ids)
+            block = decoder.row_block(rows, start + ids.numel(), hidden)
+            for layer in range(decoder.geometry.layers):
+                hidden = decoder.run_layer(layer, hidden, block, self._cache)

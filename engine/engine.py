@@ -253,7 +253,7 @@ class Engine:
         request = self._request(prompt, method, ratio, seed)
         with self.runtime.queue.turn(cancel) as turn:
             prefilled = prefill(self.runtime, request, turn)
-            follow_up(self.runtime, request, prefilled.report)
+            follow_up(self.runtime, request, prefilled)
             return prefilled
 
     def generate(
@@ -360,7 +360,7 @@ class Engine:
                     answer = result.token_ids
                     return result
                 finally:  # also of an answer that was stopped: its prompt has been read
-                    follow_up(self.runtime, request, prefilled.report)
+                    follow_up(self.runtime, request, prefilled)
                     if request.session is not None and prefilled.cache is not None:
                         ids = (*request.prompt.token_ids, *answer)
                         request.session.keep(ids, prefilled.cache, self.runtime.decoder)

@@ -5,6 +5,7 @@ first, through the KV as it was stored, to collect what they attend to (a probe,
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,17 +13,13 @@ from torch import Tensor
 from ragblend.engine.attention import Collect, Collector
 from ragblend.engine.cache import Append, FusedCache, LayerLeft, NewKV, Scatter
 from ragblend.engine.correction import Correction
-from ragblend.engine.decoder import Decoder, RowBlock
+from ragblend.engine.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.scheduler import Turn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import UsageError
-
-# More rows than this pass through a layer in several blocks. That changes nothing they compute (a row sees only what is
-# before it, and blocks are in order), and keeps activations small beside the KV.
-BLOCK_ROWS = 1024
 
 
 @dataclass
@@ -159,6 +156,8 @@ class Fusion:
         collected: of how many, the last ones, attention can be collected; absent (T,) bool: keys that no row sees.
         """
         decoder, plan = self.decoder, self.plan
+        if self.policy.exact:
+            return self._in_pieces(rows, hidden)
         corrects = collected == 0 and self.policy.corrects(plan)
         # All rows in one block take attention's own causal path, which is faster than any mask. And where attention
         # looks at the whole buffers under a mask, what later blocks will write must not be there as garbage: 0 times
@@ -173,6 +172,20 @@ class Fusion:
         stored = int((plan.kinds[rows] > Kind.MISSING).sum())
         correction = Correction(decoder, plan, self.policy, self.cache, rows) if corrects else None
         return Work(rows, hidden, blocks, stored, correction)
+
+    def _in_pieces(self, rows: Tensor, hidden: Tensor) -> Work:
+        """Rows that end with a chunk, or with the prompt, pass together and see nothing behind them.
+
+        So what is computed of a chunk, bit for bit, depends on what stands before it alone: neither on what follows,
+        nor on how much was stored.
+        """
+        stops = torch.tensor([*self.plan.piece_stops, self.plan.tokens], device=rows.device)
+        ends = torch.searchsorted(rows, stops).tolist()
+        sizes = [size for begin, end in pairwise([0, *ends]) for size in _block_sizes(end - begin, 0) if size]
+        blocks, hiddens = [], hidden.split(sizes, dim=1)
+        for part, its_hidden in zip(rows.split(sizes), hiddens, strict=True):
+            blocks.append(self.decoder.row_block(part, int(part[-1]) + 1, its_hidden))
+        return Work(rows, hidden, blocks, stored=0)
 
     def _through(self, layer: int, work: Work, collect: Collect | None = None) -> Tensor:
         """The rows' hidden states behind that layer. Raises LayerLeft where collect does."""
@@ -198,7 +211,7 @@ class Fusion:
 
     def _step(self, work: Work, block: RowBlock, peek: bool = False) -> Scatter:
         rows = block.rows if block.rows.numel() < self.plan.tokens else None
-        return Scatter(rows, self.loader, work.correction, peek)
+        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens)
 
     def _narrowed(self, work: Work, keep: Tensor) -> Work:
         """The same work with only the rows `keep`, ascending positions among the current ones."""

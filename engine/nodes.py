@@ -160,11 +160,26 @@ class Nodes:
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
-        if chunk.node_id is not None and not chunk.entered:
-            self.enter([chunk.node_id], [passage], [key])
-        if self._claim(chunk.node_id, passage, key):
+        if self._claim_named(chunk, key):
             made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False)
             self._keep(key, made, chunk.node_id)
+
+    def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
+        """Store a node of the knowledge tree for that chunk, made with the device in hand when nobody needs it.
+
+        It goes when the chunk's node does. False if that was deleted, or what it stands behind.
+        """
+        if not self._claim_named(chunk, key):
+            return False
+        with self._runtime.queue.turn(background=True):
+            kv = made()
+        return self._keep(key, kv, chunk.node_id)
+
+    def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
+        """Whether the chunk's KV is wanted; a node that a prompt was the first to name is entered."""
+        if chunk.node_id is not None and not chunk.entered:
+            self.enter([chunk.node_id], [chunk.encoded_ids], [key])
+        return self._claim(chunk.node_id, chunk.encoded_ids, key)
 
     def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
         """Load the model if it is not there yet, and have the disk read the passages' KV."""
@@ -221,8 +236,7 @@ class Nodes:
                 holding = runtime.nodes.holding(self._scope, node_id, key)
                 if not stack.enter_context(holding):
                     return False
-            runtime.store.put(key, chunk, runtime.codec)
-        return True
+            return runtime.store.put(key, chunk, runtime.codec)
 
     @property
     def _scope(self) -> Scope:

@@ -83,6 +83,11 @@ class Plan:
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
     @property
+    def piece_stops(self) -> list[int]:
+        """Where the prefix ends, and each chunk."""
+        return sorted({span.stop for span in self.spans} | {span.start for span in self.spans[:1]})
+
+    @property
     def suffix_start(self) -> int:
         """Position behind the last chunk; the last token's at most."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)

@@ -5,6 +5,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ragblend.engine.fusion import Fusion, Spent
 from ragblend.engine.loader import LayerLoader, LostChunk
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.order import Claim
+from ragblend.engine.paths import Computed, computed_in, grow, learn, path_of
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
@@ -27,6 +29,7 @@ from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.codec import Part, Source
 from ragblend.kvstore.memory import held_nbytes
+from ragblend.kvstore.tree import match
 
 log = logging.getLogger("ragblend")
 
@@ -70,7 +73,10 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
     if request.session is not None and (held := request.session.common_tokens(prompt.token_ids)):
         cached[f"session {id(request.session)}"] = held
     with runtime.use.turn():
-        for chunk in prompt.chunks:
+        path = path_of(runtime, prompt, request.collection) if request.policy.follows else []
+        nodes = list(takewhile(runtime.store.contains, (node.key for node, _ in path)))
+        cached |= {node.key.digest: len(node.token_ids) for node, _ in path[: len(nodes)]}
+        for chunk in () if request.policy.exact else prompt.chunks[len(nodes) :]:
             for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
                 ids = chunk.token_ids or ()
                 key = runtime.key_of(prefix, ids, chunk.collection or request.collection)
@@ -81,9 +87,14 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
     return Claim(True, client, cached, max(1, tokens - sum(cached.values())), nbytes, deadline)
 
 
-def follow_up(runtime: Runtime, request: Request, report: Report) -> None:
+def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """What a prompt that was read leaves to do in the background: for when its answer is out."""
-    if report.misses and request.policy.name != "full":
+    report = prefilled.report
+    if prefilled.computed:
+        runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
+    elif request.policy.follows:
+        runtime.chores.add(partial(learn, runtime, request.prompt, request.collection))
+    if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
                 nodes = Nodes(runtime, chunk.collection or request.collection)
@@ -120,19 +131,34 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     trace = recorder.finish()
     report = _report(request, plan, decision, spent, trace)
     timings = replace(report.timings, prefill_ms=prefill_ms, ttft_ms=prefill_ms)
-    return Prefilled(request.prompt, logits, cache, replace(report, warning=warning, timings=timings))
+    report = replace(report, warning=warning, timings=timings)
+    computed = list[Computed]()
+    if request.policy.exact:
+        computed = computed_in(cache, path_of(runtime, request.prompt, request.collection), plan.spans)
+    return Prefilled(request.prompt, logits, cache, report, computed)
 
 
 def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span, ...]:
-    """What the session holds of the prompt's beginning, and behind that every chunk's place and stored KV, opened."""
-    prompt, spans, begin = request.prompt, list[Span](), 0
+    """What the session or the knowledge tree has of the prompt's beginning, and every chunk behind that: its place, and
+    its stored KV, opened.
+    """
+    prompt, policy, spans, begin = request.prompt, request.policy, list[Span](), 0
     prefix, everything = prompt.prefix_ids, prompt.token_ids
-    if request.session is not None and request.policy.name != "full":  # which reads all the same
+    if request.session is not None and policy.name != "full" and not policy.exact:  # which do not fuse
         held = request.session.span(prompt, runtime.decoder)
         if held is not None:
             spans, begin = [held], held.stop
+    if policy.follows and not spans:
+        path = [node for node, _ in path_of(runtime, prompt, request.collection)]
+        for node, source in zip(path, match(runtime.store, path, runtime.decoder.geometry), strict=False):
+            readers.enter_context(source)
+            spans.append(Span(node.start, len(node.token_ids), source, exact=True))
+            begin = node.stop
     for segment, offset in zip(prompt.segments, prompt.offsets, strict=True):
         if not isinstance(segment, Chunk) or not segment.token_ids or offset < begin:
+            continue
+        if policy.exact:
+            spans.append(Span(offset, len(segment.token_ids), None))
             continue
         collection, skipped = segment.collection or request.collection, segment.skipped
         reader, behind = _open(runtime, prefix, segment.encoded_ids, collection)
@@ -195,7 +221,10 @@ def _compute(
 def _promote(runtime: Runtime, request: Request) -> None:
     """Bring what was used one tier up."""
     prompt, geometry = request.prompt, runtime.fingerprint.geometry
-    for chunk in prompt.chunks:
+    for node, _ in path_of(runtime, prompt, request.collection) if request.policy.follows else ():
+        with runtime.use.turn():
+            runtime.store.promote(node.key, node.token_ids, geometry, node.start, node.parent)
+    for chunk in () if request.policy.exact else prompt.chunks:
         for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
             if chunk.token_ids:
                 key = runtime.key_of(prefix, chunk.encoded_ids, chunk.collection or request.collection)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.fusion import BLOCK_ROWS, Fusion
+from ragblend.engine.decoder import BLOCK_ROWS, Decoder
+from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime

@@ -1,10 +1,10 @@
 """What the engine hands back."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from ragblend.engine.scheduler import end_at_exit
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
+
+if TYPE_CHECKING:
+    from ragblend.engine.paths import Computed
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,15 @@ class Missing:
 class Prefilled:
     """A prompt that has been read. logits (vocab,) float32 of its last row.
 
-    cache: transformers' kind of cache; None for a model that cannot be fused.
+    cache: transformers' kind of cache; None for a model that cannot be fused. computed: what of it may be entered in
+    the knowledge tree.
     """
 
     prompt: Prompt
     logits: Tensor
     cache: Any
     report: Report
+    computed: Sequence["Computed"] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     fixed    magic, format version and codec, header bytes, file bytes, key digest, start, tokens, geometry
     layers   crc32 of every layer, L uint32
     tokens   the token ids, T uint32
+    parent   the key of the node behind which it was computed, 32 bytes, if there is one
     padding  to 64 bytes, then crc32 of all of the above
     payload  layer 0: K (H, T, D), V (H, T, D), or what the codec makes of them; layer 1: ...
              one contiguous run per layer
@@ -32,6 +33,8 @@ from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
 _FIXED = struct.Struct("<8sHHIQ32sQ5I8s")  # the codec, 0 for raw, was the upper half of a 32-bit version
+_HAS_PARENT = 0x100  # beside the codec: no codec that an earlier version knows
+_PARENT_BYTES = 32
 _LEAD = struct.Struct("<8sHHIQ")
 _CRC = struct.Struct("<I")
 _ALIGN = 64
@@ -56,10 +59,12 @@ class BlobHeader:
     geometry: Geometry
     layer_crcs: tuple[int, ...]
     codec: Codec = RAW
+    parent: ChunkKey | None = None
 
     @property
     def nbytes(self) -> int:
         raw = _FIXED.size + 4 * self.geometry.layers + 4 * len(self.token_ids) + _CRC.size
+        raw += _PARENT_BYTES if self.parent else 0
         return -(-raw // _ALIGN) * _ALIGN
 
     @property
@@ -76,11 +81,14 @@ class BlobHeader:
 
     def pack(self) -> bytes:
         g, digest = self.geometry, bytes.fromhex(self.key.digest)
-        lead = (MAGIC, FORMAT_VERSION, self.codec.number, self.nbytes, self.file_nbytes)
+        codec, parent = self.codec.number, b""
+        if self.parent is not None:
+            codec, parent = codec | _HAS_PARENT, bytes.fromhex(self.parent.digest)
+        lead = (MAGIC, FORMAT_VERSION, codec, self.nbytes, self.file_nbytes)
         shape = (len(self.token_ids), g.layers, g.kv_heads, g.key_size, g.value_size)
         fixed = _FIXED.pack(*lead, digest, self.start, *shape, g.dtype.encode())
         crcs = struct.pack(f"<{g.layers}I", *self.layer_crcs)
-        body = (fixed + crcs + pack_tokens(self.token_ids)).ljust(self.nbytes - _CRC.size, b"\0")
+        body = (fixed + crcs + pack_tokens(self.token_ids) + parent).ljust(self.nbytes - _CRC.size, b"\0")
         return body + _CRC.pack(zlib.crc32(body))
 
 
@@ -108,20 +116,24 @@ def read_header(pread: Callable[[int, int], bytes], file_nbytes: int) -> BlobHea
     _demand(sound, "the header does not match its checksum")
     fields = _FIXED.unpack_from(raw)
     digest, start, tokens, layers, heads, key_size, value_size, dtype = fields[5:]
-    codec, name = codec_numbered(fields[2]), dtype.rstrip(b"\0").decode("ascii", "replace")
+    has_parent = bool(fields[2] & _HAS_PARENT)
+    codec, name = codec_numbered(fields[2] & ~_HAS_PARENT), dtype.rstrip(b"\0").decode("ascii", "replace")
     if codec is None:
         raise BlobDamage("bad-header", f"its codec {fields[2]} is none that this version knows")
     shaped = name in DTYPES and layers and heads and key_size and value_size and tokens
     _demand(shaped, f"the header describes an impossible shape: {fields[7:]}")
     crcs_end = _FIXED.size + 4 * layers
-    _demand(crcs_end + 4 * tokens + _CRC.size <= len(raw), "the header is shorter than its tables")
+    tokens_end = crcs_end + 4 * tokens
+    parent = raw[tokens_end : tokens_end + _PARENT_BYTES * has_parent]
+    _demand(tokens_end + len(parent) + _CRC.size <= len(raw), "the header is shorter than its tables")
     header = BlobHeader(
         ChunkKey(digest.hex()),
-        unpack_tokens(raw[crcs_end : crcs_end + 4 * tokens]),
+        unpack_tokens(raw[crcs_end:tokens_end]),
         start,
         Geometry(layers, heads, key_size, value_size, name),
         struct.unpack_from(f"<{layers}I", raw, _FIXED.size),
         codec,
+        ChunkKey(parent.hex()) if has_parent else None,
     )
     agree = (header.nbytes, header.file_nbytes) == (header_nbytes, file_nbytes)
     _demand(agree, f"lengths disagree: {header_nbytes} + payload is not {file_nbytes} bytes")
@@ -162,7 +174,8 @@ class Blob:
                 return cls.of(key, chunk)
             layers.append(packed)
         crcs = tuple(_crc(packed) for packed in layers)
-        header = BlobHeader(key, tuple(chunk.token_ids), chunk.start, chunk.geometry, crcs, codec)
+        token_ids, start, parent = tuple(chunk.token_ids), chunk.start, chunk.parent
+        header = BlobHeader(key, token_ids, start, chunk.geometry, crcs, codec, parent)
         return cls(header, tuple(layers))
 
     @property
@@ -286,10 +299,12 @@ def open_verified(
     damaged: Damaged,
     geometry: Geometry | None = None,
     start: int | None = None,
+    parent: ChunkKey | None = None,
 ) -> ChunkReader:
-    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry and start are right.
+    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent are right.
 
-    None is not compared (check() has only the key). OSError passes through.
+    None is not compared (check() has only the key), but where token ids are given a parent of None is: what was
+    computed behind a node is never taken for what was encoded alone. OSError passes through.
     """
     fd = open_file(path)
     try:
@@ -300,6 +315,8 @@ def open_verified(
         found = f"the file holds KV of {header.geometry} from position {header.start}"
         fits = geometry in (None, header.geometry) and start in (None, header.start)
         _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
+        placed = token_ids is None or header.parent == parent
+        _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
     except BaseException:
         os.close(fd)
         raise

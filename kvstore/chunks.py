@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ragblend.kvstore.keys import ChunkKey
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,7 +51,8 @@ class ChunkKV:
     """One chunk's KV as it is stored: keys already rotated to where the chunk was encoded.
 
     token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length);
-    keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU.
+    keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the
+    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix.
     """
 
     token_ids: tuple[int, ...]
@@ -57,6 +60,7 @@ class ChunkKV:
     geometry: Geometry
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    parent: ChunkKey | None = None
 
     def __post_init__(self) -> None:
         g, tokens = self.geometry, len(self.token_ids)

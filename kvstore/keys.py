@@ -96,3 +96,13 @@ def chunk_key(
         ("tokens", pack_tokens(token_ids)),
     ]
     return ChunkKey(hashlib.sha256(_canonical("ragblend chunk", fields)).hexdigest())
+
+
+def node_key(parent: ChunkKey, salt: str, token_ids: Sequence[int]) -> ChunkKey:
+    """The address of the KV of `token_ids`, computed behind all that `parent` stands for (see `tree.py`)."""
+    fields = [
+        ("parent", bytes.fromhex(parent.digest)),
+        ("salt", salt.encode("utf-8", "surrogatepass")),
+        ("tokens", pack_tokens(token_ids)),
+    ]
+    return ChunkKey(hashlib.sha256(_canonical("ragblend node", fields)).hexdigest())

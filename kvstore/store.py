@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, product
 from pathlib import Path
 
 from ragblend.kvstore import upkeep
@@ -25,7 +25,7 @@ from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
-from ragblend.kvstore.policy import policy_named
+from ragblend.kvstore.policy import Entry, policy_named
 from ragblend.kvstore.upkeep import GcReport, Problem
 from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
@@ -105,13 +105,25 @@ class KVStore(Closing):
         self._index: Index
         self._ledger: Ledger
         self._unsettled = self._closed = False
+        self._settled_file = 0  # the ledger's generation
         self._total_before = 0
 
     def _settle(self) -> None:
         """Bring files, index and ledger in line with each other."""
         stored, refused = upkeep.sweep(self._index, self._ledger.sizes())
         self._counters.add(quarantined=refused)
-        self._ledger.settle(stored)
+        self._ledger.settle(stored, self._parent_of)
+        self._settled_file = self._ledger.generation
+        self._sweep_unreachable()
+
+    def _parent_of(self, digest: str) -> str | None:
+        """Of a value that the ledger does not know, from its file; None where that cannot be read."""
+        return upkeep.parent_in(self._index, digest)
+
+    def _sweep_unreachable(self) -> None:
+        """Nodes that have lost their parent, as when it was damaged: nobody would find them."""
+        with self._committing() as (change, _):
+            self._remove(change, change.unreachable())
 
     def _make_anew(self, why: str) -> None:
         self._counters.add(quarantined=1)
@@ -132,13 +144,15 @@ class KVStore(Closing):
 
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> None:
+    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> bool:
         """Store (or replace) a value; it is on disk and in the index when this returns.
 
-        codec: how its layers are packed; any is read. What the value displaces goes in the same transaction. Raises
+        codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. What the
+        value displaces goes in the same transaction. False for a node whose parent is not stored. Raises
         StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
-        blob = Blob.of(key, chunk, codec)
+        parent = None if chunk.parent is None else chunk.parent.digest
+        blob = Blob.of(key, chunk, RAW if parent else codec)
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
                 f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
@@ -146,12 +160,19 @@ class KVStore(Closing):
             )
         cost = self._cost(chunk.start, len(chunk.token_ids))
         with self._changing() as index:
+            if parent is not None and upkeep.name_in(index, parent) is None:
+                return False
             file = write_value(self.root, blob)
             try:
                 with self._committing(_COUNTS_AT_A_TIME) as (change, unnamed):
                     index.set(file)
-                    change.arrive(key.digest, blob.nbytes, cost)
+                    change.arrive(key.digest, blob.nbytes, cost, parent)
                     evicted = self._make_room(change, change.grown_bytes, spare=key.digest)
+                    if parent and change.grown_bytes > 0 and self._total_bytes(change) > self.budget_bytes:
+                        raise StoreFullError(
+                            f"storing {blob.nbytes:,} bytes behind what the store at {self.root} keeps for them takes "
+                            f"more than its budget ({self.budget_bytes:,}). Raise it."
+                        )
             except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
                 if upkeep.name_in(index, key.digest) != file.filename:
                     remove_values(self.root, [file.filename])
@@ -163,29 +184,34 @@ class KVStore(Closing):
                 tier.delete(key)
             self._counters.add(evictions=evicted)
             remove_values(self.root, unnamed)
+        return True
 
     def _make_room(self, change: Change, needed_bytes: int = 0, spare: str = "") -> int:
-        """Evict what is beyond the budget, the lowest values first: how many.
+        """Evict what is beyond the budget, the lowest values first, and none that another stands behind: how many.
 
         At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
         more, and who puts a value waits for it.
         """
         excess_bytes, freed_bytes, extra = self._total_bytes(change) - self.budget_bytes, 0, 0
-        victims, ghosts = [], []
-        for lowest in change.in_order(spare) if excess_bytes > 0 else ():
-            if not self._index.delete(lowest.digest):
-                ghosts.append(lowest.digest)  # the index's part of that change was never committed
-                continue
-            extra += freed_bytes >= needed_bytes
-            victims.append(lowest)
-            freed_bytes += lowest.nbytes
-            if freed_bytes >= excess_bytes or extra == AT_ONCE:
+        evicted = 0
+        while freed_bytes < excess_bytes and extra < AT_ONCE:
+            victims, ghosts = list[Entry](), list[str]()
+            for lowest in change.in_order(spare):
+                if not self._index.delete(lowest.digest):
+                    ghosts.append(lowest.digest)  # the index's part of that change was never committed
+                    continue
+                extra += freed_bytes >= needed_bytes
+                victims.append(lowest)
+                freed_bytes += lowest.nbytes
+                if freed_bytes >= excess_bytes or extra == AT_ONCE:
+                    break
+            change.evict(victims)
+            change.forget(ghosts)
+            evicted += len(victims)
+            if not victims and not ghosts:  # then there are values that the ledger does not know
+                self._unsettled = True
                 break
-        change.evict(victims)
-        change.forget(ghosts)
-        # Then there are values that the ledger does not know.
-        self._unsettled |= freed_bytes < excess_bytes and extra < AT_ONCE
-        return len(victims)
+        return evicted
 
     def _total_bytes(self, change: Change) -> int:
         """All values' bytes: of the files, where diskcache's sum moved otherwise than the ledger's (a damaged row)."""
@@ -203,18 +229,26 @@ class KVStore(Closing):
         return {digest: sizes[name] for digest, name in named.items() if name in sizes}
 
     def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, quarantined copies and counts too; bytes freed. StoreError if a file stays."""
-        for tier in self.tiers:
-            tier.delete(key)
+        """Remove every byte of a value, and of all that was computed behind it; bytes freed.
+
+        Quarantined copies and counts too. Raises StoreError if a file stays.
+        """
         with self._changing() as index:
-            # Files before the row: a kill in between leaves a miss, not a file that would be entered again.
-            report = upkeep.remove_files(files_of(self.root, key.digest))
             with self._committing() as (change, _):
-                index.delete(key.digest)
-                change.forget([key.digest])
+                freed = self._remove(change, change.below(key.digest))
             index.truncate_log()
             self._ledger.truncate_log()
-            return report.bytes
+            return freed
+
+    def _remove(self, change: Change, digests: Sequence[str]) -> int:
+        """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
+        for tier, digest in product(self.tiers, digests):
+            tier.delete(ChunkKey(digest))
+        report = upkeep.remove_files([path for digest in digests for path in files_of(self.root, digest)])
+        for digest in digests:
+            self._index.delete(digest)
+        change.forget(digests)
+        return report.bytes
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
@@ -233,18 +267,19 @@ class KVStore(Closing):
         token_ids: Sequence[int],
         geometry: Geometry | None = None,
         start: int | None = None,
+        parent: ChunkKey | None = None,
     ) -> Source | None:
         """A reader of the fastest tier that has it; None is a miss (absent, or damaged).
 
-        Damaged is what holds another key or other token ids, and, where they are given, another geometry or start: a
-        key stands for them too, and a checksum is right for whatever was written.
+        Damaged is what holds another key, parent or other token ids, and, where they are given, another geometry or
+        start: a key stands for them too, and a checksum is right for whatever was written.
         """
         # What another process deleted is deleted: the index has the last word on whether there is such a value.
         self._ledger.used(key.digest)
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
-        reader = self._open(key, tuple(token_ids), geometry, start)
+        reader = self._open(key, tuple(token_ids), geometry, start, parent)
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
 
@@ -266,6 +301,7 @@ class KVStore(Closing):
         token_ids: Sequence[int],
         geometry: Geometry | None = None,
         start: int | None = None,
+        parent: ChunkKey | None = None,
     ) -> None:
         """Bring a value that was used one tier up, if there is one; for when nobody waits. See `open_chunk`."""
         wanting: MemoryTier | None = None
@@ -276,7 +312,7 @@ class KVStore(Closing):
             wanting = tier
         if wanting is None or not self.contains(key):
             return
-        source = source or self._open(key, tuple(token_ids), geometry, start)
+        source = source or self._open(key, tuple(token_ids), geometry, start, parent)
         if source is not None:
             with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
                 wanting.admit(key, source, self._ledger.entry(key.digest))
@@ -308,13 +344,18 @@ class KVStore(Closing):
                 return None
 
     def _open(
-        self, key: ChunkKey, token_ids: tuple[int, ...], geometry: Geometry | None, start: int | None
+        self,
+        key: ChunkKey,
+        token_ids: tuple[int, ...],
+        geometry: Geometry | None,
+        start: int | None,
+        parent: ChunkKey | None,
     ) -> ChunkReader | None:
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
                 damaged = partial(self._spoiled, key, path)
-                return open_verified(path, key, token_ids, damaged, geometry, start)
+                return open_verified(path, key, token_ids, damaged, geometry, start, parent)
             except FileNotFoundError:
                 if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
                     self._quarantine(key, path, "the index names a file that is not there")
@@ -402,6 +443,8 @@ class KVStore(Closing):
                 with self._ledger.changing() as change:
                     change.keep_only(wanted)
                 self._ledger.truncate_log()
+            self._unsettled = True  # the ledger may take for stored what is in quarantine
+            self._sweep_unreachable()
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:
@@ -427,6 +470,10 @@ class KVStore(Closing):
     def asked(self) -> dict[str, float]:
         """How often what is not stored was asked for, by digest, as far as that is remembered."""
         return self._ledger.asked()
+
+    def times_asked(self, key: ChunkKey) -> float:
+        """How often a value was asked for, stored or not, as far as that is remembered."""
+        return self._ledger.entry(key.digest).frequency
 
     @property
     def policy(self) -> str:
@@ -486,8 +533,9 @@ class KVStore(Closing):
         settle, self._unsettled = self._unsettled, False
         try:
             with self._ledger.changing(counts_at_least) as change:
-                if settle:
-                    change.settle(self._sizes(), None)
+                if settle or self._ledger.generation != self._settled_file:
+                    change.settle(self._sizes(), None, self._parent_of)
+                    self._settled_file = self._ledger.generation
                 with self._index.changing() as unnamed:
                     self._total_before = self._index.totals[1]
                     yield change, unnamed

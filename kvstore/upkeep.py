@@ -117,6 +117,18 @@ def name_in(index: Index, digest: str) -> str | None:
         return None
 
 
+def parent_in(index: Index, digest: str) -> str | None:
+    """The node that a value stands behind, as its file says; None for none, or where the file cannot be read."""
+    name = name_in(index, digest)
+    if name is None:
+        return None
+    try:
+        with open_verified(index.root / name, ChunkKey(digest), None, lambda what: None) as reader:
+            return None if reader.header.parent is None else reader.header.parent.digest
+    except (CorruptBlobError, OSError):
+        return None
+
+
 def refuse(index: Index, digest: str) -> None:
     """Take a key out of use: its files into the quarantine, its row away."""
     with suppress(OSError):  # then a file is an orphan, and the next open sweeps it

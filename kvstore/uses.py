@@ -12,11 +12,12 @@ that loses the order of these uses and nothing else.
 
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from ragblend.kvstore import tree
 from ragblend.kvstore.keys import FORMAT_VERSION
 from ragblend.kvstore.policy import (
     DEFAULT_POLICY,
@@ -58,11 +59,13 @@ CREATE TABLE IF NOT EXISTS Totals (
         AND typeof(quarantined) = 'integer')
 ) WITHOUT ROWID;
 """
+ParentOf = Callable[[str], str | None]
 _REMEDY = "values count as put one after the other, and uses are counted anew"
-_KIND = Rebuildable("ledger of uses", _SCHEMA, FORMAT_VERSION, _REMEDY)
+_KIND = Rebuildable("ledger of uses", _SCHEMA + tree.SCHEMA, FORMAT_VERSION, _REMEDY)
 # An Entry's fields.
 _SELECT = "SELECT digest, bytes, used_at, 0, frequency, cost, computations, priority FROM Uses"
 _WRITE = "INSERT OR REPLACE INTO Uses VALUES (?, ?, ?, ?, ?, ?, ?)"
+_IN_ORDER = f"""{_SELECT} WHERE bytes > 0 AND digest != ? AND {tree.IS_LEAF} ORDER BY priority, used_at"""
 _ADD = """INSERT INTO Totals VALUES (?, ?, ?, ?, ?) ON CONFLICT (tier) DO UPDATE SET hits = hits + excluded.hits,
     misses = misses + excluded.misses, evictions = evictions + excluded.evictions,
     quarantined = quarantined + excluded.quarantined"""
@@ -200,8 +203,9 @@ class Ledger(RebuildableFile):
         """All that is known of a value, with what waits."""
         with self.connection() as sql:
             found = _read(sql, digest)
+        found = found or self._unknown.get(digest, Entry(digest, 0))
         later = self._waiting.get(digest, Entry(digest, 0))
-        return joined(found or Entry(digest, 0), later._replace(used_at=0.0), None)
+        return joined(found, later._replace(used_at=0.0), None)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every value that it takes for stored."""
@@ -241,10 +245,13 @@ class Ledger(RebuildableFile):
             later = joined(self._unknown.pop(digest, Entry(digest, 0)), entry, half_life_of(self.policy))
             _remember(self._unknown, later, self._remembered)
 
-    def settle(self, stored: Mapping[str, int]) -> None:
-        """Bring the rows in line with what is stored, by digest and bytes, and rank by the policy wanted."""
+    def settle(self, stored: Mapping[str, int], parent_of: ParentOf) -> None:
+        """Bring the rows in line with what is stored, by digest and bytes, and rank by the policy wanted.
+
+        parent_of: the node that a value stands behind, asked of those without a row.
+        """
         with self.changing() as change:
-            change.settle(stored, self._wanted)
+            change.settle(stored, self._wanted, parent_of)
             change.trim(self._remembered)
         self._wanted = None
 
@@ -275,7 +282,7 @@ class Change:
             else:
                 self._write(joined(found, later, half_life))
 
-    def arrive(self, digest: str, nbytes: int, cost: float) -> None:
+    def arrive(self, digest: str, nbytes: int, cost: float, parent: str | None = None) -> None:
         """Rank a value that was computed, at `cost` a token; one that nobody has asked for counts as used once.
 
         Else all that one ingests would go before anything that was asked for once, however long ago.
@@ -289,11 +296,22 @@ class Change:
         if not entry.frequency:
             entry = self._used_once(entry)
         self._write(entry)
+        self._place(digest, parent)
 
     def in_order(self, spare: str) -> Iterator[Entry]:
-        """The values but `spare`, the one to evict first first; each is looked up when it is asked for."""
-        order = f"{_SELECT} WHERE bytes > 0 AND digest != ? ORDER BY priority, used_at"
-        return map(Entry._make, self._sql.execute(order, (spare,)))
+        """The values but `spare` that no other stands behind, the one to evict first first.
+
+        Each is looked up when it is asked for. It ends with one that has a parent, which may be next when that is
+        evicted: ask again then.
+        """
+        for entry in map(Entry._make, self._sql.execute(_IN_ORDER, (spare,))):
+            yield entry
+            if self._sql.execute("SELECT 1 FROM Branches WHERE digest = ?", (entry.digest,)).fetchone():
+                return
+
+    def _place(self, digest: str, parent: str | None) -> None:
+        if parent is not None:
+            self._sql.execute("INSERT OR REPLACE INTO Branches VALUES (?, ?)", (digest, parent))
 
     def evict(self, victims: Collection[Entry]) -> None:
         """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
@@ -314,15 +332,24 @@ class Change:
             self._before.pop(digest, None)
             self.unknown.pop(digest, None)
 
+    def below(self, digest: str) -> list[str]:
+        """That value, and every node that stands behind it."""
+        return tree.below(self._sql, digest)
+
+    def unreachable(self) -> list[str]:
+        """Nodes that stand behind what is not stored."""
+        return tree.unreachable(self._sql)
+
     def keep_only(self, wanted: Collection[str]) -> None:
         """Forget every other value."""
         rows = {digest for (digest,) in self._sql.execute("SELECT digest FROM Uses")}
         self.forget((rows | set(self._before) | set(self.unknown)) - set(wanted))
 
     def _delete(self, digest: str) -> None:
-        self._sql.execute("DELETE FROM Uses WHERE digest = ?", (digest,))
+        for table in ("Uses", "Branches"):
+            self._sql.execute(f"DELETE FROM {table} WHERE digest = ?", (digest,))
 
-    def settle(self, stored: Mapping[str, int], wanted: Policy | None) -> None:
+    def settle(self, stored: Mapping[str, int], wanted: Policy | None, parent_of: ParentOf) -> None:
         """See `Ledger.settle`; what no row tells of was put in the order of `stored`."""
         self._rank_anew(wanted or self.policy)
         known = dict(self._sql.execute("SELECT digest, bytes FROM Uses").fetchall())
@@ -331,6 +358,7 @@ class Change:
         for digest, nbytes in stored.items():
             if not known.get(digest):
                 self._write(self._used_once(Entry(digest, nbytes)))
+                self._place(digest, parent_of(digest))
 
     def _rank_anew(self, policy: Policy) -> None:
         """By another policy than the rows were, also one that is no more, in the order of use."""
@@ -338,7 +366,7 @@ class Change:
             return
         self.policy, self._clock = policy, 0.0
         if not policy.fades:
-            self._sql.execute("DELETE FROM Uses WHERE bytes = 0")
+            self.trim(0)
         rows = self._sql.execute(f"{_SELECT} ORDER BY used_at, digest").fetchall()
         for entry in map(Entry._make, rows):
             self._write(entry)
@@ -347,6 +375,7 @@ class Change:
     def trim(self, at_most: int) -> None:
         """Of what is not stored the longest unused are forgotten."""
         self._sql.execute(_TOO_MANY_GONE, (at_most,))
+        self._sql.execute(tree.FORGET_GONE)
 
     def save(self, counted: Mapping[str, Counts]) -> None:
         row = self.policy.name, self._uses, self._clock

@@ -55,13 +55,15 @@ LABELS = {
     "prophet": "What the question looks at, in all layers (ProphetKV)",
     "a3": "What the question looks at, in one layer (A3)",
     "epic": "The first words of each passage (EPIC)",
+    "auto": "What the question needs, behind what was read in this order before (auto)",
+    "exact": "All but what was read in this order before (exact)",
     "prefix": "All but what begins as an earlier prompt did (prefix caching)",
     "reuse": "Nothing: passages as they were stored (fastest)",
     "random": "Words drawn at random (to compare with)",
     "naive": "Nothing, not even moved to its place (to compare with)",
     "recompute": "Everything, by way of the store (to compare with)",
 }
-WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "naive", "recompute"})
+WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "exact", "naive", "recompute"})
 RATIO_WORDS = (
     (0.0, "Nothing is read again: the fastest, and the least exact."),
     (0.1, "A little is read again: fast."),

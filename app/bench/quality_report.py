@@ -101,7 +101,8 @@ def report_quality(
 
 def with_all(methods: str, known: dict[str, Any]) -> str:
     """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
-    every = ",".join(name for name in known if name == "full" or name not in EXACT)
+    told = [name for name, policy in known.items() if name not in EXACT and not policy.follows]
+    every = ",".join(["full", *told])
     return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 
 

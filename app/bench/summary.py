@@ -25,7 +25,7 @@ TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
 )  # fmt: skip
 LOSSES = (0.01, 0.02)  # of the task score, within which a speed-up counts
-EXACT = ("full", "prefix", "recompute")  # full prefill, by this way or that
+EXACT = ("full", "exact", "prefix", "recompute")  # full prefill, by this way or that
 # Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
 SAME_COST = 0.01
 RESAMPLES = 5000

@@ -32,6 +32,7 @@ _TABLE: dict[str, Policy] = {
     # The ends of the scale, and controls.
     "full": Static(every_row, lambda span: False, fixed_ratio=1.0),
     "prefix": Static(inexact_rows, lambda span: span.exact, fixed_ratio=1.0),
+    "exact": Static(needed_rows, fixed_ratio=1.0, follows=True, exact=True),
     "recompute": Static(every_row, fixed_ratio=1.0),
     "reuse": Static(needed_rows, fixed_ratio=0.0),
     "naive": Static(needed_rows, fixed_ratio=0.0, moves_keys=False),
@@ -54,6 +55,7 @@ _TABLE: dict[str, Policy] = {
         shift=KernelShift(),
     ),
 }
+_TABLE["auto"] = replace(_TABLE["probe-shift"], follows=True)
 METHODS: dict[str, Policy] = {name: replace(policy, name=name) for name, policy in _TABLE.items()}
 # For every policy that needs attention, where a model does not show it.
 BLIND: Policy = ByAttention(

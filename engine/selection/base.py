@@ -68,7 +68,9 @@ class Policy:
 
     moves_keys: rotate stored keys to their new positions; needs_attention: it collects attention, which not every model
     shows; fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked; shift:
-    what predicts the change of rows that are not computed.
+    what predicts the change of rows that are not computed; follows: it begins with the longest path that the knowledge
+    tree has of the prompt (`kvstore/tree.py`); exact: it uses no other stored KV and computes in pieces, so that what
+    it computes may be entered there.
     """
 
     name: str = field(default="", kw_only=True)
@@ -76,6 +78,8 @@ class Policy:
     needs_attention: bool = field(default=False, kw_only=True)
     fixed_ratio: float | None = field(default=None, kw_only=True)
     shift: KernelShift | None = field(default=None, kw_only=True)
+    follows: bool = field(default=False, kw_only=True)
+    exact: bool = field(default=False, kw_only=True)
     times_only: ClassVar[bool] = (
         False  # how long rows take is asked, not what comes out: it may leave out any
     )

@@ -50,7 +50,12 @@ def variants(methods):
 
 
 def test_all_is_every_policy_but_those_that_are_full_prefill_by_other_ways() -> None:
-    assert {each.method for each in variants("all")} == METHODS.keys() - {"prefix", "recompute"}
+    assert {each.method for each in variants("all")} == METHODS.keys() - {
+        "prefix",
+        "recompute",
+        "exact",
+        "auto",
+    }
 
 
 def test_all_may_stand_in_a_list() -> None:

@@ -123,7 +123,7 @@ def test_a_chunk_of_another_collection_is_found_there(fresh):
 
 
 @pytest.mark.parametrize(
-    "method", ["full", "reuse", "cacheblend", "cacheblend-gradual", "probe-shift", "prefix"]
+    "method", ["full", "reuse", "cacheblend", "cacheblend-gradual", "probe-shift", "prefix", "exact"]
 )
 def test_served_counts_what_is_reported(fresh, method):
     fresh.engine.encode(TEXTS[:2])
