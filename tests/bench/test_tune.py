@@ -138,7 +138,9 @@ def test_candidates_are_all_policies_but_the_controls() -> None:
     stands = Variant("prophet", 0.4)
     found = tune.candidates(METHODS, 0.15, stands)
     methods = {variant.method for variant in found}
-    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random"} | {"reuse"}
+    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random", "auto"} | {
+        "reuse"
+    }
     assert {variant.ratio for variant in found if variant.method == "cacheblend"} == {0.05, 0.1, 0.15}
     assert stands in found
     control = Variant("random", 0.4)
