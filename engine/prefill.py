@@ -91,8 +91,9 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """What a prompt that was read leaves to do in the background: for when its answer is out."""
     report = prefilled.report
     if prefilled.computed:
-        runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
-    elif request.policy.follows:
+        if not runtime.chores.awaits(grow):  # each holds a whole context in memory
+            runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
+    elif request.policy.follows and not runtime.chores.awaits(learn):
         runtime.chores.add(partial(learn, runtime, request.prompt, request.collection))
     if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ragblend.engine.order import Claim, Order, Ticket
@@ -184,6 +185,11 @@ class Chores:
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
+
+    def awaits(self, work: Callable[..., None]) -> bool:
+        """Whether such a chore, a `partial` of that, has not begun."""
+        with self._changed:
+            return any(isinstance(chore, partial) and chore.func is work for chore in self._queue)
 
     def finish(self, timeout_s: float | None = None, hurried: bool = False) -> bool:
         """Wait until nothing is left to do; False if that took too long."""
