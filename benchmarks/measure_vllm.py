@@ -4,8 +4,10 @@
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
 
 In an environment with vLLM (`make test-vllm` makes one). Both servers get the same model, dtype, cores and options,
-have prefix caching on, and are asked the same prompts over HTTP in turns; what is behind `--` goes to both. Passages
-are encoded before, by the built-in engine, which `agree` asks as well.
+have prefix caching on, and are asked the same prompts over HTTP in turns; what is behind `--` goes to both. Who is not
+asked is stopped: an idle server's threads spin. vLLM keeps a core from a server that has a connector
+(VLLM_CPU_NUM_OF_RESERVED_CPU), unless one says, as here, how many. Passages are encoded before, by the built-in engine,
+which `agree` asks as well.
 """
 
 import argparse
@@ -22,15 +24,21 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS = 32
-PARTS = ("fused_seconds", "load_seconds", "write_seconds")
+WARM_UP = 2  # prompts: threads and kernels
+SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
+# Ends a group of processes, stopped ones too, when its input does: with the process that measures, whatever ends that.
+UNDERTAKER = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
+for _ in 1 2 3 4 5 6 7 8 9; do sleep 2; kill -s 0 -- -$1 || exit; done; kill -s KILL -- -$1"""
+PARTS = ("requests", "fused_seconds", "load_seconds", "write_seconds")
 
 
 def main() -> int:
@@ -48,6 +56,9 @@ def main() -> int:
     parser.add_argument("--passages", type=int, default=6, help="in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
     parser.add_argument("--limit", type=int, default=20, help="prompts")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first"
+    )
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
     engine, questions = opened(given)
@@ -86,42 +97,70 @@ def prompt_of(engine: Any, passages: list[tuple[int, ...]], question: str) -> An
     return engine.tokenize(engine.chat_prompt(None, [Chunk(token_ids=ids) for ids in passages], question))
 
 
+@dataclass(frozen=True)
+class Server:
+    """Of a process group, which is stopped but while it is asked."""
+
+    url: str
+    group: int
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[str]:
+        """Its address."""
+        os.killpg(self.group, signal.SIGCONT)
+        try:
+            yield self.url
+        finally:
+            os.killpg(self.group, signal.SIGSTOP)
+
+
 @contextlib.contextmanager
-def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[str]:
-    """A server's address. Its log is in the home."""
+def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[Server]:
+    """A server. Its log is in the home."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        folder,
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += [
         "--dtype",
         "bfloat16",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "m",
+        "--max-logprobs",
+        "-1",
     ]
-    command += ["--port", str(port), "--served-model-name", "m", "--max-logprobs", "-1", *more]
     if connected:
-        extra = {"home": str(given.home.resolve())}
+        extra = {"home": str(given.home.resolve()), "ratio": given.ratios[0]}
         said = {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command += ["--kv-transfer-config", json.dumps(said)]
     log = given.home / f"vllm-{'with' if connected else 'without'}.log"
     with log.open("wb") as out:
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ)
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(
+            [*command, *more], stdout=out, stderr=out, env=SERVERS | dict(os.environ), start_new_session=True
+        )
+    end = ["sh", "-c", UNDERTAKER, "sh", str(process.pid)]
+    undertaker = subprocess.Popen(
+        end, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    server = Server(f"http://127.0.0.1:{port}", process.pid)
     try:
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            if process.poll() is not None:
-                raise SystemExit(f"vLLM ended: {log}")
-            time.sleep(1)
-        yield url
+        with server.awake() as url:
+            while not _is_up(url):
+                if process.poll() is not None:
+                    raise SystemExit(f"vLLM ended: {log}")
+                time.sleep(1)
+        yield server
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        undertaker.communicate()
+        process.wait()
+
+
+def _is_up(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        return True
+    return False
 
 
 def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -134,16 +173,15 @@ def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return found
 
 
-def timed(url: str, ids: tuple[int, ...]) -> tuple[float, float]:
+def timed(server: Server, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     """Milliseconds to the first token, and from one to the next."""
-    body = {
-        "model": "m",
-        "prompt": list(ids),
-        "temperature": 0,
-        "max_tokens": ANSWER_TOKENS,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    with server.awake() as url:
+        return _timed(url, ids, **more)
+
+
+def _timed(url: str, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
+    body = {"model": "m", "prompt": list(ids), "temperature": 0, "max_tokens": ANSWER_TOKENS, "stream": True}
+    body |= {"ignore_eos": True} | more
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -156,8 +194,8 @@ def timed(url: str, ids: tuple[int, ...]) -> tuple[float, float]:
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
-def counted(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
+def counted(server: Server) -> dict[str, float]:
+    with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
         text = metrics.read().decode()
     return {
         name: float(count)
@@ -166,7 +204,7 @@ def counted(url: str) -> dict[str, float]:
 
 
 def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Passages in new orders, each prompt once to each server."""
+    """Passages in new orders, each prompt once to the server without, and once at each ratio to the one with."""
     chosen = random.Random(0)
     texts = [text for question in questions for text in question.passages]
     long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
@@ -178,30 +216,40 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     ]
     folder = str(engine.runtime.folder)
     engine.close()
-    rows = []
+    rows, parts = [], defaultdict[str, list[dict[str, float]]](list)
     with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
-        for ids in prompts[:2]:  # threads and kernels
-            timed(ours, ids), timed(theirs, ids)
-        before = counted(ours)
-        for number, ids in enumerate(prompts[2:]):
-            turn = [("with", ours), ("without", theirs)][:: 1 if number % 2 else -1]
-            rows.append({name: timed(url, ids) for name, url in turn})
-            print({name: [round(ms) for ms in found] for name, found in rows[-1].items()}, file=sys.stderr)
-        after = counted(ours)
-    fused = after["requests"] - before.get("requests", 0)
-    if not fused:
-        raise SystemExit(f"nothing was fused; {given.home / 'vllm-with.log'} says why")
-    parts = {f"{name}_ms": 1e3 * (after[name] - before.get(name, 0)) / fused for name in PARTS}
-    ratios = [row["without"][0] / row["with"][0] for row in rows]
-    return {
-        "prompts": len(rows),
-        "tokens": len(prompts[0]),
-        "fused": fused,
-        "ttft_ms": {name: statistics.median(row[name][0] for row in rows) for name in ("with", "without")},
-        "ttft_times_faster": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
-        "token_ms": {name: statistics.median(row[name][1] for row in rows) for name in ("with", "without")},
-        "mean_of_a_fused_prompt": parts,
+        for number, ids in enumerate(prompts):
+            turn = ["without", *map(str, given.ratios)]
+            row = dict[str, tuple[float, float]]()
+            for name in turn[:: 1 if number % 2 else -1]:
+                if name == "without":
+                    row[name] = timed(theirs, ids)
+                    continue
+                before = counted(ours)
+                row[name] = timed(ours, ids, kv_transfer_params={"ratio": float(name)})
+                after = counted(ours)
+                found = {part: after[part] - before.get(part, 0) for part in PARTS}
+                if not found["requests"]:
+                    raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
+                parts[name].append(found)
+            rows.append(row)
+            print({name: [round(ms) for ms in found] for name, found in row.items()}, file=sys.stderr)
+    rows = rows[WARM_UP:]
+    medians = {
+        name: {
+            "ttft_ms": statistics.median(row[name][0] for row in rows),
+            "times_faster": statistics.median(row["without"][0] / row[name][0] for row in rows),
+            "token_ms": statistics.median(row[name][1] for row in rows),
+            "token_by_without": statistics.median(row[name][1] / row["without"][1] for row in rows),
+        }
+        | {
+            part: statistics.median(each[part] for each in parts[name][WARM_UP:])
+            for part in PARTS[1:]
+            if parts[name]
+        }
+        for name in rows[0]
     }
+    return {"prompts": len(rows), "tokens": len(prompts[0]), "medians": medians}
 
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
@@ -215,7 +263,7 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
         prompts.append(prompt_of(engine, passages, question.text))
         row = {}
         for method in ("full", "probe-shift"):
-            prefilled = engine.prefill(prompts[-1], method=method)
+            prefilled = engine.prefill(prompts[-1], method=method, ratio=given.ratios[0])
             result = engine.decode(prefilled, max_new_tokens=ANSWER_TOKENS)
             row[method] = prefilled.logits.log_softmax(-1).tolist(), result.text
         mine.append(row)
@@ -223,7 +271,7 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     engine.close()
     found: dict[str, list[Any]] = {"fused": [], "recompute": [], "vllm": []}
     said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
-    with served(given, folder, True, [*more, "--no-enable-prefix-caching"]) as url:
+    with served(given, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
             for name, params in said.items():
                 asks = {"logprobs": -1, "return_tokens_as_token_ids": True} | (
