@@ -80,7 +80,7 @@ def test_who_has_read_a_part_is_told(asked, loads):
         raise RuntimeError("gone")
 
     with pytest.raises(DeviceError, match="in the middle of an answer"):
-        engine.generate(ASKED, max_new_tokens=8, on_text=show)
+        engine.generate(ASKED, max_new_tokens=40, on_text=show)
     assert read and not loads
 
 

@@ -147,19 +147,22 @@ def failing(*_):
 
 def test_an_error_after_the_first_token_is_told_in_the_stream(served) -> None:
     served.chat()
-    model, calls = served.engine.runtime.loaded.model, []
+    read, values = threading.Event(), []
 
     def fail(*_):
-        calls.append(1)
-        if len(calls) == 3:
+        if read.wait(0.2):
             raise RuntimeError("gone")
 
-    hook = model.lm_head.register_forward_pre_hook(fail)
+    body = {"model": served.service.model, "messages": HI, "max_tokens": 100, "stream": True}
+    hook = served.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
     try:
-        answer = served.chat("Will it stream?", stream=True, max_tokens=20)
+        with served.client() as client, client.stream("POST", CHAT, json=body) as answer:
+            for line in filter(None, answer.iter_lines()):
+                values.append(json.loads(line.removeprefix("data: ")))
+                if any(each["delta"].get("content") for each in values[-1].get("choices", ())):
+                    read.set()
     finally:
         hook.remove()
-    values = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
     assert answer.status_code == 200
     assert values[-1]["error"]["code"] == "device_failed" and "choices" in values[0]
     assert events(served.chat("Will it stream?", stream=True))
