@@ -3,16 +3,20 @@
 What they give is JSON: passages carry the document's id, by which `read_document` opens it. Nothing can be changed.
 """
 
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import anyio
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.stdio import stdio_server
 from mcp.types import ToolAnnotations
 from pydantic import Field
 
 import ragblend
 from ragblend.app.answer import Source
+from ragblend.app.cli_common import Terminal
 from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.retrieval import check_askable, check_collection, nearest, without_duplicates
 from ragblend.integrations.threads import in_thread
@@ -126,6 +130,25 @@ def tools_over(conversations: Conversations, workspaces: "Workspaces") -> MCPSer
         return await _told(read)
 
     return server
+
+
+def talk(server: MCPServer[Any], terminal: Terminal) -> None:
+    """Serve an assistant at another process's standard input and output, until that ends."""
+
+    class Said(io.TextIOBase):
+        def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+            try:
+                return terminal.read_line()
+            except KeyboardInterrupt:
+                return ""
+
+    async def serve() -> None:
+        lines: Any = Said()
+        async with stdio_server(anyio.wrap_file(lines), anyio.wrap_file(terminal.out)) as streams:
+            inner: Any = server._lowlevel_server  # whose own `run` knows this process's streams alone
+            await inner.run(*streams, inner.create_initialization_options())
+
+    anyio.run(serve)
 
 
 async def _told(work: Callable[[], T]) -> T:

@@ -55,7 +55,7 @@ def ragblend(
     """Questions over your own documents, answered fast: each passage is read once, its KV cache kept and fused."""
 
 
-@command(app)
+@command(app, shared=True)
 def ingest(
     cli: Cli,
     paths: Annotated[
@@ -75,18 +75,18 @@ def ingest(
 
     with cli.open(collection=collection) as workspace:
         workspace.check_engine()
-        with progress_bars() as show:
-            report = take_in(workspace, paths, show, prune)
+        with progress_bars(cli.terminal) as show:
+            report = take_in(workspace, paths, show, prune, cli.terminal.check)
         if report.added or report.updated or report.resumed:
             count = workspace.library.count_passages(workspace.settings.collection)
             cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
             cli_models.name_better_ones(cli, workspace)
         if not report.interrupted:
-            with progress_bars() as show:
-                report.interrupted = not embed_in_full(workspace, show)
+            with progress_bars(cli.terminal) as show:
+                report.interrupted = not embed_in_full(workspace, show, cli.terminal.check)
         if not (no_encode or report.interrupted):
-            with encoding_bar(cli.note) as follow:
-                add_kv(workspace, report, follow)
+            with encoding_bar(cli.note, cli.terminal) as follow:
+                add_kv(workspace, report, follow, cli.terminal.check)
     _print_ingest(cli, report)
     return FAILED if report.failed or report.interrupted else DONE
 
@@ -111,16 +111,9 @@ def _print_ingest(cli: Cli, report: Any) -> None:
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")
 
 
-for each in (
-    cli_ask.ask,
-    cli_ask.chat,
-    cli_store.doctor,
-    cli_demo.demo,
-    cli_tune.tune,
-    cli_ui.ui,
-    cli_serve.serve,
-    cli_mcp.mcp,
-):
+for sent in (cli_ask.ask, cli_ask.chat, cli_mcp.mcp):
+    command(app, shared=True)(sent)
+for each in (cli_store.doctor, cli_demo.demo, cli_tune.tune, cli_ui.ui, cli_serve.serve):
     command(app)(each)
 for group in (
     cli_docs.docs,

@@ -1,7 +1,6 @@
 """`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times; conversations that are kept."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -92,7 +91,7 @@ def chat(
         talks = ready(cli, workspace)
         if no_save:
             said: list[Message] = []
-            while question := _read_question():
+            while question := _read_question(cli):
                 turn = talks.answer(question, earlier=said)
                 _show(cli, _answered(cli, turn), turn.message, {})
                 said += [turn.question, turn.message]
@@ -140,7 +139,7 @@ def _talk(cli: Cli, talks: "Conversations", chats: "Chats", going_on: "Chat | No
         chats.end_unfinished(chat_id)
         if not cli.json:
             print(chats.export_markdown(chat_id), file=cli.out)
-    while question := _read_question():
+    while question := _read_question(cli):
         chat_id = chats.create(title).id if chat_id is None else chat_id
         turn = talks.ask(chat_id, question)
         _show(cli, _answered(cli, turn), turn.message, {"chat": chat_id})
@@ -189,11 +188,12 @@ def _answered(cli: Cli, turn: "Turn") -> Answer:
     with turn:
         shown = ""
         try:
-            for _ in turn:
-                marked = with_marks(turn.text, turn.present, finished=False)
-                if not cli.json and marked.startswith(shown):
-                    print(marked.removeprefix(shown), end="", file=cli.out, flush=True)
-                    shown = marked
+            with cli.terminal.stopping(turn.stop):
+                for _ in turn:
+                    marked = with_marks(turn.text, turn.present, finished=False)
+                    if not cli.json and marked.startswith(shown):
+                        print(marked.removeprefix(shown), end="", file=cli.out, flush=True)
+                        shown = marked
         except KeyboardInterrupt:
             if not cli.json:
                 print(file=cli.out)
@@ -214,11 +214,13 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
         cli.note(f"No trace was written: {answer.report.warning}")
         return
     write_timeline(answer.report.trace, f"{answer.model}, {timing_line(answer)}", path)
-    cli.note(f"What was done when: {path}")
+    cli.note(f"What was done when: {path.absolute()}")
 
 
 def _keep_missing(cli: Cli, talks: "Conversations", answer: Answer) -> None:
     """What is done in the background for the next question: a process that ends at once would lose it."""
+    if cli.shared is not None:
+        return  # it goes on in the process that has the home open
     todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []
     if talks.engine.measures_answers:
         todo.append("Measuring once how answers are computed fastest")
@@ -228,9 +230,9 @@ def _keep_missing(cli: Cli, talks: "Conversations", answer: Answer) -> None:
             talks.engine.finish_background()
 
 
-def _read_question() -> str:
+def _read_question(cli: Cli) -> str:
     try:
-        print("\n> ", end="", file=sys.stderr, flush=True)
-        return sys.stdin.readline().strip()
+        print("\n> ", end="", file=cli.terminal.err, flush=True)
+        return cli.terminal.read_line().strip()
     except KeyboardInterrupt:
         return ""

@@ -4,21 +4,27 @@ import contextlib
 import inspect
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
+from ragblend.app import remote
+from ragblend.app.home import Home
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
+    from ragblend.app.desk import Desk
+    from ragblend.app.serve.commands import Shared
     from ragblend.app.workspace import Workspace
 
 Command = Callable[..., int | None]
+SHARED: dict[str, Command] = {}  # by name, what the process runs that has the home open
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -56,16 +62,50 @@ class Answering:
     temperature: float | None = option(None, "0 for the likeliest answer, higher for variety [0].")
 
 
+class Terminal:
+    """Where a command's words come from and go to: this process's own streams.
+
+    environment: what decides how progress is drawn, where it is not this process's.
+    """
+
+    out: TextIO
+    err: TextIO
+    environment: Mapping[str, str] | None = None
+
+    def __init__(self) -> None:
+        self.out, self.err = sys.stdout, sys.stderr
+
+    def read_line(self) -> str:
+        """The next line of the input; "" at its end."""
+        return sys.stdin.readline()
+
+    def check(self) -> bool:
+        """Raises KeyboardInterrupt for a command that was interrupted from afar; else False."""
+        return False
+
+    def stopping(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
+        """Has stop() called where that happens within the block, whose end then raises KeyboardInterrupt."""
+        return contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class Cli:
-    """One running command: what every command is given, and its two outputs."""
+    """One running command: what every command is given, and its two outputs.
+
+    shared: what the process has open that the command was sent to; None where it runs in its own.
+    """
 
     home: Path | None = option(None, "Where all data lives [default: RAGBLEND_HOME or your data folder].")
     model: str | None = option(None, "'default', a hub id, a folder or a .gguf file.")
     device: str | None = option(None, "cpu, cuda or mps [default: the best there is].")
     dtype: str | None = option(None, "float32, bfloat16 or float16 [default: what is fast].")
     json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
-    out: TextIO = field(default_factory=lambda: sys.stdout)
+    terminal: Terminal = field(default_factory=Terminal)
+    shared: Any = None  # a `serve.commands.Shared`
+
+    @property
+    def out(self) -> TextIO:
+        return self.terminal.out
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -73,6 +113,8 @@ class Cli:
 
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""
+        if self.shared is not None:
+            return self.shared.workspace(self.overrides | overrides)
         from ragblend.app.models import check_model
         from ragblend.app.workspace import Workspace
 
@@ -90,6 +132,17 @@ class Cli:
             check_collection(workspace.library, name)
         return workspace
 
+    @contextlib.contextmanager
+    def desk(self) -> "Iterator[Desk]":
+        """The desk over the home: that of the process that has it open, or one of its own."""
+        if self.shared is not None:
+            yield self.shared.desk
+            return
+        from ragblend.app.desk import Desk
+
+        with Desk.open(self.home, **self.overrides) as desk:
+            yield desk
+
     def result(self, value: dict[str, Any], text: str) -> None:
         """The command's result: the object with --json, else the text."""
         print(json.dumps(value, ensure_ascii=False) if self.json else text, file=self.out, flush=True)
@@ -97,24 +150,44 @@ class Cli:
     def note(self, text: str) -> None:
         """Something on the way, for people."""
         with contextlib.suppress(BrokenPipeError):  # who reads no notes may still read the result
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=self.terminal.err, flush=True)
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Command], Command]:
-    """Register a command, under the function's name if no other is given; it returns its exit code (None: 0)."""
+def command(app: typer.Typer, name: str | None = None, shared: bool = False) -> Callable[[Command], Command]:
+    """Register a command, under the function's name if no other is given; it returns its exit code (None: 0).
+
+    shared: where a process has the home open, the command is run by that.
+    """
 
     def decorate(function: Command) -> Command:
-        app.command(name or getattr(function, "__name__", None))(runner(function))
+        app.command(name or getattr(function, "__name__", None))(runner(function, shared))
         return function
 
     return decorate
 
 
-def runner(function: Command) -> Callable[..., None]:
+def run_shared(name: str, arguments: dict[str, Any], terminal: Terminal, shared: "Shared") -> int:
+    """Run a command that another process sent; its exit code. arguments: as `runner` packs them."""
+    function = SHARED[name]
+    kinds = _classes(function)
+    given = {each: kind(**arguments.pop(each)) for each, kind in kinds.items()}
+    given["cli"] = replace(given["cli"], terminal=terminal, shared=shared)
+    return function(**given, **arguments) or 0
+
+
+def _classes(function: Command) -> dict[str, Any]:
+    """The classes of options that a command takes, by its names for them."""
+    asked = inspect.signature(function, eval_str=True).parameters
+    return {name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)}
+
+
+def runner(function: Command, shared: bool = False) -> Callable[..., None]:
     """What typer calls: with the function's arguments and options, those of classes of options one by one."""
     asked = inspect.signature(function, eval_str=True).parameters
-    kinds: dict[str, Any] = {name: one.annotation for name, one in asked.items()}
-    classes: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+    classes = _classes(function)
+    called = getattr(function, "__name__", "")
+    if shared:
+        SHARED[called] = function
     options = {name: _options(kind) for name, kind in reversed(classes.items())}  # the shared ones last
 
     def run(**values: Any) -> None:
@@ -125,8 +198,16 @@ def runner(function: Command) -> Callable[..., None]:
         # With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if given["cli"].json else contextlib.nullcontext()
         try:
-            with aside:
-                code = function(**given, **values) or 0
+            cli: Cli = given["cli"]
+            root = Home.resolve(cli.home).root
+            line = remote.connected(root) if shared else None
+            if line is None:
+                with aside:
+                    code = function(**given, **values) or 0
+            else:
+                told = {name: {o.name: getattr(given[name], o.name) for o in options[name]} for name in given}
+                with line:
+                    code = remote.run(line, root, called, told | values, cli.out)
         except KeyboardInterrupt:
             raise Cancelled("Interrupted.") from None
         if code:

@@ -49,7 +49,7 @@ def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
     cli.result({**_row(found), "passage_list": rows}, "\n".join([_table([found]), *texts]))
 
 
-@command(docs, "rm")
+@command(docs, "rm", shared=True)
 def remove_documents(
     cli: Cli,
     documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids, paths or file names.")],
@@ -110,15 +110,13 @@ def kv_bytes(workspace: "Workspace") -> dict[str, int]:
         return {name: sum(sizes.get(key, 0) for key in nodes.keys(name)) for name in names}
 
 
-@command(collections, "rm")
+@command(collections, "rm", shared=True)
 def remove_collection(
     cli: Cli, name: Annotated[str, typer.Argument(help="The collection to take out.")]
 ) -> None:
     """Take out a collection: its documents, passages, vectors and KV. The files themselves stay."""
-    from ragblend.app.desk import Desk
-
     cli.open_collection(name).close()
-    with Desk.open(cli.home, **cli.overrides) as desk:
+    with cli.desk() as desk:
         removed = desk.jobs.remove_collection(name)
     freed = sum(one.bytes_freed for one in removed)
     value = {"collection": name, "removed": [one.__dict__ for one in removed], "bytes_freed": freed}

@@ -11,10 +11,13 @@ def mcp(cli: Cli, answering: Answering, collection: Collection = None) -> None:
     """Give assistants on this machine your documents to search, ask and read (MCP); they start it themselves."""
     check_installed("Tools for assistants", ("mcp",), "mcp")
     with cli.open_collection(collection, **vars(answering)) as workspace:
-        from ragblend.app.assistants import tools_over
+        from ragblend.app.assistants import talk, tools_over
         from ragblend.app.conversation import Conversations
 
         workspaces = workspace.workspaces
         server = tools_over(Conversations(workspaces), workspaces)
         with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            server.run("stdio")
+            if cli.shared is None:
+                server.run("stdio")
+            else:
+                talk(server, cli.terminal)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.cli_common import size
+from ragblend.app.cli_common import Terminal, size
 from ragblend.app.progress import OnProgress, Stage
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ PREPARING = {
 
 
 @contextmanager
-def progress_bars() -> Iterator[OnProgress]:
+def progress_bars(terminal: Terminal | None = None) -> Iterator[OnProgress]:
     """A bar a stage, drawn only where a person is watching; gives what to call with (stage, done, total, file)."""
-    with _bars() as bars:
+    with _bars(terminal=terminal) as bars:
         tasks = {
             stage: bars.add_task(f"{label:<11}", total=None, visible=False, name="")
             for stage, label in LABELS.items()
@@ -39,9 +39,11 @@ def progress_bars() -> Iterator[OnProgress]:
 
 
 @contextmanager
-def encoding_bar(note: Callable[[str], None]) -> Iterator[Callable[["KvProgress"], None]]:
+def encoding_bar(
+    note: Callable[[str], None], terminal: Terminal | None = None
+) -> Iterator[Callable[["KvProgress"], None]]:
     """The bar of passages that get their KV, with the speed and the time left; `note` gets each phase, and the plan."""
-    with _bars() as bars:
+    with _bars(terminal=terminal) as bars:
         task = bars.add_task(f"{LABELS['encode']:<11}", total=None, visible=False, name="")
         told: set[str] = set()
 
@@ -76,7 +78,7 @@ def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, i
 
 
 @contextmanager
-def _bars(of_bytes: bool = False) -> Iterator[Any]:
+def _bars(of_bytes: bool = False, terminal: Terminal | None = None) -> Iterator[Any]:
     """Bars with counts, the time left, and words (`name`) behind them."""
     from rich import progress
     from rich.console import Console
@@ -91,10 +93,13 @@ def _bars(of_bytes: bool = False) -> Iterator[Any]:
         progress.TimeRemainingColumn(elapsed_when_finished=not of_bytes),
         progress.TextColumn("{task.fields[name]}", markup=False),
     )
+    console = Console(stderr=True)
+    if terminal is not None and terminal.environment is not None:
+        console = Console(file=terminal.err, _environ=terminal.environment)
     # A bench's steps differ in length (full prefill against reuse), so its pace is taken over some minutes.
     with progress.Progress(
         *columns,
-        console=Console(stderr=True),
+        console=console,
         redirect_stdout=False,
         redirect_stderr=False,
         speed_estimate_period=30 if of_bytes else 300,

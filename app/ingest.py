@@ -77,14 +77,19 @@ def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress 
 
 
 def take_in(
-    workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent, prune: bool = False
+    workspace: Workspace,
+    paths: Sequence[Path],
+    on_progress: OnProgress = silent,
+    prune: bool = False,
+    leave: Callable[[], bool] = lambda: False,
 ) -> IngestReport:
-    """Make files and folders askable. Ctrl-C ends the run early and keeps what is done (`report.interrupted`).
+    """Make files and folders askable. Ctrl-C ends the run early and keeps what is done (`report.interrupted`), and so
+    does a KeyboardInterrupt of leave(), which is called between two passages or pages.
 
     prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
     full disk, a missing model and the like are raised.
     """
-    run = _Run(workspace, Meter(on_progress))
+    run = _Run(workspace, Meter(on_progress, leave))
     with workspace.workspaces.writing():
         try:
             run.all(discover(paths), prune)
@@ -130,9 +135,14 @@ def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
         library.replace_passages(document.id, document.facts, recipe, passages, rows)
 
 
-def add_kv(workspace: Workspace, report: IngestReport, show: Callable[[KvProgress], None]) -> IngestReport:
+def add_kv(
+    workspace: Workspace,
+    report: IngestReport,
+    show: Callable[[KvProgress], None],
+    leave: Callable[[], bool] = lambda: False,
+) -> IngestReport:
     """Encode what has no KV and add that to the report. The writer lock is not held: others may delete and ask."""
-    report.kv = kv = encode_missing(workspace, show)
+    report.kv = kv = encode_missing(workspace, show, leave)
     report.encoded, report.tokens = kv.encoded, kv.tokens
     report.interrupted = kv.stopped == "left"
     report.notice = kv.message or None

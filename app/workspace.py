@@ -154,6 +154,10 @@ class Workspaces(Closing):
             with self._lock:
                 self._waiting -= 1
 
+    def under(self, settings: Settings) -> "Workspaces":
+        """The same collections and files under other settings, for one command: closing that closes nothing."""
+        return _Lent(self, settings)
+
     def close(self) -> None:
         """Let go of the files. Engines stay: they are shared in a process."""
         self._close(lambda *_: True)
@@ -163,6 +167,36 @@ class Workspaces(Closing):
         with self._lock:
             for key in [key for key in self._files if wanted(*key)]:
                 self._files.pop(key).close()
+
+
+class _Lent(Workspaces):
+    """What another one has open. Who writes, waits and forgets does it there."""
+
+    def __init__(self, owner: Workspaces, settings: Settings) -> None:
+        super().__init__(owner.home, settings)
+        self._owner = owner
+
+    @property
+    def embedder(self) -> "Embedder":
+        return self._owner.embedder
+
+    def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
+        return self._owner.file(what, opened, collection)
+
+    def forget(self, name: str) -> None:
+        self._owner.forget(name)
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._owner.is_wanted
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._owner.writing():
+            yield
+
+    def close(self) -> None:
+        pass
 
 
 class Workspace(Closing):

@@ -1,11 +1,12 @@
 """Where the page and the server listen, and uvicorn, which says when it answers."""
 
+import logging
 import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.service import Limits
 
+log = logging.getLogger("ragblend")
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
@@ -112,6 +114,23 @@ def serve(
             Server(config, ready).run([at])
         finally:
             watched.set()
+
+
+@contextmanager
+def commands_of(desk: "Desk") -> Iterator[None]:
+    """Run the commands of this user for this home, meanwhile; where that cannot be they run beside it, as before."""
+    from ragblend.app.serve.commands import Commands
+
+    with ExitStack() as running:
+        try:
+            running.enter_context(Commands(desk))
+        except OSError as error:
+            log.warning(
+                "commands will open the home themselves: listening in %s: %s",
+                desk.workspaces.home.root,
+                error,
+            )
+        yield
 
 
 @contextmanager

@@ -11,20 +11,27 @@ pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 from mcp import Client, StdioServerParameters
 
 from ragblend.app.cli import main
+from ragblend.app.desk import Desk
+from ragblend.app.serve.commands import Commands
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
 FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def home(home_of, tiny_folder, tmp_path_factory):
+@pytest.fixture(scope="module", params=["alone", "beside a server"])
+def home(request, home_of, tiny_folder, tmp_path_factory):
     home, folder = home_of(), tmp_path_factory.mktemp("documents")
     (folder / "lighthouse.md").write_text(LIGHT * 2)
     (folder / "ferry.txt").write_text(FERRY * 700)
     assert main(["ingest", str(folder), "--home", str(home), "--model", str(tiny_folder)]) == 0
     (home / "settings.toml").write_text(f'model = "{tiny_folder}"\nmax_new_tokens = 4\n')
-    return home
+    if request.param == "alone":
+        yield home
+        return
+    with Desk.open(home) as desk, Commands(desk):
+        yield home
+        desk.workspaces.first.engine.close()
 
 
 def told(home, *calls):

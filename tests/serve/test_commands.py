@@ -1,0 +1,359 @@
+"""Commands that the process runs which has the home open: the same words as without it, and nothing for strangers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+from servers import until
+
+from ragblend import __version__
+from ragblend.app import remote
+from ragblend.app.cli import main
+from ragblend.app.desk import Desk
+from ragblend.app.remote import NAME, Line, connected
+from ragblend.app.serve.commands import Commands, RemoteTerminal
+from ragblend.app.workspace import Workspaces
+
+LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
+FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
+# Times, and what a process says that would end before the work behind its answer.
+OF_THE_MOMENT = ("first token after", "for the next question")
+QUESTION = "Who built the lighthouse?"
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def home(home_of, tiny_folder, tmp_path_factory):
+    home, folder = home_of(), tmp_path_factory.mktemp("documents")
+    home.chmod(0o700)
+    (home / "settings.toml").write_text(f'model = "{tiny_folder}"\ndevice = "cpu"\nmax_new_tokens = 4\n')
+    (folder / "lighthouse.md").write_text(LIGHT * 2)
+    assert main(["ingest", str(folder), "--home", str(home)]) == 0
+    return home
+
+
+@contextmanager
+def owned(home):
+    """The home, open in this process as a server has it open; who opens it a second time meanwhile fails."""
+    with Desk.open(home) as desk, Commands(desk), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspaces, "open", None)
+        yield desk
+
+
+@pytest.fixture
+def told(home, capsys):
+    """What a command says with --json, and its notes without the times."""
+
+    def run(*arguments, code=0):
+        assert main([*arguments, "--home", str(home), "--json"]) == code
+        said = capsys.readouterr()
+        [line] = said.out.splitlines()
+        value = json.loads(line)
+        for name in ("timings", "controller"):
+            value.pop(name, None)
+        return value, [
+            line for line in said.err.splitlines() if not any(word in line for word in OF_THE_MOMENT)
+        ]
+
+    return run
+
+
+def test_a_question_is_answered_by_the_process_that_has_the_home_in_the_same_words(home, told) -> None:
+    alone = (
+        told("ask", QUESTION),
+        told("ask", " ", code=2),
+        told("ask", QUESTION, "--collection", "no", code=2),
+    )
+    with owned(home):
+        sent = (
+            told("ask", QUESTION),
+            told("ask", " ", code=2),
+            told("ask", QUESTION, "--collection", "no", code=2),
+        )
+    assert sent == alone
+    assert sent[0][0]["answer"] and sent[0][0]["tokens"]["generated"] == 4
+
+
+def test_options_of_a_command_hold_for_it_alone(home, told, monkeypatch) -> None:
+    with owned(home) as desk:
+        before = desk.settings
+        assert told("ask", QUESTION, "--max-new-tokens", "2", "--method", "full")[0]["method"] == "full"
+        monkeypatch.setenv("RAGBLEND_MAX_NEW_TOKENS", "3")
+        assert told("ask", QUESTION)[0]["tokens"]["generated"] == 3
+        assert desk.settings == before
+
+
+def test_what_the_process_has_not_is_refused_by_name(home, told, monkeypatch) -> None:
+    with owned(home):
+        for options, words in (
+            (("--model", "owner/other"), ("model", "owner/other")),
+            (("--dtype", "float16"), ("dtype", "float16")),
+            (("--device", "cuda"), ("device", "cuda")),
+        ):
+            error = told("ask", QUESTION, *options, code=2)[0]["error"]
+            assert all(
+                word in error["message"] for word in (*words, f"Process {os.getpid()}", "run this again")
+            )
+        monkeypatch.setenv("RAGBLEND_KV_CODEC", "int8")
+        assert "kv_codec" in told("ask", QUESTION, code=2)[0]["error"]["message"]
+
+
+def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> None:
+    (tmp_path / "ferry.txt").write_text(FERRY)
+    monkeypatch.chdir(tmp_path)
+    with owned(home) as desk:
+        assert told("ingest", "ferry.txt")[0]["added"] == [str(tmp_path / "ferry.txt")]
+        assert told("ingest", "none.txt", code=1)[0]["failed"][0]["type"] == "DocumentNotFoundError"
+        assert desk.workspaces.library.find("default", "ferry.txt").passages == 1
+        assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "ferry.txt"
+        assert [each["path"] for each in told("docs", "rm", "ferry.txt")[0]["removed"]] == [
+            str(tmp_path / "ferry.txt")
+        ]
+        assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "lighthouse.md"
+        told("ingest", "ferry.txt", "--collection", "boats")
+        told("collections", "rm", "boats")
+        assert desk.workspaces.names() == ["default"]
+
+
+def as_process(home, *arguments, **more):
+    """A command as somebody types it."""
+    command = [sys.executable, "-m", "ragblend.app.cli", *arguments, "--home", str(home)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, text=True, **pipes, **more)
+
+
+def test_a_conversation_asks_and_is_kept_there(home) -> None:
+    with owned(home) as desk:
+        process = as_process(home, "chat", "--json")
+        out, notes = process.communicate(f"{QUESTION}\nAnd when?\n\n", timeout=120)
+        assert process.returncode == 0, notes
+        answers = [json.loads(line) for line in out.splitlines()]
+        assert len(answers) == 2 and notes.count("\n> ") == 3 and "Kept." in notes
+        said = desk.chats.messages(answers[0]["chat"])
+        assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when?"]
+
+
+def test_ctrl_c_stops_the_computing_there(home) -> None:
+    with owned(home) as desk:
+        process = as_process(home, "ask", QUESTION, "--max-new-tokens", "1800")
+        assert process.stdout.read(1), process.communicate()
+        process.send_signal(signal.SIGINT)
+        _, notes = process.communicate(timeout=60)
+        assert process.returncode == 1 and notes.endswith(
+            "Interrupted: the answer ends here, before its end.\n"
+        )
+        with desk.workspaces.first.engine.runtime.queue.turn():
+            pass
+
+
+def test_nothing_heavy_is_imported_to_send_a_command(home) -> None:
+    words = "import sys; from ragblend.app.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    with owned(home):
+        command = [sys.executable, "-c", words, "ask", QUESTION, "--home", str(home)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = set(done.stdout.splitlines()[-1].split())
+    heavy = {"torch", "transformers", "chromadb", "numpy", "httpx", "fastapi", "tokenizers"}
+    assert imported & heavy == set() and "ragblend.app.remote" in imported
+
+
+# --- strangers
+
+
+def request(**more):
+    given = {
+        "command": "ask",
+        "arguments": {},
+        "folder": "/",
+        "environment": {},
+        "shown": {},
+        "is_terminal": False,
+    }
+    return given | more
+
+
+@contextmanager
+def stranger(folder, greeting=b"", answers=()):
+    """Something that listens where a server would. Gives what it was sent."""
+    got, path = [], folder / NAME
+    listener = socket.socket(socket.AF_UNIX)
+    with remote.folder_of(folder) as opened:
+        listener.bind(remote.address(folder, opened))
+    path.chmod(0o600)
+    listener.listen()
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.sendall(greeting)
+                got.append(connection.recv(1 << 20))
+                for answer in answers:
+                    connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield got
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        path.unlink()
+
+
+def is_found(folder):
+    line = connected(folder)
+    if line is not None:
+        line.close()
+    return line is not None
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = (
+        tmp_path / ("a home with a name that is longer than the address of a socket may be, " * 2).strip()
+    )
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+GREETING = json.dumps({"ragblend": __version__, "pid": 1}).encode() + b"\n"
+
+
+@pytest.mark.parametrize("what", ["nothing", "file", "link", "loose socket", "loose home", "left by a kill"])
+def test_what_is_not_ours_alone_is_left_alone(folder, tmp_path, what) -> None:
+    """A link may lead to another home; what others may write to may be theirs."""
+    with stranger(folder, GREETING) as got:
+        assert is_found(folder)
+        other = tmp_path / "other"
+        other.mkdir(mode=0o700)
+        if what == "file":
+            (other / NAME).touch(0o600)
+        elif what == "link":
+            (other / NAME).symlink_to(folder / NAME)
+        elif what == "loose socket":
+            (folder / NAME).chmod(0o666)
+            other = folder
+        elif what == "loose home":
+            folder.chmod(0o770)
+            other = folder
+        elif what == "left by a kill":
+            left = socket.socket(socket.AF_UNIX)
+            left.bind(str(other / NAME))
+            (other / NAME).chmod(0o600)
+            left.close()
+        assert not is_found(other)
+    assert b"".join(got) == b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_told_nothing(folder) -> None:
+    """Who was given the socket, and who could take its place in a folder that was open once."""
+    with stranger(folder, GREETING):
+        os.chown(folder / NAME, 65534, -1)
+        assert not is_found(folder)
+    for above in folder.parents:
+        above.chmod(above.stat().st_mode | 0o011)
+    folder.chmod(0o777)
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        os.chdir(folder)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(NAME)
+        listener.listen()
+        os.write(done, b"x")
+        connection, _ = listener.accept()
+        with suppress(OSError):  # it has been hung up on already
+            connection.sendall(GREETING)
+            os._exit(len(connection.recv(100)))
+        os._exit(0)
+    assert os.read(ready, 1) == b"x"
+    os.chown(folder / NAME, 0, -1)  # as if it were ours: only the kernel knows better
+    (folder / NAME).chmod(0o600)
+    folder.chmod(0o700)
+    assert not is_found(folder)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", "is not RAGBlend"),
+        (b'{"hello": 1}\n', "is not RAGBlend"),
+        (json.dumps({"ragblend": "0.0.1", "pid": 7}).encode() + b"\n", "Process 7 has the home"),
+        (b"", "does not answer"),
+    ],
+)
+def test_what_answers_must_be_this_version_before_it_is_sent_anything(
+    folder, capsys, monkeypatch, greeting, words
+) -> None:
+    monkeypatch.setattr(remote, "GREETING_S", 0.3)
+    with stranger(folder, greeting) as got:
+        assert main(["ask", "A secret?", "--home", str(folder)]) == 1
+        assert words in capsys.readouterr().err
+    assert b"".join(got) == b""
+
+
+def test_a_process_that_is_killed_under_a_command_is_named(folder, capsys) -> None:
+    with stranger(folder, GREETING, [b'{"out": "The light"}\n']):
+        assert main(["ask", QUESTION, "--home", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert said.out == "The light" and "ended while it worked on this" in said.err
+
+
+def test_a_hostile_request_harms_nothing(home, told) -> None:
+    with owned(home):
+        for bad in (
+            b"", b"{", b"[1]\n", b"\xff\n", b"9" * 5000 + b"\n", json.dumps(request(command="serve")).encode() + b"\n",
+            json.dumps(request(arguments={"cli": {"shared": 1}})).encode() + b"\n",
+            json.dumps({"command": "ask"}).encode() + b"\n",
+        ):  # fmt: skip
+            line = connected(home)
+            assert line is not None and line.receive()["ragblend"] == __version__
+            with line:
+                line._socket.sendall(bad)
+                line._socket.shutdown(socket.SHUT_WR)
+                assert "end" not in (line.receive() or {})
+        assert told("ask", QUESTION)[0]["answer"]
+
+
+def test_who_leaves_or_is_left_stops_the_work() -> None:
+    for leaves in (True, False):
+        here, there = map(Line, socket.socketpair())
+        terminal, stopped = RemoteTerminal(here, request()), threading.Event()
+        threading.Thread(target=terminal.listen, daemon=True).start()
+        block = terminal.stopping(stopped.set)
+        block.__enter__()
+        there.close() if leaves else terminal.leave()
+        assert stopped.wait(60)
+        with pytest.raises(KeyboardInterrupt):
+            block.__exit__(None, None, None)
+        with pytest.raises(KeyboardInterrupt):  # whatever comes next
+            print("more", file=terminal.out)
+        assert terminal.read_line() == ""
+        here.close()
+        there.close()
+
+
+def test_the_end_of_the_process_ends_its_commands_and_takes_the_socket_away(home) -> None:
+    with Desk.open(home) as desk:
+        commands = Commands(desk)
+        process = as_process(home, "chat")
+        until(lambda: process.stderr.read(1) == ">")
+        begun = time.monotonic()
+        commands.close()
+        assert time.monotonic() - begun < remote.LEAVING_S
+        assert process.wait(60) in (0, 1) and not (home / NAME).exists()
+        process.communicate()
