@@ -103,7 +103,7 @@ def _decoded(
     """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them."""
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
-    ids, steps = list[int](), runtime.choice.steps  # one for all of an answer
+    ids, steps = list[int](), None
     lookup, guesses, rows = Lookup(0, ()), list[int](), prefilled.logits[None]
     cache.truncate()
     while True:
@@ -122,7 +122,8 @@ def _decoded(
             cache.truncate(len(ids) - 1)
         if is_last:
             return ids
-        if len(ids) == 1:  # the first token is out
+        if steps is None:  # the first token is out, and did not wait for the four-bit weights
+            steps = runtime.choice.steps  # one for all of an answer
             lookup = Lookup(steps.guessed, (*prompt, token))
         guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]
         rows = steps.run(cache, [token, *guesses])

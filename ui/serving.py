@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.app.serve.front import MIB, Rules
-from ragblend.app.serve.listening import Address, Server
+from ragblend.app.serve.listening import Address, Server, owning
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import FOLDER_MODE, replace_durably
-from ragblend.kvstore.lock import writer_lock
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
@@ -171,8 +170,7 @@ def serve(
         address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
     )
     root = desk.workspaces.home.root
-    # A second page would take up the first one's running file as one that a kill had left.
-    with writer_lock(root / "ui-page.lock", "ragblend ui"), gradio_environment(root) as folder:
+    with owning(desk, "ragblend ui"), gradio_environment(root) as folder:
         context = Context(desk)
         app = build_app(context, rules, entrance, max_upload_bytes)
         config = uvicorn.Config(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ragblend.app.serve.front import MIB, Rules
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
-from ragblend.kvstore.lock import writer_lock
+from ragblend.kvstore.lock import read_holder, writer_lock
 
 if TYPE_CHECKING:
     from ragblend.app.desk import Desk
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
+LOCK = (
+    "ui-page.lock"  # a second process would take up the first one's running file as one that a kill had left
+)
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
@@ -86,9 +89,8 @@ def serve(
     rules = Rules.of(
         address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
     )
-    # A second one would take up the first one's running file as one that a kill had left.
     with (
-        writer_lock(root / "ui-page.lock", "ragblend serve"),
+        owning(desk, "ragblend serve"),
         _files_inside(root / "serve"),
         _ended_by_term(),
     ):
@@ -117,19 +119,28 @@ def serve(
 
 
 @contextmanager
-def commands_of(desk: "Desk") -> Iterator[None]:
-    """Run the commands of this user for this home, meanwhile; where that cannot be they run beside it, as before."""
+def owning(desk: "Desk", command: str) -> Iterator[None]:
+    """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
+
+    Where it cannot listen for commands they run beside it. Raises StoreLockedError where another one has the home.
+    """
     from ragblend.app.serve.commands import Commands
 
-    with ExitStack() as running:
+    root = desk.workspaces.home.root
+    with ExitStack() as held:
         try:
-            running.enter_context(Commands(desk))
+            held.enter_context(writer_lock(root / LOCK, command))
+        except StoreLockedError:
+            holder = read_holder(root / LOCK) or {}
+            raise StoreLockedError(
+                f"`{holder.get('command')}` (process {holder.get('pid')}) has the home {root} open, and one process at "
+                "a time can: end that one (Ctrl-C in its terminal), or go on in a terminal, where `ragblend ask` and "
+                "`chat` are answered by it."
+            ) from None
+        try:
+            held.enter_context(Commands(desk))
         except OSError as error:
-            log.warning(
-                "commands will open the home themselves: listening in %s: %s",
-                desk.workspaces.home.root,
-                error,
-            )
+            log.warning("commands will open the home %s themselves: listening there: %s", root, error)
         yield
 
 

@@ -102,7 +102,7 @@ def test_what_keeps_it_from_listening(tmp_path, capsys) -> None:
         assert main(["serve", *home, "--port", str(ready["port"])]) == 2
         assert "in use" in capsys.readouterr().err
         assert main(["serve", "--home", str(tmp_path / "other"), "--port", "0"]) == 1
-        assert "one writer at a time" in capsys.readouterr().err
+        assert "one process at a time can: end that one" in capsys.readouterr().err
     assert main(["serve", *home, "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "needs a key" in capsys.readouterr().err
 
