@@ -58,9 +58,13 @@ class Line(Closing):
         """How long to wait for the next one from now on."""
         self._socket.settimeout(seconds)
 
-    def close(self) -> None:
+    def cut(self) -> None:
+        """Both ends come to its end; whoever waits for a line has None."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
         self._lines.close()
         self._socket.close()
 

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ log = logging.getLogger("ragblend")
 ASKED_S = 10.0
 ASKED = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 ENDING_S = 30.0
+TAKEN_S = 60  # a terminal that takes nothing for so long (suspended, say) is gone: it must not keep others from writing
 # What a process has once, for all that it does.
 COMMON = (
     "model",
@@ -81,6 +83,7 @@ class Commands(Closing):
             except OSError:
                 return
             if is_same_user(connection):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", TAKEN_S, 0))
                 threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
             else:
                 connection.close()
@@ -250,8 +253,10 @@ class RemoteTerminal(Terminal):
     def say(self, kind: str, text: str) -> None:
         if threading.get_ident() == self._thread:  # not the one that draws progress
             self.check()
-        with suppress(OSError):  # `listen` sees it too
+        try:
             self._line.send(**{kind: text})
+        except OSError:  # which `listen` then sees as well
+            self._line.cut()
 
 
 class _Words(io.TextIOBase):
