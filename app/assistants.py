@@ -3,11 +3,11 @@
 What they give is JSON: passages carry the document's id, by which `read_document` opens it. Nothing can be changed.
 """
 
-import io
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import anyio
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.stdio import stdio_server
@@ -135,20 +135,27 @@ def tools_over(conversations: Conversations, workspaces: "Workspaces") -> MCPSer
 def talk(server: MCPServer[Any], terminal: Terminal) -> None:
     """Serve an assistant at another process's standard input and output, until that ends."""
 
-    class Said(io.TextIOBase):
-        def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
-            try:
-                return terminal.read_line()
-            except KeyboardInterrupt:
-                return ""
+    class Streams:
+        """Both, as the transport uses them."""
+
+        async def __aiter__(self) -> AsyncIterator[str]:
+            with suppress(KeyboardInterrupt):
+                while line := await in_thread(terminal.read_line):
+                    yield line
+
+        async def write(self, text: str) -> None:
+            terminal.out.write(text)
+
+        async def flush(self) -> None:
+            pass
 
     async def serve() -> None:
-        lines: Any = Said()
-        async with stdio_server(anyio.wrap_file(lines), anyio.wrap_file(terminal.out)) as streams:
+        both: Any = Streams()
+        async with stdio_server(both, both) as streams:
             inner: Any = server._lowlevel_server  # whose own `run` knows this process's streams alone
             await inner.run(*streams, inner.create_initialization_options())
 
-    anyio.run(serve)
+    asyncio.run(serve())
 
 
 async def _told(work: Callable[[], T]) -> T:

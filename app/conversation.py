@@ -148,9 +148,9 @@ class Conversations:
     def warm_up(self) -> None:
         """Load the embedder and open the index before the first question, so that no question pays for it."""
         first = self._workspaces.first
-        first.embedder.embed_question("warm up")
+        question = first.embedder.embed_question("warm up")
         if first.library.has_passages(first.settings.collection):
-            first.index.count()
+            first.index.query(question, 1)
 
     # --- inside
 

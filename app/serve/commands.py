@@ -111,8 +111,6 @@ class Commands(Closing):
         try:
             arguments, shared = unpacked(asked["arguments"]), Shared(self._desk, asked)
             return {"end": run_shared(asked["command"], arguments, terminal, shared)}
-        except KeyboardInterrupt:
-            return {"failed": ["Cancelled", "Interrupted."]}
         except RagBlendError as error:
             said = (
                 f"{error} The process that has the home open is ending." if terminal.is_left else str(error)
@@ -125,6 +123,8 @@ class Commands(Closing):
                 f"{os.getpid()}, which has the home open, says where."
             )
             return {"failed": ["LibraryError", said]}
+        except BaseException:  # KeyboardInterrupt, alone or in a group of an event loop's
+            return {"failed": ["Cancelled", "Interrupted."]}
 
 
 def _named(error: RagBlendError) -> str:
