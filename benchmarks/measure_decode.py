@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.eightbit import EightBit
+from ragblend.engine.few_rows import FewRows, Packed, pack_weights
 from ragblend.engine.fourbit import FourBit
 from ragblend.engine.results import Prefilled
 from ragblend.engine.steps import ModelSteps, Steps
@@ -106,17 +107,25 @@ def main(arguments: list[str]) -> int:
     if not engine.gate.passed or not FewRows.knows(runtime.decoder):
         print("this model's layers are none that the loop knows", file=sys.stderr)
         return 1
-    looked_at: dict[str, FourBit | None] = {}
-    four_bits(runtime.decoder, looked_at)
+    looked_at: dict[str, Packed | None] = {}
+    pack_weights(runtime.decoder, looked_at)
     found = {name: each for name, each in looked_at.items() if each is not None}
     rows = FewRows(runtime.decoder, found)
     ways: dict[str, Steps] = {"model": ModelSteps(runtime.loaded.model), "rows": rows}
-    packed = sum(each.nbytes for each in found.values()) / 1e6
+    kinds = {4: FourBit, 8: EightBit}
+    packed = ", ".join(
+        f"{sum(each.nbytes for each in found.values() if isinstance(each, kind)) / 1e6:.0f} MB of {bits} bits"
+        for bits, kind in kinds.items()
+    )
     threads = torch.get_num_threads()
-    print(f"{engine.model_name}, {engine.dtype}, {threads} threads, {packed:.0f} MB of four-bit weights")
+    print(f"{engine.model_name}, {engine.dtype}, {threads} threads, {packed}")
     if asked.data:
         exact = Engine.open(asked.model, home=asked.home, device="cpu", dtype="float32")
-        ways["rows without four bits"] = FewRows(runtime.decoder, {})
+        four: dict[str, Packed] = {name: each for name, each in found.items() if isinstance(each, FourBit)}
+        ways |= {
+            "rows in four bits": FewRows(runtime.decoder, four),
+            "rows unpacked": FewRows(runtime.decoder, {}),
+        }
         entries = json.loads(Path(asked.data).read_text())[: asked.limit]
         print(diverging(engine, exact, ways, entries), guessing(engine, rows, entries[:10]), sep="\n")
         return 0

@@ -3,7 +3,7 @@
 One row through transformers' layers takes as long in calls and small operations as in products, and torch's attention
 kernel reads the keys of one row four times slower than memory gives them. Here a layer is 25 operations, attention is
 two batched products over the cache's own buffers, and weights that lie on sixteen levels are read as such
-(`fourbit.py`).
+(`fourbit.py`), others as eight bits (`eightbit.py`).
 
 The layers known are those of Llama, Qwen 2 and Qwen 3: normed, rotated by halves, gated. Whether a model that
 looks like one is one is measured (`steps.py`), so nothing is taken on trust.
@@ -21,13 +21,15 @@ from torch.nn.functional import rms_norm
 from ragblend.engine.cache import FusedCache, FusedLayer
 from ragblend.engine.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
 from ragblend.engine.device import available_bytes
-from ragblend.engine.fourbit import FourBit, four_bit, joined, multiplies_four_bit
+from ragblend.engine.eightbit import EightBit, eight_bit
+from ragblend.engine.fourbit import FourBit, four_bit, multiplies_four_bit
 from ragblend.engine.rope import HALF
 from ragblend.kvstore.errors import Cancelled
 
 MOST_OF_FREE_MEMORY = 0.25
 Product = Callable[[Tensor], Tensor]
-FourBits = dict[str, FourBit]  # by layer and name
+Packed = FourBit | EightBit
+PackedWeights = dict[str, Packed]  # by layer and name
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION, _HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -65,8 +67,8 @@ class FewRows:
 
     guessed: ClassVar[int] = 3
 
-    def __init__(self, decoder: TransformersDecoder, found: FourBits) -> None:
-        """A decoder that it `knows`; found: its weights that are four-bit ones."""
+    def __init__(self, decoder: TransformersDecoder, found: PackedWeights) -> None:
+        """A decoder that it `knows`; found: its weights that were packed."""
         self.decoder = decoder
         self.layers = [_row_layer(layer, f"{i}.", found) for i, layer in enumerate(decoder.layers)]
 
@@ -148,14 +150,14 @@ def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
 
 
 @torch.inference_mode()
-def four_bits(
-    decoder: TransformersDecoder, found: dict[str, FourBit | None], leave: Callable[[], bool] = lambda: False
+def pack_weights(
+    decoder: TransformersDecoder, found: dict[str, Packed | None], leave: Callable[[], bool] = lambda: False
 ) -> None:
-    """Look at all weights that found lacks, and add them: packed where they lie on sixteen levels, else None.
+    """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else in eight.
 
-    None at all are packed where memory does not allow a second copy. Raises Cancelled when leave() says so.
+    None: it stays as it is, as all do where memory does not allow a second copy. Raises Cancelled when leave() says so.
     """
-    size = sum(each.numel() for layer in decoder.layers for each in layer.parameters()) // 2
+    size = sum(each.numel() for layer in decoder.layers for each in layer.parameters())
     if not found and (not multiplies_four_bit() or size > MOST_OF_FREE_MEMORY * available_bytes()):
         return
     for number, layer in enumerate(decoder.layers):
@@ -165,10 +167,11 @@ def four_bits(
                     continue
                 if leave():
                     raise Cancelled("somebody needs the device")
-                found[f"{number}.{name}"] = four_bit(getattr(getattr(layer, part), name).weight)
+                weight = getattr(getattr(layer, part), name).weight
+                found[f"{number}.{name}"] = four_bit(weight) or eight_bit(weight)
 
 
-def _row_layer(layer: nn.Module, name: str, found: FourBits) -> RowLayer:
+def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     query_norm, key_norm = (None if each is None else _norm(each) for each in head_norms)
@@ -194,18 +197,25 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, float(module.variance_epsilon))
 
 
-def _product(linears: Sequence[nn.Linear], packed: Sequence[FourBit | None]) -> Product:
+def _product(linears: Sequence[nn.Linear], packed: Sequence[Packed | None]) -> Product:
     """What these make of the same rows, one behind the other."""
-    whole = [each for each in packed if each is not None]
-    if len(whole) == len(linears) and (one := joined(whole)) is not None:
+    if (whole := _joined(packed)) is not None:
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        return _biased(one, torch.cat(biases) if biases else None)
+        return _biased(whole, torch.cat(biases) if biases else None)
     each: list[Product] = [
-        linear if four is None else _biased(four, linear.bias)
-        for linear, four in zip(linears, packed, strict=True)
+        linear if one is None else _biased(one, linear.bias)
+        for linear, one in zip(linears, packed, strict=True)
     ]
     return each[0] if len(each) == 1 else lambda rows: torch.cat([product(rows) for product in each], -1)
 
 
-def _biased(packed: FourBit, bias: Tensor | None) -> Product:
+def _joined(packed: Sequence[Packed | None]) -> Packed | None:
+    fours = [each for each in packed if isinstance(each, FourBit)]
+    if len(fours) == len(packed):
+        return FourBit.joined(fours)
+    eights = [each for each in packed if isinstance(each, EightBit)]
+    return EightBit.joined(eights) if len(eights) == len(packed) else None
+
+
+def _biased(packed: Packed, bias: Tensor | None) -> Product:
     return packed if bias is None else lambda rows: packed(rows) + bias

@@ -2,7 +2,7 @@
 
 Most GGUF files hold blocks of 32 weights as sixteen levels, evenly spaced (Q4_0, Q4_1, Q4_K). Unpacked to bfloat16 a
 token reads four times the bytes, and says no more: the levels are still there, up to the dtype's rounding. What lies on
-no such levels is not rounded to any: it would cost quality.
+no such levels is not rounded to any: it would cost quality (`eightbit.py` takes it).
 Torch's CPU kernel for this takes bfloat16 rows, on any processor with AVX2 or AVX-512.
 """
 
@@ -38,13 +38,13 @@ class FourBit:
     def nbytes(self) -> int:
         return self.levels.nbytes + self.scales.nbytes
 
-
-def joined(parts: Sequence[FourBit]) -> FourBit | None:
-    """Several over the same rows as one, their results one behind the other; None where the kernel's blocks forbid."""
-    if any(part.levels.shape[0] % KERNEL_ROWS for part in parts):
-        return None
-    levels = torch.cat([part.levels for part in parts])
-    return FourBit(levels, torch.cat([part.scales for part in parts], 1))
+    @classmethod
+    def joined(cls, parts: Sequence["FourBit"]) -> "FourBit | None":
+        """Several over the same rows as one, results one behind the other; None where the kernel's blocks forbid."""
+        if any(part.levels.shape[0] % KERNEL_ROWS for part in parts):
+            return None
+        levels = torch.cat([part.levels for part in parts])
+        return cls(levels, torch.cat([part.scales for part in parts], 1))
 
 
 def multiplies_four_bit() -> bool:

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
-from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.eightbit import EightBit
+from ragblend.engine.few_rows import FewRows, Packed, PackedWeights, pack_weights
 from ragblend.engine.fourbit import FourBit
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
 
-VERSION = 2  # raise it when what is measured changes
+VERSION = 3  # raise it when what is measured changes
 MEASURED_TOKENS, TURNS = 16, 5
 # Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
 MOST_DIVERGENCE = 0.01
@@ -110,7 +111,7 @@ def measure_steps(
 class Choice:
     """Which of the two computes a loaded model's answers. steps: the one to use now.
 
-    What was measured is kept in a folder, with the four-bit weights, for which a billion weights are looked at in ten
+    What was measured is kept in a folder, with the packed weights, for which a billion weights are looked at in ten
     seconds; damaged, cut short or not written, it is measured again, and meanwhile the model's own forward serves.
     """
 
@@ -119,7 +120,7 @@ class Choice:
         on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._ratios: tuple[float, ...] = ()
-        self._packed: dict[str, FourBit | None] = {}
+        self._packed: dict[str, Packed | None] = {}
         self.steps: Steps = ModelSteps(decoder.model)
         self.is_open = False  # whether there is something to measure
         if not FewRows.knows(decoder):
@@ -140,7 +141,7 @@ class Choice:
         """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
         self.is_open = False  # what fails here would fail after every answer
         try:
-            four_bits(self._decoder, self._packed, leave)
+            pack_weights(self._decoder, self._packed, leave)
             found = {name: each for name, each in self._packed.items() if each is not None}
             rows = FewRows(self._decoder, found)
             measured = measure_steps(self._decoder, rows, token_ids, leave)
@@ -158,10 +159,10 @@ class Choice:
             replace_durably(self._file, kept)
 
 
-def _save(found: dict[str, FourBit], path: Path) -> int:
+def _save(found: PackedWeights, path: Path) -> int:
     """Returns the checksum by which `_load` knows what it reads; whoever is killed here leaves the draft at most."""
     tensors = {
-        f"{name}.{part}": getattr(four, part) for name, four in found.items() for part in ("levels", "scales")
+        f"{name}.{part}": getattr(each, part) for name, each in found.items() for part in ("levels", "scales")
     }
     draft = path.with_suffix(".part")
     save_file(tensors, draft)  # which leaves nothing where the disk is full
@@ -170,13 +171,16 @@ def _save(found: dict[str, FourBit], path: Path) -> int:
     return _checksum(tensors)
 
 
-def _load(path: Path, checksum: int) -> dict[str, FourBit]:
+def _load(path: Path, checksum: int) -> PackedWeights:
     """Raises ValueError where it is not what was saved."""
     tensors = load_file(path)
     if _checksum(tensors) != checksum:
         raise ValueError(f"{path} is damaged")
     names = {name.rpartition(".")[0] for name in tensors}
-    return {name: FourBit(tensors[f"{name}.levels"], tensors[f"{name}.scales"]) for name in names}
+    parts = {name: (tensors[f"{name}.levels"], tensors[f"{name}.scales"]) for name in names}
+    return {
+        name: (FourBit if part[0].dtype == torch.uint8 else EightBit)(*part) for name, part in parts.items()
+    }
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

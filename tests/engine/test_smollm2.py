@@ -11,7 +11,7 @@ from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine import convert
-from ragblend.engine.few_rows import FewRows, four_bits
+from ragblend.engine.few_rows import FewRows, pack_weights
 from ragblend.engine.steps import measure_steps
 from ragblend.kvstore.layout import value_files
 
@@ -111,7 +111,7 @@ def test_full_answers_as_transformers_does(engine, prompt, reference):
 def test_its_weights_are_found_to_be_four_bit_ones_and_say_the_same(engine, prompt):
     """No further from the model's own forward than bfloat16 itself is from float32."""
     packed = {}
-    four_bits(engine.runtime.decoder, packed)
+    pack_weights(engine.runtime.decoder, packed)
     assert len(packed) == 7 * 30 and all(packed.values())
     rows = FewRows(engine.runtime.decoder, packed)
     assert measure_steps(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3

@@ -12,8 +12,9 @@ from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
 from ragblend.engine import steps as steps_module
-from ragblend.engine.few_rows import FewRows, four_bits
-from ragblend.engine.fourbit import four_bit, joined
+from ragblend.engine.eightbit import EightBit, eight_bit
+from ragblend.engine.few_rows import FewRows, pack_weights
+from ragblend.engine.fourbit import FourBit, four_bit
 from ragblend.engine.grammar import Grammar, json_grammar
 from ragblend.engine.lookup import Lookup
 from ragblend.engine.session import Session
@@ -413,7 +414,7 @@ def test_four_bit_weights_are_found_and_multiply_as_they_did(dtype):
     assert packed is not None and packed.levels.nbytes == 128 * 96 // 2
     expected = rows @ weight.float().T
     assert largest_error(packed(rows.to(dtype)), expected) < 0.03
-    both = joined([packed, packed])
+    both = FourBit.joined([packed, packed])
     assert torch.equal(both(rows.to(dtype)), torch.cat([packed(rows.to(dtype))] * 2, 1))
 
 
@@ -433,6 +434,32 @@ def test_other_weights_are_left_as_they_are(weight):
     assert four_bit(weight) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_weights_are_rounded_to_eight_bits(dtype):
+    draw = torch.Generator().manual_seed(2)
+    weight, rows = torch.randn(48, 96, generator=draw).to(dtype), torch.randn(3, 96, generator=draw).to(dtype)
+    weight[5] = 0
+    packed = eight_bit(weight)
+    assert packed is not None and packed.levels.nbytes == 48 * 96
+    expected = rows.float() @ weight.float().T
+    assert 0 < largest_error(packed(rows), expected) < 0.03
+    joined = EightBit.joined([packed, packed])
+    assert torch.equal(joined(rows), torch.cat([packed(rows)] * 2, 1))
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (48, 80)])
+def test_shapes_beyond_which_the_eight_bit_kernel_reads_are_left_as_they_are(shape):
+    """It crashed at 20 rows of 33."""
+    assert eight_bit(torch.randn(shape)) is None
+
+
+def test_weights_that_rounding_would_move_are_left_as_they_are():
+    """One weight of a row sets its scale: beside a large one others become nothing."""
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(2))
+    assert eight_bit(weight) is not None
+    assert eight_bit(weight.index_fill(1, torch.tensor([7]), 30)) is None
+
+
 @pytest.fixture
 def with_levels(monkeypatch):
     """with_levels(decoder): most of its weights lie on levels until the test ends."""
@@ -449,13 +476,14 @@ def with_levels(monkeypatch):
 
 
 def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_levels):
-    """Within what rounding to bfloat16 does; and the weights that are no four-bit ones stay the model's own."""
+    """Within what rounding to bfloat16 does; and the weights that are no four-bit ones become eight-bit ones."""
     prefilled, decoder = prefilled_for("qwen2")
     packed, seen = {}, []
     with pytest.raises(Cancelled):
-        four_bits(with_levels(decoder), packed, lambda: len(packed) == 5)
-    four_bits(decoder, packed, lambda: bool(seen.append(1)))
+        pack_weights(with_levels(decoder), packed, lambda: len(packed) == 5)
+    pack_weights(decoder, packed, lambda: bool(seen.append(1)))
     assert len(packed) == 5 + len(seen) == 7 * len(decoder.layers), "what was looked at once is not again"
-    found = {name: each for name, each in packed.items() if each is not None}
-    assert {name.partition(".")[2] for name in found} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
-    assert 0 < measure_steps(decoder, FewRows(decoder, found), prefilled.prompt.token_ids).divergence < 0.05
+    kinds = {name.partition(".")[2]: type(each) for name, each in packed.items()}
+    fours = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "down_proj"), FourBit)
+    assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj"), EightBit)
+    assert 0 < measure_steps(decoder, FewRows(decoder, packed), prefilled.prompt.token_ids).divergence < 0.05

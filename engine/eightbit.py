@@ -1,0 +1,55 @@
+"""Weights rounded to eight bits, with a scale a row: half of bfloat16's bytes for what lies on no sixteen levels.
+
+Five, six and eight bits of a GGUF file, or sixteen of any other, move by less than rounding the rows between two
+layers to bfloat16 does; a matrix of which that is not true stays as it is (`steps.py` measures what all of them do).
+Torch's CPU kernel takes rows in bfloat16 or float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = 127
+MOST_ERROR = 0.03  # what rounding moves weights by on average, as a part of their average size
+KERNEL_SHAPE = 16, 32  # of which N and K are multiples: with others the kernel reads beyond the end
+BLOCK_ROWS = 4096  # rounded in one go
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """A linear layer's weight (N, K) as the kernel reads it: int8 levels (N, K), and the rows' scales (N,)."""
+
+    levels: Tensor
+    scales: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(R, K) -> (R, N), in rows' dtype."""
+        return torch._weight_int8pack_mm(rows, self.levels, self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        return self.levels.nbytes + self.scales.nbytes
+
+    @classmethod
+    def joined(cls, parts: Sequence["EightBit"]) -> "EightBit":
+        """Several over the same rows as one, their results one behind the other."""
+        return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
+
+
+def eight_bit(weight: Tensor) -> EightBit | None:
+    """This weight (N, K) rounded; None where that moves it by more than MOST_ERROR, or the kernel does not know it."""
+    if any(size % multiple for size, multiple in zip(weight.shape, KERNEL_SHAPE, strict=True)):
+        return None
+    blocks, moved = list[EightBit](), 0.0
+    for block in weight.split(BLOCK_ROWS):
+        exact = block.float()
+        # Rounded first, so that what the levels are multiplied with is what they were divided by.
+        scales = (exact.abs().amax(1) / LARGEST).to(weight.dtype).clamp_min_(torch.finfo(weight.dtype).tiny)
+        levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        moved += float((levels * scales.float()[:, None] - exact).abs_().sum())
+        blocks.append(EightBit(levels.to(torch.int8), scales))
+    if moved > MOST_ERROR * float(weight.abs().sum(dtype=torch.float32)):
+        return None
+    return EightBit.joined(blocks)
