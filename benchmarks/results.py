@@ -3,8 +3,9 @@
     python -m benchmarks.results                                       # render again
     python -m benchmarks.results --add bench-results --title "..." --command "ragblend bench quality ..."
 
-`--add` takes the rows of `quality.json` or `ttft.json` out of a bench's output folder, with the machine that it names,
-into `recorded.json` beside this file. Figures are never typed into the documents: a test renders them and compares.
+`--add` takes the rows of `quality.json`, `ttft.json` or `peers.json` out of a bench's output folder, with the machine
+that it names, into `recorded.json` beside this file. Figures are never typed into the documents: a test renders them
+and compares.
 """
 
 import argparse
@@ -84,6 +85,11 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_range": ("range", str),
     "cold_speedup": ("faster, cold disk", times),
     "fused_kv": ("peak memory / fused KV", str),
+    "last_ms": ("100th token, ms", lambda ms: f"{ms:,.0f}"),
+    "tokens_per_s": ("tokens/s", lambda rate: f"{rate:.1f}"),
+    "ingest_tokens": ("passages' tokens/s, first time", lambda rate: f"{rate:,.0f}"),
+    "peak_mb": ("peak memory, MB", lambda size: f"{size:,.0f}"),
+    "disk_mb": ("disk, MB", lambda size: f"{size:,.0f}"),
 }
 
 
@@ -156,10 +162,12 @@ def _of_program(row: Row) -> dict[str, str]:
 
 def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
     """What a bench left in its output folder, as runs. Raises FileNotFoundError if that is nothing."""
-    found = [folder / name for name in ("quality.json", "ttft.json") if (folder / name).exists()]
+    found = [
+        folder / name for name in ("quality.json", "ttft.json", "peers.json") if (folder / name).exists()
+    ]
     if not found:
         raise FileNotFoundError(
-            f"{folder} holds neither quality.json nor ttft.json: is it a bench's --output?"
+            f"{folder} holds none of quality.json, ttft.json and peers.json: is it a bench's --output?"
         )
     return [_run(json.loads(path.read_text(encoding="utf-8")), title, command, says) for path in found]
 

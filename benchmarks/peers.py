@@ -1,0 +1,351 @@
+"""RAGBlend beside what else answers on a CPU: the same weights, prompts and cores, each program in its own environment.
+
+    make bench-peers                                      # all of them
+    python -m benchmarks.peers --home HOME --only llama.cpp,ragblend
+
+Six passages of the samples are read by each program first, then asked about in a new order a round, by all programs in
+turns. Greedy, and no end token counts. Every answer's times are in `asked.json` at once, and are not taken again: a run
+goes on where it ended, and programs can be run one by one. `peers.json` and `peers.png` are made of what is there.
+
+transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, from the GGUF file itself, where the
+others have its conversion to bfloat16; vLLM has prefix caching on. *ragblend-unguessed* reads one token at a
+time: a small model that may not end repeats itself, which guessing likes better than what people read.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TOKENS, PASSAGES, PASSAGE_TOKENS, WORDS = 100, 6, 512, 30
+WINDOW = (PASSAGES + 1) * PASSAGE_TOKENS + TOKENS
+QUESTION = "Tell in detail what these passages say."
+OURS = "ragblend"
+PYTHONS = {
+    OURS: sys.executable,
+    "ragblend-unguessed": sys.executable,
+    "transformers": sys.executable,
+    "llama.cpp": ".venv-llamacpp/bin/python",
+    "vllm": ".venv-vllm/bin/python",
+}
+Row = dict[str, Any]
+Ask = Callable[[Row, int], list[float]]  # a prompt, and how many tokens: the seconds after which each came
+
+
+def ragblend(plan: Row) -> tuple[Ask, Row]:
+    """Encodes the passages, and has chosen its loop before anything counts."""
+    from ragblend import Chunk, Engine
+
+    engine = Engine.open(plan["model"], plan["home"], device="cpu", dtype="bfloat16", collection="peers")
+    assert engine.gate.passed, engine.gate.reason
+    engine.runtime.loaded.model.generation_config.eos_token_id = []
+    names = [f"peers-{number}" for number in range(PASSAGES)]
+    engine.forget(names)
+    begun = time.perf_counter()
+    tokens = engine.encode(plan["texts"], names).tokens
+    ingest = tokens / (time.perf_counter() - begun)
+
+    def ask(prompt: Row, count: int) -> list[float]:
+        passages = [Chunk(plan["texts"][number]) for number in prompt["order"]]
+        begun = time.perf_counter()
+        answer = engine.generate(engine.chat_prompt(None, passages, QUESTION), max_new_tokens=count)
+        ended, timings = time.perf_counter() - begun, answer.report.timings
+        assert answer.prompt.token_ids == tuple(prompt["ids"]) and len(answer.token_ids) == count
+        decoding = (count - 1) / timings.tokens_per_s if count > 1 else 0.0
+        return [ended - decoding, ended]
+
+    ask(plan["prompts"][0], 16)
+    engine.finish_background()
+    steps = engine.runtime.choice.steps
+    if plan["name"] != OURS:
+        type(steps).guessed = 0
+    home = Path(plan["home"])
+    disk = sum(size_of(home / part) for part in ("models", "kv"))
+    return ask, {"ingest_tokens": ingest, "disk": disk, "note": type(steps).__name__}
+
+
+def transformers(plan: Row) -> tuple[Ask, Row]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(plan["folder"], dtype=torch.bfloat16)
+    model.generation_config.pad_token_id = 0
+
+    times: list[float] = []
+    clock: Any = SimpleNamespace(put=lambda ids: times.append(time.perf_counter()), end=lambda: None)
+
+    def ask(prompt: Row, count: int) -> list[float]:
+        times.clear()
+        ids, begun = torch.tensor([prompt["ids"]]), time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            streamer=clock,
+        )
+        return [came - begun for came in times[1:]]  # the first is the prompt
+
+    return ask, {"disk": size_of(Path(plan["folder"]))}
+
+
+def llama_cpp(plan: Row) -> tuple[Ask, Row]:
+    from llama_cpp import Llama, LlamaRAMCache
+
+    threads = len(os.sched_getaffinity(0))
+    model = Llama(
+        plan["gguf"],
+        n_ctx=plan["window"],
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        verbose=False,
+    )
+    model.set_cache(LlamaRAMCache(1 << 30))
+    never = {str(model.token_eos()): -1e9}
+
+    def ask(prompt: Row, count: int) -> list[float]:
+        begun = time.perf_counter()
+        answer = model.create_completion(
+            prompt["ids"], max_tokens=count, temperature=0, stream=True, logit_bias=never
+        )
+        return [time.perf_counter() - begun for _ in answer][:count]
+
+    return ask, {"disk": size_of(Path(plan["gguf"]))}
+
+
+def vllm(plan: Row) -> tuple[Ask, Row]:
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    model = LLM(
+        plan["folder"],
+        dtype="bfloat16",
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        max_model_len=plan["window"],
+    )
+    engine, asked = model.llm_engine, 0
+
+    def ask(prompt: Row, count: int) -> list[float]:
+        nonlocal asked
+        asked += 1
+        wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        begun, times = time.perf_counter(), list[float]()
+        engine.add_request(str(asked), {"prompt_token_ids": prompt["ids"]}, wanted)
+        while engine.has_unfinished_requests():
+            if engine.step():
+                times.append(time.perf_counter() - begun)
+        return times
+
+    return ask, {"disk": size_of(Path(plan["folder"]))}
+
+
+STARTS = {name: ragblend if name.startswith(OURS) else transformers for name in PYTHONS}
+STARTS |= {"llama.cpp": llama_cpp, "vllm": vllm}
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all in a folder."""
+    return sum(each.stat().st_size for each in [path, *path.rglob("*")] if each.is_file())
+
+
+def work(name: str, plan_file: str) -> None:
+    """In the program's own environment: a prompt's number a line in, what was measured a line out."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print
+    plan = json.loads(Path(plan_file).read_text()) | {"name": name}
+    ask, about = STARTS[name](plan)
+    first = ask(plan["prompts"][0], 2)
+    about.setdefault("ingest_tokens", len(plan["prompts"][0]["ids"]) / first[0])
+    print("ready", file=out, flush=True)
+    for line in sys.stdin:
+        times = ask(plan["prompts"][int(line)], TOKENS)
+        peak = next(
+            row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmHWM")
+        )
+        found = {"ttft_ms": times[0] * 1e3, "last_ms": times[-1] * 1e3, "peak": int(peak.split()[1]) << 10}
+        print(json.dumps(about | found), file=out, flush=True)
+
+
+@contextlib.contextmanager
+def started(name: str, python: str, plan_file: Path) -> Any:
+    """A process of that program, which reads the passages before the first answer."""
+    log = (plan_file.parent / f"{name}.log").open("wb")
+    command = [python, __file__, "--work", name, str(plan_file)]
+    if name.startswith(OURS):
+        command[1:2] = ["-m", "benchmarks.peers"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def read() -> str:
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            raise SystemExit(f"{name} ended: {log.name} says why")
+        return line
+
+    def ask(number: int) -> Row:
+        assert process.stdin is not None
+        process.stdin.write(f"{number}\n")
+        process.stdin.flush()
+        found: Row = json.loads(read())
+        return found
+
+    with log, process:
+        try:
+            read()  # it is ready: whoever is asked is the only one that computes
+            yield ask
+        finally:
+            process.kill()
+
+
+def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
+    """Six passages of the samples, and a prompt a round, the first being what each program reads before; the machine.
+
+    Left in the home: the model converted.
+    """
+    from ragblend import Chunk, Engine
+    from ragblend.app import samples
+    from ragblend.app.bench.prefilling import environment
+    from ragblend.app.readers import read_document
+    from ragblend.engine.files import find_model
+
+    engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
+    files = sorted(samples.documents_folder().iterdir())
+    text = "\n\n".join(part.text for path in files for part in read_document(path))
+    ids = engine.runtime.tokenizing.passage_ids(text)
+    cuts = [ids[number * PASSAGE_TOKENS :][:PASSAGE_TOKENS] for number in range(PASSAGES)]
+    assert len(cuts[-1]) == PASSAGE_TOKENS, "the samples are too short"
+    texts = [engine.tokenizer.decode(cut) for cut in cuts]
+    draw, orders = random.Random(0), [list(range(PASSAGES))]
+    while len(orders) <= rounds:
+        order = draw.sample(orders[0], PASSAGES)
+        orders += [order] if order not in orders else []
+    prompts = []
+    for order in orders:
+        prompt = engine.chat_prompt(None, [Chunk(texts[number]) for number in order], QUESTION)
+        prompts.append({"order": order, "ids": list(engine.tokenize(prompt).token_ids)})
+    assert engine.gate.passed
+    window = max(len(prompt["ids"]) for prompt in prompts) + TOKENS + 16
+    plan: Row = {
+        "model": model,
+        "home": str(home),
+        "folder": str(engine.runtime.folder),
+        "gguf": str(find_model(model)),
+    }
+    plan |= {"texts": texts, "prompts": prompts, "window": window}
+    machine = environment(engine)
+    engine.close()
+    return plan, machine
+
+
+def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:
+    """Medians by program, as JSON and as a picture."""
+    from ragblend.app.bench.plots import figure_of
+
+    rows = []
+    for name in (each for each in PYTHONS if asked.get(each)):
+        found = {
+            key: statistics.median(row[key] for row in asked[name])
+            for key in ("ttft_ms", "last_ms", "ingest_tokens")
+        }
+        token = statistics.median((row["last_ms"] - row["ttft_ms"]) / (TOKENS - 1) for row in asked[name])
+        sizes = {
+            "peak_mb": max(row["peak"] for row in asked[name]) / 1e6,
+            "disk_mb": asked[name][0]["disk"] / 1e6,
+        }
+        rows.append(
+            {"case": name, "answers": len(asked[name]), **found, "tokens_per_s": 1e3 / token, **sizes}
+        )
+    write = output / "peers.json"
+    settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": TOKENS}
+    write.write_text(
+        json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1) + "\n"
+    )
+    figure = figure_of(8.0, 0.5 * len(rows) + 1.2)
+    axes, names = figure.subplots(), [row["case"] for row in rows]
+    first = [row["ttft_ms"] / 1e3 for row in rows]
+    axes.barh(names, first, color="#1f77b4", label="to the first token")
+    axes.barh(
+        names,
+        [row["last_ms"] / 1e3 - begin for row, begin in zip(rows, first, strict=True)],
+        left=first,
+        color="#c7c7c7",
+        label=f"to token {TOKENS}",
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds")
+    axes.legend(loc="lower right")
+    figure.savefig(output / "peers.png", dpi=120)
+    return rows
+
+
+def main() -> int:
+    """Ask what was not asked yet, in turns, and report."""
+    if sys.argv[1:2] == ["--work"]:
+        work(*sys.argv[2:4])
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
+    )
+    parser.add_argument("--model", default="default", help="`default`, or a GGUF file")
+    parser.add_argument("--only", default=",".join(PYTHONS), help="of these programs")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="answers of each, those of earlier runs included"
+    )
+    parser.add_argument("--output", type=Path, default=Path("bench-results"))
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=FILE", help="another environment's"
+    )
+    given = parser.parse_args()
+    pythons = PYTHONS | dict(each.split("=", 1) for each in given.python)
+    names = given.only.split(",")
+    given.output.mkdir(parents=True, exist_ok=True)
+    plan, machine = planned(given.home, given.model, 20)
+    plan_file, kept = given.output / "plan.json", given.output / "asked.json"
+    plan_file.write_text(json.dumps(plan))
+    asked: dict[str, list[Row]] = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in [each for each in names if not Path(pythons[each]).exists()]:
+        print(f"{name}: {pythons[name]} is not there, so it is left out", file=sys.stderr)
+        names.remove(name)
+    wanted = [name for name in names if len(asked.get(name, ())) < given.rounds]
+    with contextlib.ExitStack() as stack:
+        asks = {name: stack.enter_context(started(name, pythons[name], plan_file)) for name in wanted}
+        for number in range(given.rounds):
+            for name in wanted:
+                if len(asked.setdefault(name, [])) == number:
+                    asked[name].append(asks[name](number + 1))
+                    kept.write_text(json.dumps(asked, indent=1))
+                    print(
+                        number,
+                        name,
+                        {key: round(asked[name][-1][key]) for key in ("ttft_ms", "last_ms")},
+                        flush=True,
+                    )
+    rows = report(asked, machine, given.output)
+    for row in rows:
+        print({key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
