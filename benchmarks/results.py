@@ -167,7 +167,7 @@ def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
     ]
     if not found:
         raise FileNotFoundError(
-            f"{folder} holds none of quality.json, ttft.json and peers.json: is it a bench's --output?"
+            f"{folder} holds neither quality.json nor ttft.json nor peers.json: is it a bench's --output?"
         )
     return [_run(json.loads(path.read_text(encoding="utf-8")), title, command, says) for path in found]
 

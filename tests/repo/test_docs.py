@@ -25,7 +25,7 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-OF_THE_README = {"demo", "page"}  # pictures; the others are the methods'
+OTHERS = {"demo", "page", "peers"}  # pictures; the others are the methods'
 _spec = importlib.util.spec_from_file_location("results", REPO / "benchmarks" / "results.py")
 results = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(results)
@@ -214,5 +214,5 @@ def test_every_method_has_its_picture():
     found = list(IMAGE.finditer((REPO / "docs" / "methods.md").read_text(encoding="utf-8")))
     names = {image["name"] for image in found}
     assert names == set(METHODS) - {"recompute", "exact", "auto"}
-    assert names == {path.stem for path in (REPO / "docs" / "pictures").glob("*")} - OF_THE_README
+    assert names == {path.stem for path in (REPO / "docs" / "pictures").glob("*")} - OTHERS
     assert all(image["words"].startswith(f"{image['name']}: ") for image in found)
