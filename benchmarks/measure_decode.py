@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
         print("this model's layers are none that the loop knows", file=sys.stderr)
         return 1
     looked_at: dict[str, Packed | None] = {}
-    pack_weights(runtime.decoder, looked_at)
+    pack_weights(runtime.decoder, looked_at, rounds=runtime.has_quantized_weights)
     found = {name: each for name, each in looked_at.items() if each is not None}
     rows = FewRows(runtime.decoder, found)
     ways: dict[str, Steps] = {"model": ModelSteps(runtime.loaded.model), "rows": rows}

@@ -1,8 +1,9 @@
 """Weights rounded to eight bits, with a scale a row: half of bfloat16's bytes for what lies on no sixteen levels.
 
-Five, six and eight bits of a GGUF file, or sixteen of any other, move by less than rounding the rows between two
-layers to bfloat16 does; a matrix of which that is not true stays as it is (`steps.py` measures what all of them do).
-Torch's CPU kernel takes rows in bfloat16 or float32.
+Only for models whose file held their weights in about as many: five, six and eight bits of a GGUF file move by less
+than rounding the rows between two layers to bfloat16 does. A matrix of which that is not true stays as it is
+(`steps.py` measures what all of them do), and so do weights that nobody had rounded. Torch's CPU kernel takes rows in
+bfloat16 or float32.
 """
 
 from collections.abc import Sequence

@@ -151,9 +151,13 @@ def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
 
 @torch.inference_mode()
 def pack_weights(
-    decoder: TransformersDecoder, found: dict[str, Packed | None], leave: Callable[[], bool] = lambda: False
+    decoder: TransformersDecoder,
+    found: dict[str, Packed | None],
+    leave: Callable[[], bool] = lambda: False,
+    rounds: bool = True,
 ) -> None:
-    """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else in eight.
+    """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else, where it
+    rounds, in eight.
 
     None: it stays as it is, as all do where memory does not allow a second copy. Raises Cancelled when leave() says so.
     """
@@ -168,7 +172,7 @@ def pack_weights(
                 if leave():
                     raise Cancelled("somebody needs the device")
                 weight = getattr(getattr(layer, part), name).weight
-                found[f"{number}.{name}"] = four_bit(weight) or eight_bit(weight)
+                found[f"{number}.{name}"] = four_bit(weight) or (eight_bit(weight) if rounds else None)
 
 
 def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:

@@ -17,6 +17,8 @@ from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, TokenizerMissingError, UnsupportedModelError
 from ragblend.kvstore.keys import ModelFingerprint
 
+MOST_BITS = 10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
+
 
 def read_config(folder: Path) -> Any:
     """The decoder's own config. Raises CorruptModelError."""
@@ -26,6 +28,12 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(str(folder)).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
         raise CorruptModelError(f"the config in {folder} cannot be read: {error}") from error
+
+
+def was_quantized(name: str, parameters: int) -> bool:
+    """Whether the file that a model was unpacked from has at most MOST_BITS a weight; a folder's weights never have."""
+    found = find_model(name)
+    return found.is_file() and 8 * found.stat().st_size <= MOST_BITS * parameters
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -210,7 +210,12 @@ class Runtime:
     @once
     def choice(self) -> Choice:
         """Of what computes the tokens of an answer."""
-        return Choice(self.decoder, self.home / "models", self.fingerprint.digest)
+        return Choice(self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights)
+
+    @property
+    def has_quantized_weights(self) -> bool:
+        """Whether the weights were numbers of a few bits before they were unpacked."""
+        return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
         """Measure that when nobody needs the device, and give it up when the model is to be closed."""

@@ -111,11 +111,13 @@ def measure_steps(
 class Choice:
     """Which of the two computes a loaded model's answers. steps: the one to use now.
 
+    rounds: whether weights may be rounded to eight bits, as those may that a file held in about as many.
+
     What was measured is kept in a folder, with the packed weights, for which a billion weights are looked at in ten
     seconds; damaged, cut short or not written, it is measured again, and meanwhile the model's own forward serves.
     """
 
-    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool = True) -> None:
         # The order in which weights are packed is the processor's and torch's.
         on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
@@ -123,6 +125,7 @@ class Choice:
         self._packed: dict[str, Packed | None] = {}
         self.steps: Steps = ModelSteps(decoder.model)
         self.is_open = False  # whether there is something to measure
+        self._rounds = rounds
         if not FewRows.knows(decoder):
             return
         self._decoder, self.is_open = decoder, True
@@ -141,7 +144,7 @@ class Choice:
         """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
         self.is_open = False  # what fails here would fail after every answer
         try:
-            pack_weights(self._decoder, self._packed, leave)
+            pack_weights(self._decoder, self._packed, leave, self._rounds)
             found = {name: each for name, each in self._packed.items() if each is not None}
             rows = FewRows(self._decoder, found)
             measured = measure_steps(self._decoder, rows, token_ids, leave)

@@ -17,6 +17,7 @@ from ragblend.engine.few_rows import FewRows, pack_weights
 from ragblend.engine.fourbit import FourBit, four_bit
 from ragblend.engine.grammar import Grammar, json_grammar
 from ragblend.engine.lookup import Lookup
+from ragblend.engine.model import was_quantized
 from ragblend.engine.session import Session
 from ragblend.engine.steps import Choice, ModelSteps, StepsVerdict, measure_steps
 from ragblend.engine.tools import call_format, tools_grammar
@@ -487,3 +488,21 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
     fours = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "down_proj"), FourBit)
     assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj"), EightBit)
     assert 0 < measure_steps(decoder, FewRows(decoder, packed), prefilled.prompt.token_ids).divergence < 0.05
+
+
+def test_weights_that_nobody_rounded_are_not_rounded(prefilled_for, with_levels):
+    """A greedy answer of a float32 checkpoint would not be that of its own `generate`."""
+    _, decoder = prefilled_for("llama")
+    packed = {}
+    pack_weights(decoder, packed, rounds=False)
+    assert packed and not any(packed.values())
+    pack_weights(with_levels(decoder), again := {}, rounds=False)
+    assert any(isinstance(each, FourBit) for each in again.values())
+
+
+def test_a_file_of_few_bits_a_weight_is_a_quantized_one(model_folder, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(1_000))
+    assert was_quantized(str(file), 1_000) and was_quantized(str(file), 800)
+    assert not was_quantized(str(file), 500), "sixteen bits a weight"
+    assert not was_quantized(str(model_folder("llama")), 10**9)
