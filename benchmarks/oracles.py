@@ -6,10 +6,10 @@
 policy chooses: if it is far better than computing these rows again, the trouble is stale neighbours, not the choice.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
@@ -66,16 +66,16 @@ class Transplant(Policy):
     def corrects(self, plan: Plan) -> bool:
         return True
 
-    def correct(self, plan: Plan, change: Change) -> Delta | None:
-        rows, keys, values = self._chosen[0], change.stored_keys, change.stored_values
-        at = rows - change.run.start
-        true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)
-        delta = Delta(
-            torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
-        )
-        delta.keys[:, at] = change.unrotated(true_keys[:, rows].float(), rows) - keys[:, at]
-        delta.values[:, at] = true_values[:, rows].float() - values[:, at]
-        return delta
+    def deltas(self, plan: Plan, change: Change) -> Iterator[Delta]:
+        rows, (keys, values) = self._chosen[0], change.stored(self._chosen[0])
+        if rows.numel():
+            true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)
+            apart = (
+                change.unrotated(true_keys[:, rows].float(), rows) - keys,
+                true_values[:, rows].float() - values,
+            )
+            start, stop = int(rows[0]), int(rows[-1]) + 1
+            yield Delta(start, *(_spread(part, rows - start, stop - start) for part in apart))
 
     @property
     def _by(self) -> Policy:
@@ -84,3 +84,8 @@ class Transplant(Policy):
                 f"method {self.name!r} copies from a full prefill, which only `bench quality` has at hand"
             )
         return METHODS[self.by]
+
+
+def _spread(part: Tensor, at: Tensor, count: int) -> Tensor:
+    """(H, n, D) at these places of as many rows of zeros."""
+    return part.new_zeros(part.shape[0], count, part.shape[2]).index_copy_(1, at, part)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 NAME, EAGER = "ragblend", "ragblend_eager"
 TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
 WASTED_SCORES = 8192  # what one more tile costs in calls
-WASTED_PRODUCTS = 32768  # and in a shape of its own
+WASTED_PRODUCTS = 12288  # and in a shape of its own
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 # How much faster products must be: they round scores to the model's dtype, the kernel does not.
 PRODUCTS_GAIN = 1.25
@@ -103,8 +103,8 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
 
 
 def _rounded_up(keys: int) -> int:
-    """To a quarter of the power of two below it: oneDNN compiles for each shape, a megabyte and a millisecond."""
-    step = max(512, 1 << max(0, keys.bit_length() - 3))
+    """To an eighth of the power of two below it: oneDNN compiles for each shape, a megabyte and a millisecond."""
+    step = max(256, 1 << max(0, keys.bit_length() - 4))
     return -(-keys // step) * step
 
 
@@ -301,12 +301,22 @@ def _collected(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: Collector
 ) -> Tensor:
     """queries (N, W, D), keys and values (H, T, D) -> (1, W, N, D), by weights (N, W, K) that are collected."""
-    (heads, rows, size), keys = query.shape, key[:, collector.first_key :]
-    scale = size**-0.5 if scaling is None else scaling
-    grouped = (query * scale).reshape(keys.shape[0], -1, size)  # (H, G * W, D): no key is expanded
-    scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1)
-    weights = scores.add_(collector.mask).softmax(dim=-1)
+    (heads, rows, size), keys, values = (
+        query.shape,
+        key[:, collector.first_key :],
+        value[:, collector.first_key :],
+    )
+    key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
+    grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
+    weights = query.new_empty(heads, rows, keys.shape[1])
+    out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
+    at_once = 1 if query.device.type == "cpu" else key_heads  # one head's scores stay in a processor's cache
+    for head in range(0, key_heads, at_once):
+        of = slice(head, head + at_once)
+        scores = weights.view(key_heads, -1, keys.shape[1])[of]
+        torch.bmm(grouped[of], keys[of].transpose(1, 2), out=scores)
+        scores.view(-1, rows, keys.shape[1]).add_(collector.mask)
+        torch.bmm(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
-    attended = weights.view(keys.shape[0], -1, keys.shape[1]) @ value[:, collector.first_key :]
-    return attended.view(heads, rows, -1).transpose(0, 1)[None]
+    return out.view(heads, rows, -1).transpose(0, 1)[None]

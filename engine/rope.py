@@ -76,7 +76,8 @@ def rotated(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     result = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     if rope.layout == UNROTATED:
         return result.copy_(keys)
-    result[..., rope.size :] = keys[..., rope.size :]
+    if rope.size < keys.shape[-1]:
+        result[..., rope.size :] = keys[..., rope.size :]
     (first, second), (new_first, new_second) = _halves(keys, rope), _halves(result, rope)
     torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=new_second).addcmul_(first, sin)

@@ -1,6 +1,6 @@
 """What a policy is: it names the rows to compute; the mechanism never asks which policy it has."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import ClassVar
 
@@ -141,12 +141,12 @@ class Policy:
         raise AssertionError(f"{self.name} neither peeks nor narrows")
 
     def corrects(self, plan: Plan) -> bool:
-        """Whether `correct` is to be asked in every layer."""
+        """Whether `deltas` are to be asked for in every layer."""
         return self.shift is not None and chooses(plan)
 
-    def correct(self, plan: Plan, change: Change) -> Delta | None:
+    def deltas(self, plan: Plan, change: Change) -> Iterable[Delta]:
         """What to add to the stored KV of one layer, from what changed on the rows that are computed there."""
-        return self.shift.delta(change) if self.shift is not None else None
+        return self.shift.deltas(change) if self.shift is not None else ()
 
 
 FIXED = frozenset(each.name for each in fields(Policy))

@@ -22,14 +22,13 @@ beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/me
 a system of C unknowns a layer; of more than MOST_FITTED computed rows as many are fitted, evenly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-
-from ragblend.engine.plan import Plan
+from torch.nn.functional import pad
 
 STRENGTH = 0.8
 NEAR_GAIN = 2.0
@@ -39,24 +38,18 @@ NOISE = 0.3
 LENGTH = 0.25
 SHRINK_SIZES = 0.5
 MOST_FITTED = 768
+MOST_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows start to stop, which may be shifted, and computed (C,), positions: the same in all layers of a request.
-
-    chunks: where each chunk in the run begins and ends, counted from start.
+    """What is the same in all layers of a request: positions computed (C,) that had stored KV, and chunks that may be
+    shifted, (start, stop) each; dtype: of what is stored, as it is compared.
     """
 
-    start: int
-    stop: int
     computed: Tensor
     chunks: Sequence[tuple[int, int]]
-
-    @classmethod
-    def of(cls, plan: Plan, start: int, stop: int, computed: Tensor) -> "Run":
-        edges = ((max(span.start, start) - start, min(span.stop, stop) - start) for span in plan.spans)
-        return cls(start, stop, computed, [(begin, end) for begin, end in edges if begin < end])
+    dtype: torch.dtype = torch.float32
 
     @cached_property
     def picked(self) -> Tensor:
@@ -66,19 +59,19 @@ class Run:
 
     @cached_property
     def fitted(self) -> Tensor:
-        """(C',) ascending: where the fitted rows stand, counted from start."""
-        return self.computed[self.picked] - self.start
+        """(C',) ascending positions of the fitted rows."""
+        return self.computed[self.picked]
 
     @cached_property
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
-        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) float32, 1 + 2 exp(-distance / 128)."""
+        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128)."""
         found = []
         for begin, end in self.chunks:
             first, last = (int(torch.searchsorted(self.fitted, edge)) for edge in (begin, end))
             rows = torch.arange(begin, end, device=self.fitted.device)
             apart = (rows[:, None] - self.fitted[first:last]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
-            found.append((slice(begin, end), slice(first, last), gain))
+            found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
         return found
 
 
@@ -86,28 +79,27 @@ class Run:
 class Change:
     """What computing did to stored rows, in one layer, and what is stored there for all.
 
-    keys, values (H, C, D) float32: new minus stored, of run.computed; stored_keys, stored_values (H, n, D), bfloat16 in
-    a model of that dtype, else float32: what is stored for the rows of the run (zeros in rows among them that are not
-    stored). All keys are un-rotated, to position 0; unrotated(keys (H, m, D), positions (m,)) does that to others, of
-    the same layer.
+    keys, values (H, C, D) float32: new minus stored, of run.computed. stored(positions): keys and values (H, n, D) of
+    run.dtype, as stored, of a run of rows or of some. All keys are un-rotated, to position 0; unrotated(keys (H, m, D),
+    positions (m,)) does that to others, of the same layer.
     """
 
     layer: int
     run: Run
     keys: Tensor
     values: Tensor
-    stored_keys: Tensor
-    stored_values: Tensor
+    stored: Callable[[Tensor | slice], tuple[Tensor, Tensor]]
     unrotated: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What to add to the stored KV of the rows of a run: keys (at position 0) and values, of any dtype, (H, n, D).
+    """What to add to stored KV from position start on: keys (un-rotated) and values, of any dtype, (H, n, D).
 
-    Rows that are computed, that nothing can change, or that have no stored KV, get nothing of it.
+    What is added to rows that are computed is written over.
     """
 
+    start: int
     keys: Tensor
     values: Tensor
 
@@ -115,74 +107,119 @@ class Delta:
 class KernelShift:
     """The delta predictor of `probe-shift`; any policy may have it."""
 
-    def delta(self, change: Change) -> Delta | None:
-        """What to add in one layer; None where fewer than two rows were computed, which tell no distance."""
-        run, keys, values = change.run, change.stored_keys, change.stored_values
+    def deltas(self, change: Change) -> Iterator[Delta]:
+        """What to add in one layer; nothing where fewer than two rows were computed, which tell no distance.
+
+        Chunk by chunk, so that what lies between the products fits into a processor's cache.
+        """
+        run = change.run
         if run.computed.numel() < 2:
-            return None
-        observed = torch.cat([_flat(part[:, run.picked]) for part in (change.keys, change.values)], dim=1)
-        rows, fitted_rows, similarity = _compared(change)
-        nearness = [(chunk, fitted, gain.to(rows)) for chunk, fitted, gain in run.nearness]
-        for chunk, fitted, gain in nearness:
-            similarity[fitted, fitted] *= gain[run.fitted[fitted] - chunk.start].float()
+            return
+        observed = _flat(*(part[:, run.picked] for part in (change.keys, change.values)))
+        known = change.stored(run.fitted)
+        scale = Scale.of(*known)
+        fitted = scale.compared(*known)
+        others = _mirrored(fitted)
+        similarity = _similar(fitted, others).float()
+        for chunk, those, gain in run.nearness:
+            similarity[those, those].mul_(gain[run.fitted[those] - chunk.start])
         similarity.diagonal().add_(NOISE)
-        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * keys.shape[-1])
+        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
+        # An even number of them: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+        odd = len(fitted) % 2
+        inverse = pad(_inverse(similarity).to(fitted), (0, odd, 0, odd))
+        weights = inverse @ pad((trust * observed).to(fitted), (0, 0, 0, odd))  # (C, F)
+        room = fitted.new_zeros(max(end - begin for begin, end in run.chunks), len(weights))
+        for chunk, those, gain in run.nearness:
+            keys, values = change.stored(chunk)
+            near = room[: len(gain)]
+            _similar(scale.compared(keys, values), others, near[:, : len(others)])
+            near[:, those].mul_(gain)
+            added = near @ weights  # (n, F)
+            of_keys = keys.shape[0] * keys.shape[-1]
+            yield Delta(chunk.start, _by_head(added[:, :of_keys], keys), _by_head(added[:, of_keys:], values))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What makes stored rows comparable, as the fitted ones have it: of keys and of values what is added (H, 1, D), and
+    a factor before that.
+    """
+
+    added: Sequence[Tensor]
+    factors: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "Scale":
+        parts = keys.float(), values.float()
+        means = [part.mean(1, keepdim=True) for part in parts]
+        count, size = keys.shape[1], keys.shape[0] * (keys.shape[2] + values.shape[2])
+        # With a spread of 1 in either, the mean square of what two rows differ by is 2 count / (count - 1) a number.
+        unit = LENGTH * 2 * size * count / (count - 1)
+        spreads = [(part - mean).square_().mean() for part, mean in zip(parts, means, strict=True)]
+        factors = [(unit * (spread + 1e-12)).rsqrt().to(keys) for spread in spreads]
+        return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
+
+    def compared(self, keys: Tensor, values: Tensor) -> Tensor:
+        """(n, F + 4): rows i in these units, then |i|^2 in two numbers, for in one bfloat16 would lose a large row's
+        distance to its like, and two of 1.
+        """
+        size = keys.shape[0] * (keys.shape[2] + values.shape[2])
+        rows, filled = keys.new_empty(keys.shape[1], size + 4), 0
+        for part, added, by in zip((keys, values), self.added, self.factors, strict=True):
+            heads, _, width = part.shape
+            place = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
+            torch.addcmul(added, part, by, out=place)
+            filled += heads * width
+        _in_two(rows[:, :size].float().square().sum(1), rows[:, size : size + 2])
+        rows[:, size + 2 :] = 1
+        return rows
+
+
+def _mirrored(rows: Tensor) -> Tensor:
+    """Of compared rows j: -2 j, 1, 1, 1 + |j|^2 in two, whose products with compared rows i are 1 + |i - j|^2."""
+    size = rows.shape[1] - 4
+    mirrored = torch.cat([-2 * rows[:, :size], rows[:, size + 2 :], rows[:, size + 2 :]], dim=1)
+    _in_two(rows[:, size : size + 2].float().sum(1) + 1, mirrored[:, size + 2 :])
+    return mirrored
+
+
+def _similar(rows: Tensor, others: Tensor, out: Tensor | None = None) -> Tensor:
+    """1 / sqrt(1 + d^2) of which the products are 1 + d^2; rounding may leave less than 1."""
+    return torch.mm(rows, others.T, out=out).clamp_min_(1).rsqrt_()
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """Of a symmetric positive definite (n, n), float32, by halves.
+
+    On a CPU one factor of 400 unknowns and its triangular systems take twice as long as products and factors of 100.
+    """
+    count = len(system)
+    if count <= MOST_AT_ONCE or system.device.type != "cpu":
         factor, _ = torch.linalg.cholesky_ex(
-            similarity
+            system
         )  # the other one waits for the device, to say what cannot be
-        weights = torch.cholesky_solve(trust * observed, factor).to(rows)  # (C, F)
-
-        # Chunk by chunk, so that what lies between the two products fits into a processor's cache.
-        added = rows.new_zeros(len(rows), weights.shape[1])  # (n, F)
-        room = rows.new_empty(max(end - begin for begin, end in run.chunks), len(fitted_rows))
-        for chunk, fitted, gain in nearness:
-            # 1 + d^2, of which rounding may leave less than 1.
-            near = torch.mm(rows[chunk], fitted_rows.T, out=room[: len(gain)]).clamp_min_(1).rsqrt_()
-            near[:, fitted] *= gain
-            torch.mm(near, weights, out=added[chunk])
-        of_keys = keys.shape[0] * keys.shape[-1]
-        return Delta(_by_head(added[:, :of_keys], keys), _by_head(added[:, of_keys:], values))
+        return torch.cholesky_inverse(factor)
+    half, inverse = count // 2, torch.empty_like(system)
+    first = _inverse(system[:half, :half])
+    across = first @ system[:half, half:]
+    last = _inverse(torch.addmm(system[half:, half:], system[half:, :half], across, alpha=-1))
+    between = across @ last
+    torch.addmm(first, between, across.T, out=inverse[:half, :half])
+    inverse[:half, half:] = between.neg_()
+    inverse[half:, :half], inverse[half:, half:] = between.T, last
+    return inverse
 
 
-def _compared(change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """rows (n, F + 4) and fitted rows (C, F + 4), whose products are 1 + d^2; and (C, C) 1 / sqrt(1 + d^2)."""
-    stored, at = (change.stored_keys, change.stored_values), change.run.fitted
-    fitted = [part[:, at].float() for part in stored]
-    means = [part.mean(1, keepdim=True) for part in fitted]
-    fitted = [part - mean for part, mean in zip(fitted, means, strict=True)]
-    scales = [(part.square().mean() + 1e-12).rsqrt() for part in fitted]
-    flat = torch.cat([_flat(part * scale) for part, scale in zip(fitted, scales, strict=True)], dim=1)
-    apart = torch.cdist(flat, flat, compute_mode="use_mm_for_euclid_dist").square_().fill_diagonal_(0)
-    count, size = flat.shape
-    unit = LENGTH * apart.sum() / (count * (count - 1)) + 1e-12
-
-    rows, filled = stored[0].new_empty(stored[0].shape[1], size + 4), 0
-    for part, mean, scale in zip(stored, means, scales, strict=True):
-        heads, _, width = part.shape
-        place = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
-        by = (scale * unit.rsqrt()).to(part)
-        torch.addcmul(-(mean * by).to(part), part, by, out=place)
-        filled += heads * width
-    # d^2 = |i|^2 - 2 i.j + |j|^2 as one product: i, |i|^2, 1 times -2 j, 1, |j|^2. In bfloat16 a square needs two
-    # numbers: rounded to one, a large row's distance to its like could be below 0.
-    squares = torch.linalg.vector_norm(rows[:, :size], dim=1, dtype=torch.float32).square_()
-    rows[:, size : size + 2] = _in_two(squares, rows)
-    rows[:, size + 2 :] = 1
-    others = rows[at]
-    squares = _in_two(squares[at] + 1, rows)
-    others = torch.cat([-2 * others[:, :size], others[:, size + 2 :], squares], dim=1)
-    return rows, others, (apart / unit + 1).rsqrt_()
+def _in_two(numbers: Tensor, out: Tensor) -> None:
+    """out (n, 2), of any dtype: float32 numbers (n,) rounded, and what that left of them."""
+    out[:, 0] = numbers
+    out[:, 1] = numbers - out[:, 0]
 
 
-def _in_two(numbers: Tensor, like: Tensor) -> Tensor:
-    """(n, 2), of like's dtype: float32 numbers (n,) rounded, and what that left of them."""
-    rounded = numbers.to(like)
-    return torch.stack([rounded, (numbers - rounded.float()).to(like)], dim=1)
-
-
-def _flat(part: Tensor) -> Tensor:
-    """(H, n, D) -> (n, H D)"""
-    return part.transpose(0, 1).flatten(1)
+def _flat(*parts: Tensor) -> Tensor:
+    """(H, n, D) each -> (n, F)"""
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:

@@ -143,8 +143,11 @@ def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
     changes = torch.randn(2, 2, len(rows), 16)
 
     def shifted(dtype):
-        change = Change(0, Run(0, 400, rows, [(0, 400)]), *changes, *stored.to(dtype), unrotated=None)
-        return KernelShift().delta(change).keys[:, 21].double()
+        keys, values = stored.to(dtype)
+        run = Run(rows, [(0, 400)], dtype)
+        change = Change(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+        [delta] = KernelShift().deltas(change)
+        return delta.keys[:, 21].double()
 
     exact = shifted(torch.float32)
     assert exact.norm() > 1

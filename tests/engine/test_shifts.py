@@ -48,8 +48,10 @@ class Probing(Policy):
     def corrects(self, plan):
         return True
 
-    def correct(self, plan, change):
-        return Delta(torch.zeros_like(change.stored_keys), torch.ones_like(change.stored_values))
+    def deltas(self, plan, change):
+        for start, stop in change.run.chunks:
+            keys, values = change.stored(slice(start, stop))
+            yield Delta(start, torch.zeros_like(keys), torch.ones_like(values))
 
 
 def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
@@ -68,24 +70,34 @@ def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
     """Two chunks behind five rows, 30 of 100 rows computed, changes that hang on what is stored."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randperm(100, generator=generator)[:30].sort().values + 5
-    stored = [torch.randn(2, 100, size, generator=generator).to(dtype) for size in (key_size, value_size)]
+    stored = [torch.randn(2, 105, size, generator=generator).to(dtype) for size in (key_size, value_size)]
     mixed = [
         part.float() @ torch.randn(part.shape[-1], part.shape[-1], generator=generator) for part in stored
     ]
-    changes = [part[:, rows - 5] * 0.3 + 0.5 for part in mixed]
-    return Change(0, Run(5, 105, rows, [(0, 60), (60, 100)]), *changes, *stored, unrotated=None)
+    changes = [part[:, rows] * 0.3 + 0.5 for part in mixed]
+    return of_stored(*stored, Run(rows, [(5, 65), (65, 105)], dtype), *changes)
+
+
+def of_stored(keys, values, run, *changes):
+    return Change(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
 
 
 def delta_of(change):
-    return KernelShift().delta(change)
+    """Keys and values (H, 105, D) that are added, of all chunks; None if there are none."""
+    deltas = list(KernelShift().deltas(change))
+    if not deltas:
+        return None
+    assert [each.start for each in deltas] == [start for start, _ in change.run.chunks]
+    behind = (torch.cat([getattr(each, name) for each in deltas], 1) for name in ("keys", "values"))
+    return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
 
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
 def test_a_row_much_larger_than_all_others_leaves_numbers(size):
     """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""
     change = made_up_change(dtype=torch.bfloat16)
-    change.stored_keys[:, change.run.computed[:2] - 5] = size
-    change.stored_keys[:, 90] = size
+    for rows in (change.run.computed[:2], 95):
+        change.stored(slice(None))[0][:, rows] = size
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
 
@@ -94,18 +106,18 @@ def test_a_row_much_larger_than_all_others_leaves_numbers(size):
 def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
     """A passage of one word again and again, and other rows beside it."""
     change = made_up_change(dtype=dtype)
-    for part in (change.stored_keys, change.stored_values):
-        part[:, change.run.computed - 5] = part[:, :1].clone()
+    for part in change.stored(slice(None)):
+        part[:, change.run.computed] = part[:, :1].clone()
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
 
 
 def test_far_from_all_computed_rows_nothing_is_shifted():
     change = made_up_change()
-    change.stored_keys[:, 95] = 1e4
+    assert 100 not in change.run.computed
+    change.stored(slice(None))[0][:, 100] = 1e4
     delta = delta_of(change)
-    assert 95 + 5 not in change.run.computed
-    assert delta.keys[:, 95].norm() < 0.01 * delta.keys.norm(dim=(0, 2)).median()
+    assert delta.keys[:, 100].norm() < 0.01 * delta.keys[:, 5:].norm(dim=(0, 2)).median()
 
 
 def test_of_one_computed_row_nothing_is_fitted():
@@ -122,7 +134,7 @@ def test_of_one_computed_row_nothing_is_fitted():
 def test_keys_may_be_wider_than_values():
     change = made_up_change(key_size=8, value_size=4)
     delta = delta_of(change)
-    assert delta.keys.shape == change.stored_keys.shape and delta.values.shape == change.stored_values.shape
+    assert delta.keys.shape == (2, 105, 8) and delta.values.shape == (2, 105, 4)
     assert delta.keys.norm() > 1 and delta.values.norm() > 1
 
 
