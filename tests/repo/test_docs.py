@@ -25,7 +25,7 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-OTHERS = {"demo", "page", "peers"}  # pictures; the others are the methods'
+OTHERS = {"demo", "page", "peers", "speed"}  # pictures; the others are the methods'
 _spec = importlib.util.spec_from_file_location("results", REPO / "benchmarks" / "results.py")
 results = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(results)

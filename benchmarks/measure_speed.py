@@ -1,0 +1,456 @@
+"""How near a prompt comes to what the machine can do, phase by phase, and how its time grows with its length.
+
+    python -m benchmarks.measure_speed                     some minutes on two cores: `make bench-speed`
+    python -m benchmarks.measure_speed --long 8,16,32      thousands of tokens, a random model of the same shapes
+    python -m benchmarks.measure_speed --render            the documents again, from what is recorded
+
+A phase's bound is what it cannot do without: its products at the fastest rate measured here for any shape of a prefill,
+or its bytes at the rate of reading memory, whichever takes longer. Writes `speed.json` beside this file, the tables of
+docs/speed.md and a picture of the profile.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.filler import sentences
+from benchmarks.results import MARKS, REPO
+from ragblend import Engine
+from ragblend.app.bench.prefilling import cpu_name
+from ragblend.app.bench.ttft import encoded
+from ragblend.engine import attention
+from ragblend.engine.correction import Correction
+from ragblend.engine.prompt import Prompt
+from ragblend.engine.results import Prefilled
+from ragblend.engine.trace import Recorder
+
+RECORDED, PAGE = REPO / "benchmarks" / "speed.json", REPO / "docs" / "speed.md"
+PICTURE = REPO / "docs" / "pictures" / "speed.svg"
+CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
+LONG_LAYERS = 4  # of the random model: what grows with the length grows in each of them
+Row = dict[str, Any]
+
+
+def median_s(once: Callable[[], object], repeats: int = 9) -> float:
+    once()
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+class Machine:
+    """bytes_per_s: reading memory; flops: by shape, in the model's dtype, and one in float32."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        config, dtype = engine.runtime.model_config, engine.runtime.decoder.geometry.torch_dtype
+        memory = torch.ones(64_000_000)
+        self.bytes_per_s = memory.nbytes / median_s(memory.sum)
+        group, size = config.num_attention_heads // config.num_key_value_heads, config.hidden_size
+        tile = group * attention.TILE_ROWS
+        head = size // config.num_attention_heads
+        chosen = int(RATIO * tokens)
+        shapes = {
+            "weights, all rows": (tokens, size, config.intermediate_size),
+            "weights, chosen rows": (chosen, size, config.intermediate_size),
+            "queries by keys": (tile, head, 2048),
+            "scores by values": (tile, 2048, head),
+            "shift": (TOKENS, 2 * config.num_key_value_heads * head, chosen),
+        }
+        self.flops = {name: _rate(shape, dtype) for name, shape in shapes.items()}
+        self.peak = max(self.flops.values())
+        self.float32 = self.flops["the shift's system, float32"] = _rate(
+            (chosen, chosen, chosen), torch.float32
+        )
+
+    def bound_ms(self, flop: float = 0.0, nbytes: float = 0.0, float32: float = 0.0) -> float:
+        return 1e3 * max(flop / self.peak + float32 / self.float32, nbytes / self.bytes_per_s)
+
+
+def _rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    rows, inner, columns = shape
+    a, b = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+    return 2 * rows * inner * columns / median_s(lambda: a @ b)
+
+
+class Phases:
+    """Seconds of the computing thread by phase, without those of the phases within it."""
+
+    def __init__(self) -> None:
+        self.seconds, self._open, self._since = defaultdict[str, float](float), list[str](), 0.0
+
+    def begin(self, name: str) -> None:
+        self._settle()
+        self._open.append(f"probe: {name}" if "probe" in self._open and name != "move" else name)
+
+    def end(self) -> None:
+        self._settle()
+        self._open.pop()
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def around(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+@contextlib.contextmanager
+def watched(engine: Engine) -> Iterator[Phases]:
+    """The phases of what is prefilled inside."""
+    from transformers import AttentionInterface
+
+    phases, hooks, part = Phases(), [], Recorder.part
+    owner = threading.get_ident()
+
+    @contextlib.contextmanager
+    def recorded(self: Recorder, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        mine = threading.get_ident() == owner
+        with part(self, name, *args, **kwargs), phases.part(name) if mine else contextlib.nullcontext():
+            yield
+
+    for layer in engine.runtime.decoder.layers:
+        linears = {
+            f"self_attn.{name}": each
+            for name, each in layer.self_attn.named_children()
+            if hasattr(each, "weight")
+        }
+        for name, module in {**linears, "mlp": layer.mlp}.items():
+            phase = "MLP" if name == "mlp" else "projections"
+            hooks.append(module.register_forward_pre_hook(lambda *_, phase=phase: phases.begin(phase)))
+            hooks.append(module.register_forward_hook(lambda *_: phases.end()))
+    AttentionInterface.register(attention.NAME, phases.around(attention.rows_attention, "attention"))
+    try:
+        with (
+            mock.patch.object(Recorder, "part", recorded),
+            mock.patch.object(Correction, "apply", phases.around(Correction.apply, "shift")),
+        ):
+            yield phases
+    finally:
+        attention.register()
+        for hook in hooks:
+            hook.remove()
+
+
+def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple[Row, Prefilled]:
+    """Medians by phase, of a prefill that has been warmed up, and `all`; what no phase says of is the layers' rest."""
+    engine.prefill(prompt, **how)
+    rounds = []
+    for _ in range(repeats):
+        with watched(engine) as phases:
+            begun = time.perf_counter()
+            prefilled = engine.prefill(prompt, **how)
+            took = time.perf_counter() - begun
+        found = dict(phases.seconds)
+        rounds.append({**found, "all": took, "rest": took - sum(found.values())})
+    names = dict.fromkeys(name for each in rounds for name in each)
+    return {
+        name: 1e3 * statistics.median(each.get(name, 0.0) for each in rounds) for name in names
+    }, prefilled
+
+
+def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
+    """What each phase of that prefill cannot take less than."""
+    decoder, report = engine.runtime.decoder, prefilled.report
+    geometry, config, layer = decoder.geometry, engine.runtime.model_config, decoder.layers[0]
+    linears = {
+        name: sum(p.numel() for p in getattr(layer, name).parameters()) for name in ("self_attn", "mlp")
+    }
+    layers, tokens, stored = (
+        geometry.layers,
+        report.tokens.prompt,
+        report.tokens.reused + report.tokens.recomputed,
+    )
+    scores = 4 * config.num_attention_heads * geometry.key_size * layers
+
+    def through(rows: list[int], prefix: str) -> Row:
+        found = {}
+        for phase, name in (("projections", "self_attn"), ("MLP", "mlp")):
+            count = linears[name] * layers
+            found[prefix + phase] = machine.bound_ms(
+                2 * len(rows) * count, count * geometry.torch_dtype.itemsize
+            )
+        read = tokens * geometry.token_bytes
+        return found | {prefix + "attention": machine.bound_ms(scores * sum(row + 1 for row in rows), read)}
+
+    rows = [row for row, letter in enumerate(report.served) if letter != "r"]
+    found = through(rows, "")
+    head = engine.runtime.loaded.model.lm_head.weight.nbytes
+    found["head"] = machine.bound_ms(nbytes=head)
+    if stored and report.hits:
+        nbytes = stored * geometry.token_bytes
+        found |= {"load": machine.bound_ms(nbytes=2 * nbytes), "move": machine.bound_ms(nbytes=nbytes)}
+    if report.probe_rows:
+        fresh = [row for row, letter in enumerate(report.served) if letter == "f"]
+        found |= through(fresh[-report.probe_rows :], "probe: ")
+        chosen, width = (
+            report.tokens.recomputed,
+            geometry.kv_heads * (geometry.key_size + geometry.value_size),
+        )
+        moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
+        fitted = min(chosen, 768)
+        products = layers * (4 * moved * fitted * width + 4 * fitted**2 * width)
+        found["shift"] = machine.bound_ms(products, float32=layers * 2 * fitted**3)
+    return found
+
+
+def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
+    """A token of an answer, reading a chunk that was not stored, and a new process's first token."""
+    model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
+    weights = sum(each.nbytes for each in model.parameters())
+    prefilled = engine.prefill(prompt, method="reuse")
+    engine.decode(prefilled, max_new_tokens=ANSWER)
+    engine.finish_background()  # which loop computes answers is measured after the first one
+
+    def answered(count: int) -> float:
+        return median_s(lambda: engine.decode(prefilled, max_new_tokens=count, temperature=0.0), REPEATS)
+
+    token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
+    read = weights + len(prompt.token_ids) * geometry.token_bytes
+    texts = iter(texts_of(engine, REPEATS + 1, TOKENS, first=CHUNKS))
+    keys = []
+    ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(texts)]).keys), REPEATS)
+    for key in filter(None, keys):
+        engine.store.delete(key)
+    flop = (
+        2
+        * TOKENS
+        * sum(each.numel() for layer in engine.runtime.decoder.layers for each in layer.parameters())
+    )
+    flop += (
+        2 * TOKENS**2 * engine.runtime.model_config.num_attention_heads * geometry.key_size * geometry.layers
+    )
+    ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1)"
+    code = f"from ragblend import *; Engine.open(home={str(engine.home)!r}).{ask}"
+    start_ms = 1e3 * median_s(lambda: subprocess.run([sys.executable, "-c", code], check=True), 2)
+    found = (
+        ("a token of an answer", token_ms, machine.bound_ms(nbytes=read)),
+        (f"ingest, {TOKENS} tokens", ingest_ms, machine.bound_ms(flop, TOKENS * geometry.token_bytes)),
+        ("a new process, to its first token", start_ms, machine.bound_ms(nbytes=weights)),
+    )
+    return [{"phase": name, "ms": ms, "bound_ms": bound} for name, ms, bound in found]
+
+
+def texts_of(engine: Engine, count: int, tokens: int, first: int = 0) -> list[str]:
+    """So many different texts of about so many tokens, from number `first` on."""
+    found = []
+    for number in range(first, first + count):
+        words = " ".join(islice(sentences(Random(number)), tokens // 6))
+        ids = engine.tokenizer(words, add_special_tokens=False)["input_ids"][:tokens]
+        found.append(engine.tokenizer.decode(ids))
+    return found
+
+
+def measured(engine: Engine) -> Row:
+    """The machine, the phases of three methods, and what is no prefill."""
+    with encoded(engine, texts_of(engine, CHUNKS, TOKENS)) as subject:
+        prompt = subject.prompt
+        machine = Machine(engine, len(prompt.token_ids))
+        ways = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
+        methods = []
+        for method, how in ways.items():
+            found, prefilled = phases_ms(engine, prompt, REPEATS, method=method, **how)
+            bounds = bounds_ms(engine, machine, prefilled)
+            rows = [{"phase": name, "ms": ms, "bound_ms": bounds.get(name)} for name, ms in found.items()]
+            methods.append({"method": method, "phases": rows})
+        return {
+            "machine": f"{cpu_name()}, {torch.get_num_threads()} threads, {engine.dtype}",
+            "model": engine.model_name,
+            "tokens": len(prompt.token_ids),
+            "gbytes_per_s": machine.bytes_per_s / 1e9,
+            "gflops": {name: rate / 1e9 for name, rate in machine.flops.items()},
+            "methods": methods,
+            "others": others_ms(engine, machine, prompt),
+        }
+
+
+def grown(engine: Engine, thousands: list[int]) -> list[Row]:
+    """Milliseconds, and bytes a token, by length of the prompt: of a random model whose window is that long."""
+    rows = []
+    for length in thousands:
+        with encoded(engine, texts_of(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
+            tokens, row = len(subject.prompt.token_ids), Row()
+            for method, how in (("full", {}), ("reuse", {}), ("probe-shift", {"ratio": RATIO})):
+                found, prefilled = phases_ms(engine, subject.prompt, 1, method=method, **how)
+                row[method] = found.pop("all")
+            attended = found["attention"] + found.get("probe: attention", 0.0)
+            row |= {
+                "tokens": tokens,
+                "attention": attended,
+                "shift": found["shift"],
+                "select": found["select"],
+            }
+            row["lookup"], row["rest"] = found["lookup"], row["probe-shift"] - attended - found["shift"]
+            row["memory"] = prefilled.cache.nbytes / tokens if prefilled.cache else 0
+            rows.append(
+                row | {"disk": subject.blob_bytes / (tokens * subject.raw_kv_bytes / subject.fused_kv_bytes)}
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+@contextlib.contextmanager
+def random_model(longest: int) -> Iterator[Engine]:
+    """The default model's shapes in LONG_LAYERS layers of random weights, its window stretched by YaRN."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = Engine.open()
+    source.gate  # noqa: B018 - the model's folder is there from then on
+    with tempfile.TemporaryDirectory() as folder:
+        config = AutoConfig.for_model(**source.runtime.model_config.to_dict())
+        config.num_hidden_layers, window = LONG_LAYERS, config.max_position_embeddings
+        config.max_position_embeddings = longest
+        factor = longest / window
+        config.rope_parameters = config.rope_parameters | {
+            "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": window
+        }  # fmt: skip
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        source.tokenizer.model_max_length = longest
+        source.tokenizer.save_pretrained(folder)
+        yield Engine.open(folder, home=Path(folder) / "home")
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| phase | ms | bound | reached |", "|---|---|---|---|"]
+    for row in rows:
+        bound = row["bound_ms"]
+        told = ("", "") if bound is None else (f"{bound:,.1f}", f"{bound / row['ms']:.0%}")
+        if row["ms"] >= 0.5:
+            lines.append(f"| {row['phase']} | {row['ms']:,.1f} | {told[0]} | {told[1]} |")
+    return "\n".join(lines)
+
+
+def page(recorded: Row) -> str:
+    """What stands between the marks of docs/speed.md."""
+    now, parts = recorded["phases"], list[str]()
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in now["gflops"].items())
+    parts.append(
+        f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} in all, by {now['machine']}; medians "
+        f"of {REPEATS}. Memory is read at {now['gbytes_per_s']:.0f} GB/s; products reach, in GFLOP/s: {rates}."
+    )
+    for each in now["methods"]:
+        rows = sorted(each["phases"], key=lambda row: -row["ms"])
+        parts += [f"`{each['method']}`:", table(rows)]
+    times = {
+        each["method"]: next(r["ms"] for r in each["phases"] if r["phase"] == "all")
+        for each in now["methods"]
+    }
+    least = times["reuse"] + RATIO * times["full"]
+    parts.append(
+        f"`probe-shift` at {RATIO:.0%} takes {times['probe-shift'] / least:.2f} times what `reuse` and {RATIO:.0%} of "
+        "`full` take together."
+    )
+    parts += ["What is no prefill:", table(now["others"])]
+    if grown := recorded.get("long"):
+        names = (
+            "tokens",
+            "full",
+            "reuse",
+            "probe-shift",
+            "attention",
+            "shift",
+            "select",
+            "lookup",
+            "rest",
+            "memory",
+            "disk",
+        )
+        lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+        lines += ["| " + " | ".join(f"{row[name]:,.0f}" for name in names) + " |" for row in grown]
+        parts += [
+            f"By length, with a random model of these shapes in {LONG_LAYERS} layers and a window stretched by YaRN: "
+            "milliseconds, those from attention on of `probe-shift`, and bytes a token of the fused KV in memory and "
+            "of the stored KV on disk.",
+            "\n".join(lines),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def picture(recorded: Row) -> None:
+    """Bars of the phases of each method, each beside its bound."""
+    from matplotlib.figure import Figure
+
+    methods = recorded["phases"]["methods"]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes, names = figure.subplots(), list[str]()
+    for place, each in enumerate(methods):
+        left = 0.0
+        for row in sorted(each["phases"], key=lambda row: -row["ms"]):
+            if row["phase"] == "all" or row["ms"] < 0.5:
+                continue
+            names += [] if row["phase"] in names else [row["phase"]]
+            color = f"C{names.index(row['phase']) % 10}"
+            axes.barh(place, row["ms"], 0.7, left, color=color, alpha=0.45, label=row["phase"])
+            axes.barh(place, min(row["ms"], row["bound_ms"] or 0), 0.35, left, color=color)
+            left += row["ms"]
+    axes.set_yticks(range(len(methods)), [each["method"] for each in methods])
+    axes.set_xlabel("ms; dark: what the machine needs at least")
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=7)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def render(recorded: Row) -> str:
+    """docs/speed.md with the tables as recorded."""
+    return MARKS.sub(lambda _: page(recorded), PAGE.read_text(encoding="utf-8"), count=1)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--home")
+    parser.add_argument(
+        "--long", help="thousands of tokens: how time and memory grow, in place of the phases"
+    )
+    parser.add_argument("--render", action="store_true", help="nothing is measured")
+    asked = parser.parse_args(arguments)
+    recorded: Row = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    if asked.long:
+        lengths = [int(each) for each in asked.long.split(",")]
+        with random_model(1024 * max(lengths) + TOKENS) as engine:
+            recorded["long"] = grown(engine, lengths)
+    elif not asked.render:
+        recorded["phases"] = measured(Engine.open(home=asked.home))
+    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(recorded), encoding="utf-8")
+    picture(recorded)
+    print(page(recorded))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,19 @@
+"""Where the time of a prefill goes: the document shows what is recorded, and no second is counted twice."""
+
+import itertools
+import json
+
+from benchmarks import measure_speed
+from benchmarks.measure_speed import PAGE, RECORDED, Phases, render
+
+
+def test_the_document_shows_what_is_recorded():
+    assert render(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+
+
+def test_a_phase_has_the_time_that_no_phase_within_it_took(monkeypatch):
+    monkeypatch.setattr(measure_speed.time, "perf_counter", itertools.count().__next__)
+    phases = Phases()
+    around = phases.around(lambda: phases.around(lambda: None, "attention")(), "probe")
+    phases.around(around, "all")()
+    assert phases.seconds == {"all": 2, "probe": 2, "probe: attention": 1}
