@@ -55,19 +55,31 @@ class VectorIndex:
         self._client: Any = None
 
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
-        """Add or replace nodes, each with its vectors (W, E)."""
+        """Add or replace nodes, each with its vectors (W, E).
+
+        What is there already is not written again: HNSW then links the others anew, and may forget the way to some.
+        """
         embeddings = [apart(node, rows) for node, rows in zip(node_ids, embeddings, strict=True)]
-        vectors = [
-            (node, n) for node, rows in zip(node_ids, embeddings, strict=True) for n in range(len(rows))
-        ]
+        given = {
+            f"{node}#{n}": (node, row)
+            for node, rows in zip(node_ids, embeddings, strict=True)
+            for n, row in enumerate(rows)
+        }
         with self._named_errors("writing to"):
-            collection = self._collection()
-            for part in _slices(len(vectors), self._connect().get_max_batch_size()):
-                collection.upsert(
-                    ids=[f"{node}#{n}" for node, n in vectors[part]],
-                    embeddings=np.concatenate(embeddings)[part],
-                    metadatas=[{NODE: node} for node, _ in vectors[part]],
-                )
+            collection, most = self._collection(), self._connect().get_max_batch_size()
+            for part in _slices(len(given), most):
+                names = list(given)[part]
+                found = collection.get(ids=names, include=["embeddings"])
+                known = dict(zip(found["ids"], found["embeddings"], strict=True))
+                new = [
+                    n for n in names if n not in known or not np.allclose(known[n], given[n][1], atol=1e-6)
+                ]
+                if new:
+                    collection.upsert(
+                        ids=new,
+                        embeddings=np.stack([given[name][1] for name in new]),
+                        metadatas=[{NODE: given[name][0]} for name in new],
+                    )
 
     def delete(self, node_ids: Sequence[str]) -> None:
         """Remove nodes; ids that are not there are no error. Their bytes go with the next `erase`."""
