@@ -153,8 +153,8 @@ def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
 def pack_weights(
     decoder: TransformersDecoder,
     found: dict[str, Packed | None],
+    rounds: bool,
     leave: Callable[[], bool] = lambda: False,
-    rounds: bool = True,
 ) -> None:
     """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else, where it
     rounds, in eight.

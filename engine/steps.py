@@ -117,7 +117,7 @@ class Choice:
     seconds; damaged, cut short or not written, it is measured again, and meanwhile the model's own forward serves.
     """
 
-    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool = True) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool) -> None:
         # The order in which weights are packed is the processor's and torch's.
         on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
@@ -144,7 +144,7 @@ class Choice:
         """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
         self.is_open = False  # what fails here would fail after every answer
         try:
-            pack_weights(self._decoder, self._packed, leave, self._rounds)
+            pack_weights(self._decoder, self._packed, self._rounds, leave)
             found = {name: each for name, each in self._packed.items() if each is not None}
             rows = FewRows(self._decoder, found)
             measured = measure_steps(self._decoder, rows, token_ids, leave)

@@ -114,22 +114,23 @@ def test_encoding_is_left_between_two_layers(fresh):
 
 
 def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
-    engine, computing, seen = entered(fresh), threading.Event(), []
+    engine, computing = entered(fresh), threading.Event()
+    layers, asked, seen = engine.runtime.fingerprint.geometry.layers, [], []
     put = engine.store.put
 
     def waiting(*kv):
-        if not seen:
-            computing.clear()
-            seen.append(computing.wait(60))
+        seen.append(computing.wait(60))
         return put(*kv)
 
     def leave() -> bool:
-        computing.set()
+        asked.append(1)
+        if len(asked) > layers:  # the second chunk's: each is asked once a layer
+            computing.set()
         return False
 
     monkeypatch.setattr(engine.store, "put", waiting)
     assert len(list(engine.encode_nodes(NODES[:2], leave))) == 2
-    assert seen == [True] and engine.store.stats().entries == 2
+    assert seen == [True, True] and len(asked) == 2 * layers and engine.store.stats().entries == 2
 
 
 @pytest.mark.parametrize("stop_at", [2, 3], ids=["the second", "the third"])

@@ -111,7 +111,7 @@ def test_full_answers_as_transformers_does(engine, prompt, reference):
 def test_its_weights_are_found_to_be_four_bit_ones_and_say_the_same(engine, prompt):
     """No further from the model's own forward than bfloat16 itself is from float32."""
     packed = {}
-    pack_weights(engine.runtime.decoder, packed)
+    pack_weights(engine.runtime.decoder, packed, engine.runtime.has_quantized_weights)
     assert len(packed) == 7 * 30 and all(packed.values())
     rows = FewRows(engine.runtime.decoder, packed)
     assert measure_steps(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3

@@ -130,7 +130,7 @@ def choice_for(prefilled_for, with_levels, tmp_path):
     with_levels(decoder)
 
     def begun():
-        choice = Choice(decoder, tmp_path / "models", "f" * 64)
+        choice = Choice(decoder, tmp_path / "models", "f" * 64, rounds=True)
         choice.takes_rows = lambda: isinstance(choice.steps, FewRows)
         choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
         return choice
@@ -481,8 +481,8 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
     prefilled, decoder = prefilled_for("qwen2")
     packed, seen = {}, []
     with pytest.raises(Cancelled):
-        pack_weights(with_levels(decoder), packed, lambda: len(packed) == 5)
-    pack_weights(decoder, packed, lambda: bool(seen.append(1)))
+        pack_weights(with_levels(decoder), packed, True, lambda: len(packed) == 5)
+    pack_weights(decoder, packed, True, lambda: bool(seen.append(1)))
     assert len(packed) == 5 + len(seen) == 7 * len(decoder.layers), "what was looked at once is not again"
     kinds = {name.partition(".")[2]: type(each) for name, each in packed.items()}
     fours = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "down_proj"), FourBit)
