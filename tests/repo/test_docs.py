@@ -5,7 +5,6 @@ says `no-run`; every line of a `bash` block that starts with `ragblend` or `make
 """
 
 import importlib
-import importlib.util
 import io
 import json
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import results, scale
 from ragblend.app.cli import main
 from ragblend.engine.selection import METHODS
 
@@ -26,9 +26,6 @@ REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 OTHERS = {"demo", "page", "peers", "speed"}  # pictures; the others are the methods'
-_spec = importlib.util.spec_from_file_location("results", REPO / "benchmarks" / "results.py")
-results = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(results)
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
@@ -137,6 +134,14 @@ def test_figures_are_those_that_were_recorded() -> None:
     assert results.with_programs(adapters, programs) == adapters
     assert all(row["found"] >= row["retrieved"] / 2 for rows in programs.values() for row in rows)
     assert sum(map(len, programs.values())) == 26  # those of benchmarks/programs_*.py
+
+
+def test_the_tables_of_scale_are_those_that_its_formulas_give() -> None:
+    """After a figure in `benchmarks/scale.py` changes: `python -m benchmarks.scale`."""
+    page = scale.PAGE.read_text(encoding="utf-8")
+    assert scale.rendered(page) == page and page.count("| Llama 3.1 8B, H100 |") == 2
+    llama = next(model for model in scale.MODELS if model.name == "Llama 3.1 8B")
+    assert llama.token_bytes == 131_072, "what its configuration says: 32 layers, 8 key heads of 128"
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:

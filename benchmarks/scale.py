@@ -1,0 +1,142 @@
+"""A thousand million chunks on paper: docs/scale.md's tables, from stated figures by stated formulas.
+
+    python -m benchmarks.scale        # writes the tables; change a figure below and run it again
+
+A device computes a prompt of T tokens in T f / F seconds: f FLOP a token, F what it reaches. Loading takes T B / W: B
+bytes of KV a token, W bytes a second. Layers are loaded while others are computed, so a fused prefill at ratio r takes
+the longer of T B / W and r T f / F.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results import MARKS
+
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+CHUNK, PASSAGES, RATIO = 512, 6, 0.15
+PROMPT = CHUNK * PASSAGES
+REACHED = 0.5  # of a GPU's peak, in a prefill
+MONTH_H, QUESTIONS = 730, 1e6
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    key_heads: int
+    size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in bfloat16: keys and values of all layers."""
+        return 2 * 2 * self.layers * self.key_heads * self.size
+
+    @property
+    def flop(self) -> float:
+        """To read one token of a prompt: products with all weights, and attention over half of PROMPT, on average."""
+        return 2 * self.parameters + 4 * self.layers * self.heads * self.size * PROMPT / 2
+
+
+@dataclass(frozen=True)
+class Device:
+    """flops: dense bfloat16 at its peak; dollars: an hour of it."""
+
+    name: str
+    flops: float
+    dollars: float
+
+    def seconds(self, model: Model, tokens: float = PROMPT) -> float:
+        return tokens * model.flop / (REACHED * self.flops)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where KV lies; rate: bytes a second to one device; dollars: a gigabyte for a month."""
+
+    name: str
+    rate: float
+    dollars: float
+
+    def seconds(self, model: Model, tokens: float = PROMPT) -> float:
+        return tokens * model.token_bytes / self.rate
+
+
+MODELS = (
+    Model("SmolLM2 135M", 135e6, 30, 9, 3, 64),
+    Model("Qwen2.5 1.5B", 1.54e9, 28, 12, 2, 128),
+    Model("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128),
+    Model("Qwen3 32B", 32.8e9, 64, 64, 8, 128),
+    Model("Llama 3.3 70B", 70.6e9, 80, 64, 8, 128),
+)
+DEVICES = (Device("L4", 121e12, 0.7), Device("A100", 312e12, 1.5), Device("H100", 989e12, 2.5))
+PLACES = (
+    Place("object storage, 10 Gbit/s", 1.25e9, 0.023),
+    Place("Redis, 100 Gbit/s", 12.5e9, 3.0),
+    Place("NVMe, PCIe 4", 7e9, 0.003),
+    Place("host memory, PCIe 5", 55e9, 0.11),
+)
+
+
+def sizes() -> Iterable[Sequence[str]]:
+    yield "model", "a token", f"a chunk of {CHUNK}", "10^6 chunks", "10^9 chunks"
+    for model in MODELS:
+        chunk = model.token_bytes * CHUNK
+        yield model.name, *(_bytes(size) for size in (model.token_bytes, chunk, 1e6 * chunk, 1e9 * chunk))
+
+
+def rates() -> Iterable[Sequence[str]]:
+    yield "model", *(f"{device.name}: wins from, hidden from" for device in DEVICES)
+    for model in MODELS:
+        least = [model.token_bytes * PROMPT / device.seconds(model) for device in DEVICES]
+        yield model.name, *(f"{_bytes(rate)}/s, {_bytes(rate / RATIO)}/s" for rate in least)
+
+
+def waits() -> Iterable[Sequence[str]]:
+    yield "model on a device", "full prefill", *(place.name for place in PLACES)
+    for model in MODELS[1:]:
+        for device in DEVICES:
+            full = device.seconds(model)
+            fused = [max(place.seconds(model), RATIO * full) for place in PLACES]
+            yield f"{model.name}, {device.name}", _ms(full), *(f"{_ms(t)} ({full / t:.1f})" for t in fused)
+
+
+def prices() -> Iterable[Sequence[str]]:
+    yield "model on a device", "full prefill", "fused", *(f"{place.name}: pays from" for place in PLACES)
+    for model in MODELS[1:]:
+        for device in DEVICES:
+            second = device.dollars / 3600
+            full = QUESTIONS * device.seconds(model) * second
+            saved = (1 - RATIO) * device.seconds(model, CHUNK) * second
+            month = [place.dollars * model.token_bytes * CHUNK / 1e9 for place in PLACES]
+            uses = (f"{dollars / saved:,.1f}" for dollars in month)
+            yield f"{model.name}, {device.name}", f"${full:,.0f}", f"${RATIO * full:,.0f}", *uses
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} PB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    head, *others = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *others))
+
+
+def rendered(page: str) -> str:
+    """The page with its four tables, in order, made again."""
+    made = iter([sizes, rates, waits, prices])
+    return MARKS.sub(lambda _: table(next(made)()) + "\n", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
