@@ -42,11 +42,15 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Fused(KVConnectorWorkerMetadata):
-    """What a step made of its orders, by request id; refusal: why nothing is to be fused from now on."""
+    """What a step made of its orders, by request id; told: the same by label, as requests may have ended in that step;
+    refusal: why nothing is to be fused from now on.
+    """
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
     refusal: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Fused":
         assert isinstance(other, Fused)
-        return Fused(self.prompts | other.prompts, self.refusal or other.refusal)
+        told = self.told | other.told
+        return Fused(self.prompts | other.prompts, told, self.refusal or other.refusal)

@@ -48,7 +48,7 @@ class Plan:
         """Whether to fuse where vLLM has the first so many tokens' KV. Fusing begins at the first all the same."""
         left = self.tokens - computed_tokens
         saves = self.wish.asked or self.computed_tokens <= (1 - GAIN) * left
-        return self.stored_tokens >= minimum_tokens and left > 1 and saves
+        return left > 1 and (bool(self.wish.encode) or (self.stored_tokens >= minimum_tokens and saves))
 
     def without(self, lost: Iterable[int]) -> "Plan":
         """The same where these passages have no KV."""
@@ -62,7 +62,8 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: st
     for match in matches:
         segments.append(Literal("", tuple(token_ids[at : match.start])))
         ids = tuple(token_ids[match.start : match.stop])
-        segments.append(Chunk(token_ids=ids, collection=collection, whole=match.whole, skipped=match.skipped))
+        whole = None if ids == match.whole else match.whole  # of parts there are no paths
+        segments.append(Chunk(token_ids=ids, collection=collection, whole=whole, skipped=match.skipped))
         at = match.stop
     return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
 

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from ragblend.engine.prompt import Prompt
@@ -11,11 +12,12 @@ from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import Fused, Order, Orders
 from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of
 from ragblend.integrations.vllm.runtime import VllmRuntime
-from ragblend.integrations.vllm.settings import Settings, Wish, wish_of
+from ragblend.integrations.vllm.settings import LABEL, REPORT, Settings, Wish, label_of, wish_of
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 MOST_MISSING = 1000
+MOST_TOLD = 1000  # reports that nobody has asked for yet
 
 
 class SchedulerSide:
@@ -29,6 +31,7 @@ class SchedulerSide:
         self._salts = Salts()
         self._plans: dict[str, Plan] = {}
         self._reports: dict[str, dict[str, Any]] = {}
+        self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._orders: list[Order] = []
         self._missing: OrderedDict[tuple[Ids, str], None] = OrderedDict()
         self.refusal: str | None = "no worker has said yet that it can"
@@ -48,7 +51,10 @@ class SchedulerSide:
         """Plan it, and have its blocks hashed under a salt if it will be fused: before vLLM looks for cached blocks."""
         try:
             plan = self._planned(request)
-            if plan is None or not plan.pays(self.find_cached(request), self._settings.minimum_tokens):
+            if plan is None:
+                return
+            self._tell(request, misses=plan.stored.count(False))
+            if not plan.pays(self.find_cached(request), self._settings.minimum_tokens):
                 return
             self._plans[request.request_id] = plan
             wish, model = plan.wish, self._runtime.fingerprint.digest
@@ -63,14 +69,10 @@ class SchedulerSide:
     def _planned(self, request: Any) -> Plan | None:
         ids = request.prompt_token_ids
         if self.refusal is not None:
+            self._tell(request, warning=self.refusal)
             return None
         plain = not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
-        if (
-            not ids
-            or not plain
-            or request.sampling_params is None
-            or len(ids) <= self._settings.minimum_tokens
-        ):
+        if not ids or not plain or request.sampling_params is None:
             return None
         if request.sampling_params.prompt_logprobs is not None:  # of every token: all must be computed
             return None
@@ -78,14 +80,15 @@ class SchedulerSide:
             wish = wish_of(self._settings, request.kv_transfer_params, len(ids))
         except RagBlendError as error:
             log.warning("request %s is computed by vLLM: %.300s", request.request_id, error)
+            self._tell(request, warning=str(error))
             return None
-        if wish.off:
+        if wish.off or (len(ids) <= self._settings.minimum_tokens and not wish.encode):
             return None
         matches = self._matches(ids, wish)
         if not matches:
             return None
         stored = self._stored(prompt_of(ids, matches, wish.collection), wish)
-        if self._settings.encode_missing:
+        if wish.encode is None and self._settings.encode_missing:
             for match, there in zip(matches, stored, strict=True):
                 if not there and len(self._missing) < MOST_MISSING:
                     self._missing[match.whole, wish.collection] = None
@@ -113,6 +116,8 @@ class SchedulerSide:
         """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""
         plan = self._plans.get(request.request_id) if self.refusal is None else None
         if plan is None or not plan.pays(computed_tokens, self._settings.minimum_tokens):
+            fused_before = {} if plan is None else {"method": plan.wish.method, "ratio": plan.wish.ratio}
+            self._tell(request, cached_tokens=computed_tokens, **fused_before)
             return 0
         ordered = sum(order.stop for order in self._orders)
         if ordered and ordered + plan.tokens > self._settings.step_tokens:
@@ -137,6 +142,8 @@ class SchedulerSide:
         """What the worker made of a step's orders."""
         known = {request_id: each for request_id, each in fused.prompts.items() if request_id in self._plans}
         self._reports |= known
+        for label, report in fused.told.items():
+            self._keep(label, report)
         for request_id, report in known.items():
             if "error" in report:  # vLLM computes it: it is not tried again
                 self._plans.pop(request_id)
@@ -145,10 +152,34 @@ class SchedulerSide:
             self._plans.clear()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """What the answer says of how its prompt was read."""
+        """What the answer says of how its prompt was read, or another's, with what this server is."""
         self._plans.pop(request.request_id, None)
         report = self._reports.pop(request.request_id, None)
+        if (label := label_of(request.kv_transfer_params, REPORT)) is not None:
+            report = self._about | {REPORT: self._told.pop(label, None)}
         return None if report is None else {"ragblend": report}
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a client must know to name stored KV, and to say no more than it has to."""
+        settings = self._settings
+        return {
+            "model": asdict(self._runtime.fingerprint),
+            "method": settings.method,
+            "ratio": settings.ratio,
+            "refusal": self.refusal,
+        }
+
+    def _tell(self, request: Any, **more: Any) -> None:
+        """Note that for whoever asks for this request's report."""
+        self._keep(label_of(request.kv_transfer_params, LABEL), more)
+
+    def _keep(self, label: str | None, more: dict[str, Any]) -> None:
+        if label is None:
+            return
+        self._told[label] = self._told.get(label, {}) | more
+        while len(self._told) > MOST_TOLD:
+            self._told.popitem(last=False)
 
     @property
     def has_missing(self) -> bool:

@@ -8,6 +8,9 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
+LABEL, REPORT = "label", "report"  # a request's name for itself, and whose report a later one wants
+LONGEST_LABEL = 64
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -16,7 +19,8 @@ class Settings:
     home: where the store is (None: RAGBLEND_HOME, or the user's data folder); method, ratio: how prompts are read
     unless a request says otherwise; collection: whose passages are used, and collections: those that requests may name
     beside it; step_tokens: prompt tokens fused in one step, at least one prompt; minimum_tokens: stored tokens below
-    which a prompt is vLLM's own; encode_missing: whether passages that came without stored KV are encoded when idle.
+    which a prompt is vLLM's own; encode_missing: whether passages that came without stored KV are encoded, when idle or
+    when a request says so.
     """
 
     home: str | None = None
@@ -49,7 +53,9 @@ class Settings:
 class Wish:
     """How one request wants to be read. spans: (start, stop) token positions of passages; None: they are looked for.
 
-    off: by vLLM alone; asked: it named its method, and is fused even where that saves nothing.
+    off: by vLLM alone; asked: it named its method, and is fused even where that saves nothing. encode: its passages
+    without KV are encoded before it is read (True), never (False), or as the server was told (None). label: under which
+    its report is kept for a request for that, `report`: streams carry none.
     """
 
     method: str
@@ -58,6 +64,8 @@ class Wish:
     spans: tuple[tuple[int, int], ...] | None = None
     off: bool = False
     asked: bool = False
+    encode: bool | None = None
+    label: str | None = None
 
     @property
     def policy(self) -> Policy:
@@ -71,7 +79,8 @@ def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
         return usual
     if not isinstance(given, Mapping):
         raise UsageError(f"kv_transfer_params must be a JSON object, not {given!r:.80}")
-    _refuse_unknown(given, ["method", "ratio", "collection", "spans", "off"], "kv_transfer_params")
+    names = ["method", "ratio", "collection", "spans", "off", "encode", LABEL, REPORT]
+    _refuse_unknown(given, names, "kv_transfer_params")
     method, collection = given.get("method", usual.method), given.get("collection", usual.collection)
     if collection not in (settings.collection, *settings.collections):
         raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
@@ -80,8 +89,24 @@ def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
     ratio, off = given.get("ratio", usual.ratio), given.get("off", False)
     if isinstance(ratio, bool) or not isinstance(off, bool):
         raise UsageError(f"ratio must be a number and off true or false, not {ratio!r:.80} and {off!r:.80}")
-    ratio = policy_named(method).checked(ratio)
-    return Wish(method, ratio, collection, _spans(given.get("spans"), tokens), off, "method" in given)
+    ratio, encode = policy_named(method).checked(ratio), given.get("encode")
+    if not isinstance(encode, bool | None):
+        raise UsageError(f"encode must be true or false, not {encode!r:.80}")
+    if not settings.encode_missing:  # whoever runs the server has the last word on what is stored
+        encode = False
+    for name in (LABEL, REPORT):
+        if name in given and label_of(given, name) is None:
+            raise UsageError(
+                f"{name} must be a text of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
+            )
+    spans, asked = _spans(given.get("spans"), tokens), "method" in given
+    return Wish(method, ratio, collection, spans, off, asked, encode, label_of(given, LABEL))
+
+
+def label_of(given: object, name: str) -> str | None:
+    """What `kv_transfer_params` say under LABEL or REPORT; None for what is no label."""
+    found = given.get(name) if isinstance(given, Mapping) else None
+    return found if isinstance(found, str) and len(found) <= LONGEST_LABEL else None
 
 
 def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -88,7 +89,7 @@ class WorkerSide:
     def _give_up(self, order: Order, error: Exception) -> None:
         """Have vLLM compute it; with several groups of blocks it cannot be told, so all rows are computed here."""
         self._stats.add(failures=1)
-        self._reports.prompts[order.request_id] = {"error": f"{type(error).__name__}: {error}"}
+        self._report(order, {"error": f"{type(error).__name__}: {error}"})
         if self._groups > 1:
             self._compute_all(order)
             return
@@ -112,6 +113,9 @@ class WorkerSide:
         if self._decoder is None:
             raise RagBlendError(str(self.refusal))
         wish, policy = order.plan.wish, policy_named(method)
+        if wish.encode:
+            for match in order.plan.matches:
+                self._encode(match.whole, wish.collection)
         prompt = prompt_of(order.token_ids, order.plan.matches, wish.collection)
         request = Request(prompt, policy, wish.ratio, wish.collection, room_tokens=0)
         begun = time.perf_counter()
@@ -128,21 +132,25 @@ class WorkerSide:
 
     def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
         tokens = report.tokens
-        self._reports.prompts.setdefault(
-            order.request_id,
-            {
-                "method": report.method,
-                "ratio": report.ratio,
-                "prompt_tokens": tokens.prompt,
-                "reused_tokens": tokens.reused,
-                "recomputed_tokens": tokens.recomputed,
-                "missing_tokens": tokens.missing,
-                "fused_ms": round(fused_s * 1e3, 1),
-                "load_ms": round(report.timings.load_ms, 1),
-                "stall_ms": round(report.timings.stall_ms, 1),
-                "write_ms": round(write_s * 1e3, 1),
-            },
-        )
+        said: dict[str, Any] = {
+            "method": report.method,
+            "ratio": report.ratio,
+            "prompt_tokens": tokens.prompt,
+            "reused_tokens": tokens.reused,
+            "recomputed_tokens": tokens.recomputed,
+            "missing_tokens": tokens.missing,
+            "hits": report.hits,
+            "misses": report.misses,
+            "recomputed_fraction": round(report.recomputed_fraction, 4),
+            "computed_fraction": round(report.computed_fraction, 4),
+            "fused_ms": round(fused_s * 1e3, 1),
+            "load_ms": round(report.timings.load_ms, 1),
+            "stall_ms": round(report.timings.stall_ms, 1),
+            "write_ms": round(write_s * 1e3, 1),
+        }
+        if order.plan.wish.label is not None:  # who names himself asks for all of it
+            said["served"] = [[letter, len(list(run))] for letter, run in groupby(report.served)]
+        self._report(order, said)
         self._stats.add(
             requests=1,
             tokens_prompt=tokens.prompt,
@@ -158,6 +166,12 @@ class WorkerSide:
             order.request_id, f"{tokens.reused + tokens.recomputed:,}", f"{tokens.prompt:,}", f"{tokens.recomputed:,}",
             report.method, "" if report.ratio is None else f" {report.ratio:.2f}", fused_s * 1e3, write_s * 1e3,
         )  # fmt: skip
+
+    def _report(self, order: Order, said: dict[str, Any]) -> None:
+        """What went wrong first is not hidden by what was done about it."""
+        first = self._reports.prompts.setdefault(order.request_id, said)
+        if order.plan.wish.label is not None:
+            self._reports.told[order.plan.wish.label] = first
 
     def _encode(self, passage: Ids, collection: str) -> None:
         """Store a passage's KV, encoded alone behind the canonical prefix."""

@@ -21,6 +21,9 @@ def test_fusing_pays_where_it_saves_rows_that_vllm_would_compute():
     assert not plan(False, False).pays(0, 64)
     assert not plan(True, True).pays(900, 64), "vLLM has nearly all of it"
     assert not plan(True, True).pays(0, 801), "less is stored than asked for"
+    encoding = wish_of(Settings(), {"encode": True}, 1000)
+    assert plan(False, False, wish=encoding).pays(0, 64), "else nothing would be encoded"
+    assert not plan(False, False, wish=encoding).pays(999, 64)
 
 
 def test_who_names_a_method_gets_it_where_it_saves_nothing():
@@ -37,6 +40,8 @@ def test_a_prompt_is_cut_into_what_it_is_made_of():
     assert list(prompt.token_ids) == ids and prompt.places == [(10, 40)]
     assert prompt.chunks == [Chunk(token_ids=tuple(ids[10:40]), collection="mine", whole=whole, skipped=2)]
     assert prompt.chunks[0].encoded_ids == whole
+    (chunk,) = prompt_of(ids, [Match(10, 40, tuple(ids[10:40]), 0)], "mine").chunks
+    assert chunk.whole is None, "no part: it may be a node of a path"
 
 
 def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():

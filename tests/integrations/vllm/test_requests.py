@@ -113,6 +113,65 @@ def test_a_passage_of_which_edges_became_other_tokens_is_used(empty):
     assert output.kv_transfer_params["ragblend"]["reused_tokens"] > 100
 
 
+def test_exact_and_auto_go_on_from_paths_that_the_engine_has_learnt(empty):
+    prompt = empty.engine.tokenize(empty.engine.chat_prompt(None, [Chunk(t) for t in TEXTS[:3]], QUESTION))
+    for _ in range(2):  # asked for twice, a path is kept
+        empty.engine.generate(prompt, method="exact", max_new_tokens=1)
+        assert empty.engine.finish_background(120)
+    known = prompt.places[-1][1]
+    ids, spans = list(prompt.token_ids), [list(place) for place in prompt.places]
+    [own] = empty.ask([ids], [{"off": True}])
+    for method in ("exact", "auto"):
+        empty.llm.reset_prefix_cache()
+        [output] = empty.ask([ids], [{"method": method, "spans": spans}])
+        report = output.kv_transfer_params["ragblend"]
+        assert report["reused_tokens"] == known - prompt.places[0][0], method
+        assert report["recomputed_tokens"] == 0 and same(output, own), method
+    other = empty.ids([TEXTS[n] for n in (4, 5, 3)])
+    [own] = empty.ask([other], [{"off": True}])
+    empty.llm.reset_prefix_cache()
+    [output] = empty.ask([other], [{"method": "exact"}])
+    assert same(output, own), "in an order that nobody has asked for it is computed"
+
+
+def test_a_report_is_told_to_who_has_its_label(empty):
+    """As `VllmEngine` asks for it: of an answer of one token, and of one that was not fused, too."""
+    ids = empty.ids(TEXTS[1:5])
+
+    def told(label):
+        [output] = empty.ask([[5]], [{"report": label}], max_tokens=1)
+        return output.kv_transfer_params["ragblend"]
+
+    empty.ask([ids], [{"label": "a"}], max_tokens=1)
+    about = told("a")
+    assert about["refusal"] is None and about["method"] == "probe-shift"
+    assert about["model"]["weights"] == empty.engine.runtime.fingerprint.weights
+    report = about["report"]
+    assert report["hits"] == 4 and sum(count for _, count in report["served"]) == len(ids)
+    assert told("a")["report"] is None, "once"
+    empty.ask([ids], [{"label": "c"}], max_tokens=1)
+    cached = told("c")["report"]
+    assert cached["cached_tokens"] == (len(ids) - 1) // 32 * 32 and cached["method"] == "probe-shift"
+    empty.ask([ids], [{"label": "b", "collection": "theirs"}], max_tokens=1)
+    assert "theirs" in told("b")["report"]["warning"]
+
+
+def test_a_passage_is_encoded_when_that_is_asked_for_and_never_when_that_is(empty):
+    text = passage(78)
+    runtime = empty.engine.runtime
+    ids, prefix = tuple(runtime.tokenizing.passage_ids(text)), runtime.canonical_prefix
+    key = runtime.key_of(prefix, ids, "default")
+    wish = {"spans": [[len(prefix), len(prefix) + len(ids)]]}
+    empty.ask([[*prefix, *ids, 5]], [wish | {"encode": False}])
+    core = empty.llm.llm_engine.engine_core.engine_core
+    for _ in range(3):
+        core.step_fn()
+    assert not runtime.store.contains(key)
+    empty.llm.reset_prefix_cache()
+    [output] = empty.ask([[*prefix, *ids, 5]], [wish | {"encode": True, "method": "reuse"}])
+    assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0 and runtime.store.contains(key)
+
+
 def test_named_spans_are_used_and_wrong_ones_are_not(empty):
     ids = empty.ids(TEXTS[:4])
     runtime = empty.engine.runtime

@@ -15,7 +15,10 @@ def test_a_request_says_nothing_and_gets_what_the_server_was_told():
 
 def test_a_request_may_choose():
     said = {"method": "reuse", "collection": "shared", "spans": [[1, 4], [4, 9]], "ratio": 0.5}
-    wish = wish_of(MINE, said, 10)
+    wish = wish_of(MINE, said | {"encode": False, "label": "mine 7"}, 10)
+    assert (wish.encode, wish.label) == (False, "mine 7")
+    assert wish_of(MINE, {"encode": True}, 10).encode is True
+    assert wish_of(Settings(encode_missing=False), {"encode": True}, 10).encode is False
     assert (wish.method, wish.collection, wish.spans, wish.asked) == (
         "reuse",
         "shared",
@@ -57,6 +60,11 @@ def test_a_request_may_choose():
         ({"spans": [[0, True]]}, "spans"),
         ({"spans": "all"}, "spans"),
         ({"spans": [[3, 3]]}, "spans"),
+        ({"encode": "yes"}, "encode"),
+        ({"encode": 1}, "encode"),
+        ({"label": 7}, "label"),
+        ({"label": "x" * 65}, "label"),
+        ({"report": None}, "report"),
     ],
 )
 def test_what_makes_no_sense_is_named(said, named):
