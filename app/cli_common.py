@@ -99,6 +99,7 @@ class Cli:
     model: str | None = option(None, "'default', a hub id, a folder or a .gguf file.")
     device: str | None = option(None, "cpu, cuda or mps [default: the best there is].")
     dtype: str | None = option(None, "float32, bfloat16 or float16 [default: what is fast].")
+    vllm: str | None = option(None, "Address of a vLLM server that has the model [none: it is loaded here].")
     json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
     terminal: Terminal = field(default_factory=Terminal)
     shared: Any = None  # a `serve.commands.Shared`
@@ -109,7 +110,7 @@ class Cli:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        return {"model": self.model, "device": self.device, "dtype": self.dtype}
+        return {"model": self.model, "device": self.device, "dtype": self.dtype, "vllm": self.vllm}
 
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""

@@ -131,7 +131,8 @@ def use(
 
 def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
     """Say once in a home, in two lines, that the bundled model is small, and which larger ones would run here."""
-    if cli.json or workspace.settings.model != DEFAULT or not first_time(workspace.home):
+    settings = workspace.settings
+    if cli.json or settings.model != DEFAULT or settings.vllm or not first_time(workspace.home):
         return
     found = offers(machine_of(workspace))
     if found:

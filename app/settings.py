@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, VLLM_URL, is_server_url
 from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError
 from ragblend.kvstore.files import replace_durably
@@ -63,6 +63,7 @@ class Settings:
     max_new_tokens None: what suits the model (`MANNERS`, else 256).
     keep_tokens: so many tokens of the passages are kept by each head once the first token is out, for long answers in
     little memory (None: all).
+    vllm: the address of a vLLM server that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -87,6 +88,7 @@ class Settings:
     temperature: float = 0.0
     repetition_penalty: float = 1.1
     system: str | None = None
+    vllm: str | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, expected) in RULES.items():
@@ -99,8 +101,10 @@ class Settings:
     @property
     def answering(self) -> dict[str, Any]:
         """What the engine is told of how to read a prompt and to answer it, whoever asks."""
-        names = ("method", "ratio", "temperature", "repetition_penalty")
-        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        told: dict[str, Any] = {name: getattr(self, name) for name in ("method", "ratio", "temperature")}
+        # vLLM has none of the answer's tokens alone, and is told of one only by whoever asks for it: to be refused.
+        if self.vllm is None or self.repetition_penalty != Settings.repetition_penalty:
+            told["repetition_penalty"] = self.repetition_penalty
         told["max_new_tokens"] = self.answer_tokens
         if self.keep_tokens is not None:
             told["keep_tokens"] = self.keep_tokens
@@ -177,6 +181,10 @@ RULES: dict[str, Rule] = {
     "keep_tokens": _COUNT,
     "temperature": (lambda value: 0 <= value <= 10, "a number from 0 to 10"),
     "repetition_penalty": (lambda value: 0 < value <= 10, "above 0 and at most 10 (1 is off)"),
+    "vllm": (
+        lambda url: url is None or is_server_url(url),
+        f"the address of a vLLM server, such as {VLLM_URL}",
+    ),
 }
 WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
 

@@ -247,7 +247,7 @@ class Workspace(Closing):
         from ragblend.engine.engine import Engine
 
         chosen = {name: getattr(self.settings, name) for name in ENGINE_SETTINGS}
-        return Engine.open(home=self.home.root, **chosen)
+        return Engine.open(home=self.home.root, url=self.settings.vllm, **chosen)
 
     @property
     def store(self) -> "KVStore":

@@ -3,10 +3,12 @@
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
 from ragblend.engine.grammar import Grammar
@@ -15,6 +17,7 @@ from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
 from ragblend.kvstore.policy import policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
+VLLM_URL = "http://127.0.0.1:8000"  # where `vllm serve` listens unless it is told otherwise
 # How a prompt is read unless something else is asked for; docs/methods.md has what was measured of it.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.15
@@ -30,7 +33,7 @@ class EngineConfig:
     device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
     (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
-    loader_threads: reads in flight.
+    loader_threads: reads in flight; url: of the vLLM server that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -44,6 +47,7 @@ class EngineConfig:
     kv_codec: str | None = None
     usd_per_gb_month: tuple[tuple[str, float], ...] = ()
     loader_threads: int = 2
+    url: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -195,6 +199,28 @@ class Report:
     computed_fraction: float = 1.0
     served: str = ""
     evicted_tokens: int = 0
+
+
+def server_url(backend: str | None, url: str | None) -> str | None:
+    """Of the vLLM server that has the model, without `/v1`; None where it is loaded here. Raises UsageError."""
+    if backend not in (None, "vllm"):
+        raise UsageError(f"the backend {backend!r} is unknown; pass `vllm`, or none to load the model here")
+    if backend is None and url is None:
+        return None
+    found = str(url or VLLM_URL).rstrip("/").removesuffix("/v1")
+    if not is_server_url(found):
+        shown = "a url with a password" if "@" in found else repr(url)
+        raise UsageError(f"{shown} is no address of a vLLM server; it looks like {VLLM_URL}")
+    return found
+
+
+def is_server_url(url: str) -> bool:
+    """Whether it is http or https, with a host, and without a password, which would be shown."""
+    with suppress(ValueError):  # a port that is none
+        parts = urlsplit(url)
+        has_place = bool(parts.hostname) and parts.port != 0 and not parts.query
+        return parts.scheme in ("http", "https") and has_place and "@" not in parts.netloc
+    return False
 
 
 def resolve_home(home: str | Path | None) -> Path:

@@ -41,7 +41,7 @@ def answered(
     prompt, cache = prefilled.prompt, prefilled.cache
     room = max(1, runtime.context_window - len(prompt.token_ids))
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
-    clock = _Clock(time.perf_counter() if begun is None else begun)
+    clock = Clock(time.perf_counter() if begun is None else begun)
     stream = TextStream(tokenizer, options.stop, options.one_sentence)
     constraint, likely = None, None if options.logprobs is None else _Likely(options.logprobs)
     if options.grammar is not None:
@@ -279,7 +279,7 @@ class _Streamer:
         pass
 
 
-class _Clock:
+class Clock:
     """When the tokens came."""
 
     def __init__(self, begun: float) -> None:

@@ -16,7 +16,14 @@ from typing import Any
 from torch import Tensor
 
 from ragblend.engine.chat import chat
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig, resolve_home
+from ragblend.engine.config import (
+    DEFAULT_METHOD,
+    DEFAULT_RATIO,
+    DecodeOptions,
+    EngineConfig,
+    resolve_home,
+    server_url,
+)
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decode import OnText, answered, continue_logits
 from ragblend.engine.decoder import kv_geometry
@@ -63,22 +70,33 @@ class Engine:
         store_policy: str | None = None,
         kv_codec: str | None = None,
         usd_per_gb_month: Mapping[str, float] | None = None,
+        backend: str | None = None,
+        url: str | None = None,
     ) -> "Engine":
         """The engine for that model, home and collection; the same object for the same arguments.
 
         model: `default` (the bundled SmolLM2), a hub id, a local folder or a `.gguf` file; home: where data lives
         (RAGBLEND_HOME, or the user's data folder); collection: a namespace; the others are those of `EngineConfig`.
+        backend, url: `vllm` and the address of the server that has the model (`served.py`), by default vLLM's own;
+        None to load it here.
         Engines of one model and home share its weights, its queue and its store, whatever their collections. Raises
         UsageError; a model's own errors come on first use.
         """
         budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
         prices = tuple(sorted((usd_per_gb_month or {}).items()))
-        config = EngineConfig(str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices)
-        folder = resolve_home(home)
+        where = server_url(backend, url)
+        config = EngineConfig(
+            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices, url=where
+        )
+        folder, kind, parts = resolve_home(home), cls, Runtime
+        if where is not None:
+            from ragblend.engine.served import ServedRuntime, VllmEngine
+
+            kind, parts = VllmEngine, ServedRuntime
         with _opening:
-            runtime = Runtime.shared(config, folder)
+            runtime = parts.shared(config, folder)
             if (runtime, collection) not in _engines:
-                _engines[runtime, collection] = cls(config, runtime)
+                _engines[runtime, collection] = kind(config, runtime)
             return _engines[runtime, collection]
 
     # --- what it is

@@ -87,9 +87,9 @@ class Runtime:
 
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> "Runtime":
-        """The process's one for that model, device, dtype and home; an older one takes the budgets and codec."""
+        """The process's one for that model, url, device, dtype and home; an older one takes the budgets and codec."""
         device = pick_device(config.device)
-        key = (config.model, str(device), pick_dtype(device, config.dtype), home)
+        key = (config.model, config.url, str(device), pick_dtype(device, config.dtype), home)
         with _sharing:
             if key in _runtimes:
                 _runtimes[key]._adopt(config)

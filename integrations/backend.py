@@ -40,20 +40,24 @@ class Turn:
 
 @dataclass(frozen=True)
 class Backend:
-    """One model and one collection of passages. Making one loads nothing; equal ones share an engine in a process."""
+    """One model and one collection of passages. Making one loads nothing; equal ones share an engine in a process.
+
+    url: of the vLLM server that has the model; None: it is loaded here.
+    """
 
     model: str = "default"
     home: str | None = None
     collection: str = "default"
     device: str | None = None
     dtype: str | None = None
+    url: str | None = None
 
     @cached_property
     def engine(self) -> "Engine":
         from ragblend.engine.engine import Engine
 
         return Engine.open(
-            self.model, self.home, device=self.device, dtype=self.dtype, collection=self.collection
+            self.model, self.home, self.device, self.dtype, collection=self.collection, url=self.url
         )
 
     @cached_property

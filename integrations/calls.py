@@ -193,8 +193,8 @@ class Call:
     def _checked(self, result: "Result") -> "Result":
         if self.wanted.schema is not None and not result.stopped:
             log.warning(
-                "the answer reached its most tokens (%d), and its JSON was closed there: what it says last may be cut "
-                "short; allow more with max_tokens",
+                "the answer reached its most tokens (%d): what its JSON says last may be cut short; allow more with "
+                "max_tokens",
                 len(result.token_ids),
             )
         return result

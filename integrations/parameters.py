@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ragblend.engine.config import server_url
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.calls import Call, one_name_each, without_neutral
 from ragblend.integrations.passages import Passage
@@ -75,6 +76,8 @@ class Parameters(BaseModel):
     """cpu, cuda, mps; None for the best there is."""
     dtype: str | None = None
     """float32, bfloat16, float16; None for what is fast."""
+    url: str | None = None
+    """Of the vLLM server that has the model, with `backend="vllm"`; None: it is loaded here."""
     method: str | None = None
     """How prompts are read: `probe-shift` (as if None), `full`, `reuse`, ..."""
     ratio: Share | Literal["auto"] | None = None
@@ -111,6 +114,7 @@ class Parameters(BaseModel):
         told = {name: value for name, value in values.items() if value is not None}
         told = {n: value for n, value in told.items() if n not in FOR_SERVICES and not n.endswith(KEY)}
         told = one_name_each(without_neutral(told), cls.other_names)
+        told["url"] = server_url(told.pop("backend", None), told.get("url"))
         unknown = {name: told.pop(name) for name in list(told) if name not in cls.model_fields}
         return cls._with_unknown(told, unknown) if unknown else told
 
@@ -156,7 +160,7 @@ class Parameters(BaseModel):
     @property
     def backend(self) -> Backend:
         """The engine and the passages, shared by all that name the same in this process; opening it loads nothing."""
-        return Backend(self.model, self.home, self.collection, self.device, self.dtype)
+        return Backend(self.model, self.home, self.collection, self.device, self.dtype, self.url)
 
     def _call(
         self, passages: Sequence[Passage], more: Mapping[str, Any], arguments: Mapping[str, Any]

@@ -14,6 +14,7 @@ RagBlendError
 │   ├── DownloadStoppedError  the user stopped a model's download
 │   ├── TokenizerMissingError a model folder without a tokenizer
 │   ├── CorruptModelError     a damaged GGUF or safetensors file
+│   ├── ModelServerError      the server that has the model is not there, refuses, or ended within an answer
 │   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill)
 ├── PromptError               a prompt that cannot be run
 │   ├── PromptTooLongError    longer than the model's window
@@ -78,6 +79,9 @@ class TokenizerMissingError(ModelError): ...
 
 
 class CorruptModelError(ModelError): ...
+
+
+class ModelServerError(ModelError): ...
 
 
 class UnsupportedModelError(ModelError): ...

@@ -300,7 +300,7 @@ class ChatTab:
     def _larger_models(self) -> "Sequence[Offer]":
         """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
         workspaces = self._desk.workspaces
-        if workspaces.settings.model != DEFAULT:
+        if workspaces.settings.model != DEFAULT or workspaces.settings.vllm:
             return []
         workspace = workspaces.first
         try:

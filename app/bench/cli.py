@@ -145,6 +145,11 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     from ragblend.app.models import check_model
 
     settings, home = settings_of(cli), Home.resolve(cli.home)
+    if cli.vllm is not None:
+        raise UsageError(
+            "What is measured here needs logits, and the device for itself: leave --vllm out. Beside vLLM measures "
+            "`python -m benchmarks.measure_vllm`."
+        )
     check_model(settings.model, home.models)
     names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
     chosen = {name: getattr(settings, name) for name in names}

@@ -139,7 +139,8 @@ class Service:
         """The engine and the passages of that client. Imports torch: not for an event loop."""
         settings, collection = self.desk.settings, self.collection(client)
         assert self.desk.workspaces.of(collection).engine  # opened with the budgets of the settings
-        return Backend(settings.model, self.home, collection, settings.device, settings.dtype)
+        place = settings.device, settings.dtype, settings.vllm
+        return Backend(settings.model, self.home, collection, *place)
 
 
 def service_of(request: Request) -> Service:

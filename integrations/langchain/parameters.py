@@ -93,6 +93,7 @@ class Parameters(parameters.Parameters):
             "collection",
             "device",
             "dtype",
+            "url",
             "model_kwargs",
         )
         return {name: getattr(self, name) for name in names}

@@ -9,7 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 import tiny_models
-from vllm_helpers import SHAPE, passage, serve
+from vllm_helpers import SHAPE, STORED, listening_on, passage, serve
+
+from ragblend.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,16 @@ def server(has_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     made.engine.encode([passage(n) for n in range(6)], [f"p{n}" for n in range(6)])
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def listening(has_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server of a Llama whose STORED passages were encoded by the built-in engine."""
+    base = tmp_path_factory.mktemp("served")
+    folder = tiny_models.save_model("llama", base / "model", is_endless=True, **SHAPE)
+    engine = Engine.open(str(folder), base / "home", device="cpu", dtype="float32")
+    engine.encode(STORED, [f"p{n}" for n in range(len(STORED))])
+    engine.close()
+    named = ("--served-model-name", "tiny", "--block-size", "32")
+    with listening_on(folder, base / "home", "float32", *named, minimum_tokens=32) as made:
+        yield made

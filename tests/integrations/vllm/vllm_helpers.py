@@ -1,9 +1,18 @@
-"""vLLM in this process, with tiny models that its kernels take."""
+"""vLLM in this process, or as a server beside it, with tiny models that its kernels take."""
 
 import contextlib
 import gc
+import json
 import os
 import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +39,9 @@ def passage(seed: int, words: int = 60) -> str:
     """Words in an order of their own: no passage is part of another."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
+
+
+STORED = [passage(number) for number in range(5)]
 
 
 @dataclass
@@ -94,3 +106,54 @@ def serve(folder: Path, home: Path, extra: dict[str, Any] | None = None, **optio
         | options,
     )
     return Server(folder, home, llm, Engine.open(str(folder), home, device="cpu", dtype="float32"))
+
+
+@dataclass(frozen=True)
+class Listening:
+    """`vllm serve` with the connector, over a store that was filled in another process; log: of its process."""
+
+    url: str
+    log: Path
+    folder: Path
+    home: Path
+
+
+@contextlib.contextmanager
+def listening_on(folder: Path, home: Path, dtype: str, *more: str, **extra: Any) -> Iterator[Listening]:
+    """extra: settings of the connector; more: options of the server. Its log is beside the home."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    transfer = {
+        "kv_connector": "RAGBlendConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"home": str(home)} | extra,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--dtype", dtype, "--port", str(port), "--enforce-eager"]
+    command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *more]
+    log, url = home.parent / "log", f"http://127.0.0.1:{port}"
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    try:
+        for _ in range(240):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield Listening(url, log, folder, home)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def counted(url: str) -> dict[str, float]:
+    """What the server's /metrics have of ours."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
+        found = re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    return {name: float(count) for name, count in found}

@@ -1,0 +1,346 @@
+"""An engine whose model a vLLM has, against a server that says what a vLLM says; a real one is asked in
+`tests/integrations/vllm`.
+"""
+
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+import vllm_fake
+from benches import make_prompt, make_text
+
+from ragblend.engine.engine import Engine
+from ragblend.engine.gate import TEXT
+from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.kvstore.errors import (
+    Cancelled,
+    ModelServerError,
+    PromptTooLongError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+TEXTS = [make_text(seed) for seed in range(3)]
+ASKED = make_prompt(TEXTS)
+
+
+@pytest.fixture
+def opened(model_folder, llama, tmp_path):
+    """An engine, and the server that has its model."""
+    folder = model_folder("llama")
+    with vllm_fake.serve(folder, llama.engine.runtime.tokenizing.literal_ids) as server:
+        engine = Engine.open(str(folder), tmp_path / "home", backend="vllm", url=f"{server.url}/v1/")
+        yield engine, server
+        engine.close()
+
+
+def ids_of(engine, text):
+    return engine.runtime.tokenizing.passage_ids(text)
+
+
+def test_a_prompt_goes_as_token_ids_and_comes_back_as_text(opened):
+    engine, server = opened
+    server.answer = [*ids_of(engine, "The harbour master kept two ledgers"), 2]
+    prompt, pieces = engine.tokenize(ASKED), []
+    result = engine.generate(
+        ASKED, max_new_tokens=40, temperature=0.5, top_k=7, seed=3, on_text=pieces.append
+    )
+    assert result.text == "".join(pieces) == "The harbour master kept two ledgers" and len(pieces) > 1
+    assert result.token_ids == tuple(server.answer) and result.stopped
+    (body,) = server.asked
+    assert body["prompt"] == list(prompt.token_ids) and body["model"] == "tiny"
+    assert (body["max_tokens"], body["temperature"], body["top_k"], body["seed"]) == (40, 0.5, 7, 3)
+    assert body["repetition_penalty"] == 1, "not what the checkpoint's generation config says"
+    wish = body["kv_transfer_params"]
+    assert wish["spans"] == [list(place) for place in prompt.places] and wish["encode"] is False
+    assert "method" not in wish, "the server reads so by itself, and may use its cache"
+
+
+def test_the_report_says_what_the_connector_says(opened):
+    engine, server = opened
+    tokens = len(engine.tokenize(ASKED).token_ids)
+    server.told["served"] = [["f", tokens - 28], ["r", 20], ["c", 5], ["m", 3]]
+    report = engine.generate(ASKED).report
+    counts = report.tokens
+    assert (counts.reused, counts.recomputed, counts.missing, counts.fresh) == (20, 5, 3, tokens - 28)
+    assert (report.hits, report.misses, report.method, counts.generated) == (2, 1, "probe-shift", 3)
+    assert report.served == "f" * (tokens - 28) + "r" * 20 + "c" * 5 + "m" * 3
+    assert 0 < report.timings.ttft_ms <= report.timings.total_ms
+
+
+def test_what_vllm_had_in_its_cache_was_reused(opened):
+    engine, server = opened
+    prompt = engine.tokenize(ASKED)
+    (_, stop), *_ = prompt.places
+    cached = stop - 3
+    server.told = {"cached_tokens": cached, "misses": 0}
+    report = engine.generate(ASKED).report
+    assert (report.tokens.reused, report.tokens.fresh) == (cached, len(prompt.token_ids) - cached)
+    assert report.hits == 1 and report.method == "full"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stop": ["two"]}, "The harbour master kept "),
+        ({"one_sentence": True}, "The harbour master kept two ledgers."),
+    ],
+)
+def test_an_answer_that_has_ended_is_not_waited_for(opened, options, text):
+    engine, server = opened
+    server.answer = ids_of(engine, "The harbour master kept two ledgers. And wrote the names of the ships")
+    server.hold = len(server.answer) - 1
+    result = engine.generate(ASKED, **options)
+    assert result.text == text and result.stopped
+    assert server.left.wait(60), "the server was told"
+
+
+def test_log_probabilities_are_those_of_ids(opened):
+    engine, _ = opened
+    result = engine.generate(ASKED, logprobs=2)
+    assert len(result.logprobs) == 2, "the end token has none"
+    assert result.logprobs[0].token_id == 7 and result.logprobs[0].logprob == -0.5
+    assert result.logprobs[0].most_likely == ((3, -0.25), (7, -0.5))
+
+
+def test_full_prefill_and_other_methods_are_asked_for(opened):
+    engine, server = opened
+    report = engine.prefill(ASKED, method="full").report
+    assert report.timings.prefill_ms > 0
+    engine.generate(ASKED, method="cacheblend", ratio=0.3)
+    full, other = (body["kv_transfer_params"] for body in server.asked)
+    assert full["off"] is True
+    assert (other["method"], other["ratio"]) == ("cacheblend", 0.3)
+
+
+def test_passages_of_another_collection_are_named_as_its_own(opened):
+    engine, server = opened
+    theirs = [Chunk(text, collection="theirs") for text in TEXTS]
+    engine.generate(Prompt([Literal("Passages: "), theirs[0], theirs[1], Chunk(TEXTS[2]), Literal(" Who?")]))
+    wish = server.asked[0]["kv_transfer_params"]
+    assert wish["collection"] == "theirs" and len(wish["spans"]) == 2
+
+
+def test_missing_passages_are_encoded_behind_the_canonical_prefix(opened):
+    engine, server = opened
+    engine.generate(make_prompt(TEXTS[:1]))
+    engine.finish_background()
+    _, encode = server.asked
+    passage, prefix = ids_of(engine, TEXTS[0]), engine.runtime.canonical_prefix
+    assert encode["prompt"] == [*prefix, *passage, passage[-1]]
+    wish = encode["kv_transfer_params"]
+    assert wish["encode"] is True and wish["spans"] == [[len(prefix), len(prefix) + len(passage)]]
+
+
+def test_passages_are_encoded_by_the_server_and_named_here(opened):
+    engine, server = opened
+    done = []
+    report = engine.encode(TEXTS, ["a", "b", "c"], lambda *counts: done.append(counts))
+    assert report.encoded == 3 and len(server.asked) == 3 and done == [(1, 3), (2, 3), (3, 3)]
+    assert engine.missing(["a"]).node_ids == ("a",), "in another home than ours"
+    server.encodes = False
+    assert engine.encode(TEXTS[:1]).encoded == 0
+    assert list(engine.encode_nodes(["a", "no such"])) == [0, 0]
+    with pytest.raises(UsageError, match="prefix"):
+        engine.encode(TEXTS, prefix="another")
+
+
+def test_kv_of_a_node_that_was_deleted_meanwhile_does_not_stay(opened, monkeypatch):
+    engine, _ = opened
+    engine.enter(TEXTS[:1], ["a"])
+    assert engine.gate.passed
+    deleted, post = [], engine.runtime.server.post
+
+    def late(*given):
+        engine.forget(["a"])
+        return post(*given)
+
+    monkeypatch.setattr(engine.runtime.store, "delete", lambda key: deleted.append(key) or 0)
+    monkeypatch.setattr(engine.runtime.server, "post", late)
+    assert list(engine.encode_nodes(["a"])) == [0]
+    assert len(deleted) == 2, "by who deleted it, and when it was there"
+
+
+def test_plain_vllm_answers_and_that_is_said_once(opened, caplog):
+    engine, server = opened
+    server.about = None
+    with caplog.at_level(logging.WARNING, "ragblend"):
+        reports = [engine.generate(ASKED).report for _ in range(3)]
+    assert sum("no connector" in each.message for each in caplog.records) == 1
+    assert "no connector" in reports[2].warning and reports[2].tokens.reused == 0
+    assert all("kv_transfer_params" not in body for body in server.asked)
+    assert not engine.gate.passed and engine.missing(["a"]).node_ids == ("a",)
+    assert engine.encode(TEXTS).encoded == 0
+
+
+def test_a_connector_that_refuses_says_why(opened):
+    engine, server = opened
+    server.about = vllm_fake.ABOUT | {"refusal": "the layers of Odd have no attention"}
+    assert engine.gate.reason == "the layers of Odd have no attention"
+    server.told = {
+        "warning": "the collection 'x' is none that this server was started with",
+        "cached_tokens": 0,
+    }
+    assert "collection" in engine.generate(ASKED).report.warning
+
+
+# --- what goes wrong; after each the same engine answers
+
+
+def after(engine, server):
+    """A server that is well again is used again."""
+    server.status = server.breaks = None
+    assert engine.generate(ASKED).token_ids == (7, 8, 9)
+
+
+def test_a_server_that_is_not_there(model_folder, tmp_path):
+    with vllm_fake.serve(".", lambda text: []) as server:
+        url = server.url
+    engine = Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+    for ask in (lambda: engine.generate(ASKED), lambda: engine.stream(ASKED), lambda: engine.gate):
+        with pytest.raises(ModelServerError, match="Is vLLM running there"):
+            ask()
+    assert engine.count_tokens("what needs no server") and engine.forget(["a"]) == 0
+
+
+def test_another_model_than_asked(opened):
+    engine, server = opened
+    ours, server.cards = (
+        server.cards,
+        {"data": [{"id": "Qwen/Qwen3-4B", "root": "Qwen/Qwen3-4B", "max_model_len": 512}]},
+    )
+    with pytest.raises(ModelServerError, match=r"has Qwen/Qwen3-4B .*was asked for"):
+        engine.generate(ASKED)
+    server.cards = ours
+    server.tokenize = lambda text: [1, 2, 3]
+    with pytest.raises(ModelServerError, match="tokenizer"):
+        engine.generate(ASKED)
+    server.tokenize = engine.runtime.tokenizing.literal_ids
+    after(engine, server)
+
+
+def test_a_prompt_beyond_the_servers_window_is_never_sent(opened):
+    engine, server = opened
+    server.cards["data"][0]["max_model_len"] = 30
+    with pytest.raises(PromptTooLongError, match="reads at most 29"):
+        engine.generate(ASKED)
+    assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [
+        ((400, "This model's maximum context length is 512 tokens"), PromptTooLongError, "512"),
+        ((400, "Grammar error: no such rule"), UsageError, "no such rule"),
+        ((404, "The model `tiny` does not exist."), ModelServerError, "does not exist"),
+        ((500, "EngineCore encountered an issue"), ModelServerError, "status 500"),
+    ],
+)
+def test_a_refusal_is_named(opened, status, error, said):
+    engine, server = opened
+    server.status = status
+    with pytest.raises(error, match=said):
+        engine.generate(ASKED)
+    after(engine, server)
+
+
+def test_the_key_is_that_of_the_environment(opened, monkeypatch):
+    engine, server = opened
+    server.key = "right"
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    with pytest.raises(ModelServerError, match="VLLM_API_KEY") as raised:
+        engine.generate(ASKED)
+    assert "wrong" not in str(raised.value)
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    assert engine.generate(ASKED).token_ids == (7, 8, 9)
+
+
+def test_a_server_that_dies_within_an_answer(opened):
+    engine, server = opened
+    server.answer, server.breaks = ids_of(engine, "The harbour master kept two ledgers"), 4
+    stream, pieces = engine.stream(ASKED), []
+    with pytest.raises(ModelServerError, match="ended within an answer"):
+        pieces.extend(stream)
+    assert "".join(pieces) and "The harbour master kept two ledgers".startswith("".join(pieces))
+    server.answer = [7, 8, 9]
+    after(engine, server)
+
+
+def test_a_server_that_failed_is_asked_anew_what_it_is(opened):
+    engine, server = opened
+    assert engine.context_window == 512
+    server.cards["data"][0]["max_model_len"], server.breaks = 400, 1
+    with pytest.raises(ModelServerError):
+        engine.generate(ASKED)
+    assert engine.context_window == 400
+
+
+def test_what_a_stream_says_in_the_place_of_a_status(opened):
+    engine, server = opened
+    server.fails = {"message": "Grammar error: no such rule", "code": 400}
+    with pytest.raises(UsageError, match="no such rule"):
+        engine.generate(ASKED)
+
+
+def test_what_is_no_vllm(opened, monkeypatch):
+    engine, server = opened
+
+    def page(handler, value):
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        handler.close_connection = True
+
+    monkeypatch.setattr(vllm_fake.Handler, "_json", page)
+    with pytest.raises(ModelServerError, match="is no vLLM"):
+        engine.generate(ASKED)
+    monkeypatch.undo()
+    server.cards = ["something", "else"]
+    with pytest.raises(ModelServerError, match="is no vLLM that is known"):
+        engine.generate(ASKED)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://", "http://a:port", "http://me:secret@a", ""]
+)
+def test_a_url_that_is_none(model_folder, tmp_path, url):
+    if url:
+        with pytest.raises(UsageError, match=r"^(?!.*secret).*looks like http"):
+            Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+    with pytest.raises(UsageError, match="'tgi' is unknown"):
+        Engine.open(str(model_folder("llama")), tmp_path, backend="tgi", url=url)
+
+
+def test_a_cancelled_answer_ends_at_the_server_too(opened):
+    engine, server = opened
+    server.hold, cancel = 1, threading.Event()
+    with pytest.raises(Cancelled):
+        engine.generate(ASKED, cancel=cancel, on_text=lambda piece: cancel.set())
+    assert server.left.wait(60)
+    with pytest.raises(Cancelled):
+        engine.generate(ASKED, deadline=0.0)
+
+
+def test_what_a_server_has_not_is_refused_by_name(opened):
+    engine, server = opened
+    read = engine.prefill(ASKED)
+    for name, refused in {
+        "answering": lambda: engine.decode(read),
+        "comparing": lambda: engine.continue_logits(read, [7]),
+        "measuring": engine.profile,
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=name):
+            refused()
+    for options in ({"keep_tokens": 9}, {"repetition_penalty": 1.1}):
+        with pytest.raises(UsageError, match=f"{next(iter(options))} cannot be had"):
+            engine.generate(ASKED, **options)
+    assert len(server.asked) == 1 and engine.known_profile is None and not engine.measures_answers
+
+
+def test_engines_of_one_server_share_what_they_know(opened):
+    engine, server = opened
+    folder, home = engine.config.model, engine.home
+    assert Engine.open(folder, home, url=server.url) is engine
+    assert Engine.open(folder, home) is not engine
+    other = Engine.open(folder, home, url=server.url, collection="other")
+    assert other.runtime is engine.runtime and replace(other.config, collection="default") == engine.config
+    assert engine.tokenizer and server.tokenize(TEXT) == engine.runtime.tokenizing.literal_ids(TEXT)

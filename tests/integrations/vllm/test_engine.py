@@ -1,0 +1,248 @@
+"""`Engine.open(backend="vllm")` and all that stands on it, over a running server: what it answers is the built-in
+engine's answer.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_helpers import QUESTION, STORED, counted, listening_on, passage
+
+from ragblend.engine import config
+from ragblend.engine.engine import Engine
+from ragblend.engine.grammar import Grammar, json_grammar
+from ragblend.engine.prompt import Chunk
+from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
+
+
+@pytest.fixture
+def engines(listening):
+    """The one whose model the server has, and the built-in one on the same home."""
+    where = {"model": str(listening.folder), "home": listening.home}
+    theirs = Engine.open(**where, backend="vllm", url=listening.url)
+    ours = Engine.open(**where, device="cpu", dtype="float32")
+    yield theirs, ours
+    theirs.finish_background()
+    theirs.close()
+    ours.close()
+
+
+def asked(engine, texts, question=QUESTION):
+    return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
+
+
+@pytest.mark.parametrize("how", [{}, {"method": "epic", "ratio": 0.3}, {"method": "full"}], ids=str)
+def test_answers_and_reports_are_the_built_in_engines(engines, how):
+    theirs, ours = engines
+    prompt = asked(theirs, [STORED[n] for n in (3, 0, 4, 1)], f"What of {how}?")
+    pieces: list[str] = []
+    result = theirs.generate(prompt, max_new_tokens=12, on_text=pieces.append, **how)
+    expected = ours.generate(prompt, max_new_tokens=12, **how)
+    assert result.token_ids == expected.token_ids and result.text == expected.text == "".join(pieces)
+    mine, report = expected.report, result.report
+    assert report.method == mine.method
+    if how.get("method") == "full":
+        return  # vLLM's cache has other prompts' first block
+    assert (report.tokens, report.hits, report.misses) == (mine.tokens, mine.hits, mine.misses)
+    assert report.served == mine.served and report.ratio == mine.ratio
+    assert report.recomputed_fraction == pytest.approx(mine.recomputed_fraction, abs=1e-3)
+    assert report.timings.load_ms > 0 and report.timings.ttft_ms > 0 and report.warning is None
+
+
+def test_a_passage_is_encoded_by_whoever_needs_it_first_and_deleted_by_its_name(engines):
+    theirs, ours = engines
+    new = [passage(n) for n in (60, 61, 62)]
+    assert theirs.encode(new[:1], ["n60"]).encoded == 1
+    assert ours.encode(new[:1]).encoded == 0, "it is the same store"
+    theirs.enter(new[1:2], ["n61"])
+    assert theirs.missing(["n60", "n61"]).node_ids == ("n61",)
+    assert list(theirs.encode_nodes(["n60", "n61"])) == [0, theirs.count_tokens(new[1])]
+
+    first = theirs.generate(asked(theirs, [*new, STORED[0]]), max_new_tokens=2).report
+    assert first.misses == 1 and theirs.finish_background(120)
+    assert theirs.generate(asked(theirs, [STORED[0], *new]), max_new_tokens=2).report.misses == 0
+    assert ours.generate(asked(ours, [new[2], STORED[1]]), max_new_tokens=2).report.misses == 0
+    assert theirs.forget(["n60", "n61"]) > 0
+    assert theirs.generate(asked(theirs, new[::-1]), max_new_tokens=2).report.misses == 2
+
+
+def test_a_conversation_goes_on_in_vllms_cache(engines):
+    theirs, _ = engines
+    texts = STORED[:4]
+    first = theirs.generate(asked(theirs, texts, "Who kept the ledgers?"), max_new_tokens=8)
+    prompt = theirs.tokenize(first.prompt)
+    again = theirs.generate(prompt, max_new_tokens=8)
+    assert again.token_ids == first.token_ids and again.report.method == "probe-shift"
+    assert again.report.tokens.reused == (len(prompt.token_ids) - 1) // 32 * 32 and again.report.hits >= 3
+
+
+def test_sampling_stops_grammars_and_log_probabilities(engines):
+    theirs, ours = engines
+    prompt = asked(theirs, STORED[1:4])
+    seeded = [
+        theirs.generate(prompt, max_new_tokens=8, temperature=1.5, seed=seed).token_ids for seed in (1, 1, 2)
+    ]
+    assert seeded[0] == seeded[1] != seeded[2]
+    whole = theirs.generate(prompt, max_new_tokens=16, logprobs=3)
+    mine = ours.generate(prompt, max_new_tokens=16, logprobs=3)
+    for one, other in zip(whole.logprobs, mine.logprobs, strict=True):
+        assert one.token_id == other.token_id and one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [i for i, _ in one.most_likely] == [i for i, _ in other.most_likely]
+    stop = whole.text[4:6]
+    assert (
+        theirs.generate(prompt, max_new_tokens=16, stop=[stop]).text == whole.text[: whole.text.index(stop)]
+    )
+    grammar = json_grammar(
+        {"type": "object", "properties": {"who": {"enum": ["Ems", "Elbe"]}}, "required": ["who"]}
+    )
+    answer = theirs.generate(prompt, max_new_tokens=40, grammar=grammar)
+    assert json.loads(answer.text)["who"] in ("Ems", "Elbe") and answer.stopped
+
+
+def test_stopping_a_stream_stops_the_server(engines, listening):
+    theirs, _ = engines
+    stream = theirs.stream(asked(theirs, STORED[:3]), max_new_tokens=1500)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(Cancelled):
+        _ = stream.result
+    assert theirs.generate(asked(theirs, STORED[:3]), max_new_tokens=2).token_ids
+
+
+def test_what_the_server_refuses_is_said_in_the_report(engines):
+    theirs, _ = engines
+    prompt = theirs.chat_prompt(None, [Chunk(text, collection="theirs") for text in STORED[:3]], QUESTION)
+    assert "'theirs' is none" in theirs.generate(prompt, max_new_tokens=2).report.warning
+    with pytest.raises(UsageError, match=r"refuses the request.*[Gg]rammar"):
+        theirs.generate(prompt, grammar=Grammar("start: no_such_rule\n"))
+    with pytest.raises(UnsupportedModelError):
+        theirs.profile()
+
+
+# --- the frameworks
+
+
+def test_the_examples_of_the_frameworks_page(has_vllm, tmp_path, with_smollm2, monkeypatch):
+    """All of them, unchanged but for `backend="vllm"`, whose url is where `vllm serve` listens by itself."""
+    home = with_smollm2(tmp_path / "home")
+    folder = Engine.open(home=home, device="cpu", dtype="bfloat16").runtime.folder
+    page = (Path(__file__).parents[3] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    monkeypatch.setenv("RAGBLEND_HOME", str(home))
+    namespace: dict[str, object] = {"__name__": "document"}
+    with listening_on(folder, home, "bfloat16") as made:
+        monkeypatch.setattr(config, "VLLM_URL", made.url)
+        for example in examples:
+            code, _ = re.subn(r"(max_(?:new_)?tokens=\d+)\)", r'\1, backend="vllm")', example)
+            exec(compile(code, "frameworks.md", "exec"), namespace)
+        assert counted(made.url)["requests"] > 5
+    for name in ("llm", "ahead"):
+        assert name in namespace
+    llm: Any = namespace["llm"]
+    assert llm.backend.engine.device == f"vLLM at {made.url}", "nothing of it was loaded here"
+
+
+def test_langchain(listening, caplog):
+    from langchain_core.messages import HumanMessage
+
+    from ragblend.integrations.langchain import ChatRAGBlend
+
+    llm = ChatRAGBlend(
+        model=str(listening.folder), home=str(listening.home), backend="vllm", url=listening.url, max_tokens=8
+    )
+    texts = [passage(n) for n in (70, 71, 72)]
+
+    def said(order):
+        blocks = [{"type": "text", "text": texts[n], "id": f"lc{n}"} for n in order]
+        return [HumanMessage([*blocks, "\n\nWho kept the ledgers?"])]
+
+    first = llm.invoke(said([0, 1, 2]))
+    assert first.response_metadata["kv"]["misses"] == 3
+    assert llm.backend.engine.finish_background(120)
+    *_, last = llm.stream(said([2, 0, 1]))
+    second = llm.invoke(said([1, 2, 0]))
+    assert second.response_metadata["kv"]["hits"] == 3 and second.response_metadata["kv"]["reused"] > 100
+    assert second.usage_metadata["input_token_details"]["cache_read"] > 100
+    assert second.text and last is not None
+
+
+def test_llama_index(listening):
+    from llama_index.core import VectorStoreIndex
+    from llama_index.core.schema import TextNode
+
+    from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
+
+    llm = RAGBlendLLM(
+        model=str(listening.folder),
+        home=str(listening.home),
+        backend="vllm",
+        url=listening.url,
+        max_new_tokens=8,
+    )
+    nodes = [TextNode(text=passage(n), id_=f"li{n}") for n in (80, 81)]
+    index = VectorStoreIndex(nodes, embed_model=RAGBlendEmbedding())
+    engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+    assert str(engine.query("Who kept the ledgers?")) and llm.last_stats["kv"]["misses"] == 2
+    assert llm.backend.engine.finish_background(120)
+    streamed = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
+    assert "".join(streamed.query("Where were both ledgers?").response_gen)
+    assert llm.last_stats["kv"]["hits"] == 2 and llm.last_stats["kv"]["chunks"] in (
+        ["li80", "li81"],
+        ["li81", "li80"],
+    )
+
+
+def test_clients_that_know_nothing_of_it(listening):
+    """LangChain's and LlamaIndex's own clients of OpenAI's interface: the passages come from the store all the same."""
+    from langchain_openai import ChatOpenAI
+    from llama_index.llms.openai_like import OpenAILike
+
+    content = "Passages:\n\n" + "\n\n".join(STORED[n] for n in (4, 2, 0)) + "\n\nWho was it?"
+    before = counted(listening.url)
+    client = ChatOpenAI(
+        model="tiny", base_url=f"{listening.url}/v1", api_key="none", max_tokens=4, temperature=0
+    )
+    assert client.invoke(content).content
+    between = counted(listening.url)
+    assert between["requests"] == before["requests"] + 1
+    assert between["tokens_reused"] > before["tokens_reused"] + 100
+    like = OpenAILike(
+        model="tiny", api_base=f"{listening.url}/v1", api_key="none", max_tokens=4, is_chat_model=True
+    )
+    from llama_index.core.llms import ChatMessage
+
+    assert str(like.chat([ChatMessage(content=content.replace("Who", "When"))]))
+    assert counted(listening.url)["tokens_reused"] > between["tokens_reused"] + 100
+
+
+# --- the app
+
+
+def test_the_command_line_and_a_conversation(listening, tmp_path, capsys, caplog):
+    """A home of its own: the server keeps the KV in another one, and finds it by the passages' ids."""
+    from ragblend.app.cli import main
+    from ragblend.app.conversation import ANY, AskOptions, Conversations
+    from ragblend.app.workspace import Workspaces
+
+    document = tmp_path / "ledgers.txt"
+    document.write_text("\n\n".join(passage(n, 120) for n in (90, 91)))
+    home, settings = tmp_path / "home", {"model": str(listening.folder), "vllm": listening.url}
+    common = ["--home", str(home), "--model", settings["model"], "--vllm", listening.url, "--json"]
+    assert main(["ingest", str(document), *common]) == 0
+    capsys.readouterr()
+    with caplog.at_level(logging.WARNING, "ragblend"):
+        assert main(["ask", "Who kept the ledgers?", "--top-k", "2", "--max-new-tokens", "8", *common]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["answer"] and answer["device"] == f"vLLM at {listening.url}"
+    assert answer["store"]["hits"] >= 1 and answer["tokens"]["reused"] > 100
+    with Workspaces.open(home, **settings, top_k=2, max_new_tokens=8) as workspaces:
+        talks, chats = Conversations(workspaces), workspaces.chats
+        chat = chats.create("ledgers")
+        turn = talks.ask(chat.id, "Where were both ledgers?", AskOptions(least_score=ANY))
+        with turn:
+            assert "".join(turn)
+        assert turn.message.report["hits"] >= 1 and turn.message.report["tokens"]["reused"] > 100
+        assert talks.measure_full(turn.message.id)["full_prefill_ms"] > 0
