@@ -61,6 +61,10 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
+    if (
+        given.what == "agree"
+    ):  # nothing is timed, and threads that spin beside busy ones take ten times as long
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     engine, questions = opened(given)
     run = {"speed": speed, "agree": agree}[given.what]
     figures = run(given, engine, questions, passed.split())
@@ -254,8 +258,6 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """By the endpoint and by the built-in engine: first-token distributions, greedy answers, F1 against the gold."""
-    from ragblend.app.bench.metrics import f1
-
     mine, prompts = [], []
     for question in questions:
         passages = [cut(engine, text, given.tokens) for text in question.passages[: given.passages]]
@@ -269,7 +271,12 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
         mine.append(row)
     folder = str(engine.runtime.folder)
     engine.close()
+    everyone: dict[str, list[Any]] = {
+        f"engine {name}": [(dict(enumerate(row[name][0])), row[name][1]) for row in mine] for name in mine[0]
+    }
     found: dict[str, list[Any]] = {"fused": [], "recompute": [], "vllm": []}
+    gold = [question.answers for question in questions]
+    figures: dict[str, Any] = {}
     said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
     with served(given, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
@@ -285,12 +292,18 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
                     "choices"
                 ][0]["text"]
                 found[name].append((told, text))
-            print(len(found["vllm"]), file=sys.stderr)
-    engine_has = {
-        name: [(dict(enumerate(row[name][0])), row[name][1]) for row in mine]
-        for name in ("full", "probe-shift")
-    }
-    everyone = found | {f"engine {name}": rows for name, rows in engine_has.items()}
+            figures = agreement(found | everyone, gold, len(found["vllm"]))
+            print(figures, file=sys.stderr)
+            if given.json:  # what is known so far: who stops it keeps that
+                given.json.write_text(json.dumps(figures, indent=1))
+    return figures
+
+
+def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
+    """Over the first so many questions. everyone: by name, (log-probabilities of the first token, answer) each."""
+    from ragblend.app.bench.metrics import f1
+
+    rows = {name: found[:count] for name, found in everyone.items()}
     pairs = [
         ("vllm", "engine full"),
         ("vllm", "recompute"),
@@ -299,15 +312,15 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
         ("engine full", "engine probe-shift"),
     ]
     compared = {
-        f"{name} beside {reference}": compare(everyone[reference], everyone[name])
-        for reference, name in pairs
+        f"{name} beside {reference}": compare(rows[reference], rows[name]) for reference, name in pairs
     }
-    gold = [question.answers for question in questions]
     f1s = {
-        name: statistics.mean(f1(text, answers) for (_, text), answers in zip(rows, gold, strict=True))
-        for name, rows in everyone.items()
+        name: statistics.mean(
+            f1(text, answers) for (_, text), answers in zip(found, gold[:count], strict=True)
+        )
+        for name, found in rows.items()
     }
-    return {"questions": len(questions), "first_token_and_answer": compared, "f1": f1s}
+    return {"questions": count, "first_token_and_answer": compared, "f1": f1s}
 
 
 def compare(reference: list[Any], rows: list[Any]) -> dict[str, float]:
