@@ -1,7 +1,8 @@
 """Whose turn it is: which of the waiting requests is begun next. Pure: no clock, no lock and no device.
 
-RAGCache (arXiv 2404.12457) §5.2: what is cached of a request by what must be computed says which goes first, and nobody
-is passed by more than a window of others. Fairness between clients, and chunks in common, are ours.
+RAGCache (arXiv 2404.12457) §5.2: what is cached of a request says which goes first, and nobody is passed by more than a
+window of others. Its measure, cached length by computed length, puts long prompts first where all of them are stored;
+here the least to compute goes first. Fairness between clients, and chunks in common, are ours.
 """
 
 import math
@@ -12,6 +13,7 @@ from itertools import takewhile
 
 WINDOW = 32  # a request is passed by no more than so many: RAGCache §6
 MOST_BEGUN = 8  # answers on the device in turn; of more none would come at reading speed
+LOADED = 0.05  # of what computing a token takes, loading one does: docs/load.md
 LEAD_S = 2.0  # of the device's time that a client may be ahead of one who waits
 
 
@@ -20,8 +22,9 @@ class Claim:
     """What is known of a request before it is begun.
 
     shares: it gives way between its tokens, so others may be begun beside it; without, it is served alone and in the
-    order of coming, and nobody passes it. client: whose it is; cached: tokens of its chunks that are stored, by chunk;
-    new_tokens: to compute; nbytes: of its context on the device; deadline: by the clock of who asks `begin`.
+    order of coming, and nobody passes it. client: whose it is; cached: tokens of its chunks that are loaded, by chunk;
+    new_tokens: to compute, again or for the first time; nbytes: of its context on the device; deadline: by the clock of
+    who asks `begin`.
     """
 
     shares: bool = False
@@ -114,13 +117,14 @@ class Order:
         fitting = [each for each in open_ if self._fits(each)]
         least = min((self._used_s[each.claim.client] for each in open_), default=0.0)
         fair = [each for each in fitting if self._used_s[each.claim.client] <= least + self._lead_s]
-        return max(fair, key=self.priority, default=None)  # of equals the first
+        return min(fair, key=self.length, default=None)  # of equals the first
 
-    def priority(self, ticket: Ticket) -> float:
-        """Cached length by computed length; what the last one had loaded counts twice, so that it is loaded once."""
-        claim = ticket.claim
-        cached = sum(tokens * (2 if chunk in self._warm else 1) for chunk, tokens in claim.cached.items())
-        return cached / max(1, claim.new_tokens)
+    def length(self, ticket: Ticket) -> float:
+        """What it takes, in computed tokens; what the last one had loaded is not loaded again."""
+        cached = ticket.claim.cached.items()
+        return ticket.claim.new_tokens + LOADED * sum(
+            tokens for chunk, tokens in cached if chunk not in self._warm
+        )
 
     def _fits(self, ticket: Ticket) -> bool:
         if self.budget_bytes is None or not self.begun:

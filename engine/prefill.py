@@ -46,6 +46,11 @@ class Request:
     room_tokens: int = 256
     session: Session | None = None
 
+    @property
+    def begins_with(self) -> Session | None:
+        """The session whose context is used: by what fuses alone."""
+        return None if self.policy.name == "full" or self.policy.exact else self.session
+
 
 def prefill(
     runtime: Runtime, request: Request, turn: Turn | None = None, answering: bool = False
@@ -61,7 +66,8 @@ def prefill(
 
 
 def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -> Claim:
-    """What the queue must know of a request: what of it is stored, and how much memory its context takes.
+    """What the queue must know of a request: what of it is stored, what is computed, again or for the first time, and
+    how much memory its context takes.
 
     Of a model that is not loaded yet nothing is known.
     """
@@ -69,22 +75,26 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
         return Claim(True, client, deadline=deadline)
     if runtime.queue.order.budget_bytes is None:
         runtime.queue.order.budget_bytes = free_bytes(runtime.device) // 2
-    prompt, cached = request.prompt, dict[str, int]()
-    if request.session is not None and (held := request.session.common_tokens(prompt.token_ids)):
-        cached[f"session {id(request.session)}"] = held
+    prompt, cached, held = request.prompt, dict[str, int](), 0
+    if (session := request.begins_with) and (held := session.common_tokens(prompt.token_ids)):
+        cached[f"session {id(session)}"] = held
     with runtime.use.turn():
-        path = path_of(runtime, prompt, request.collection) if request.policy.follows else []
+        path = path_of(runtime, prompt, request.collection) if request.policy.follows and not held else []
         nodes = list(takewhile(runtime.store.contains, (node.key for node, _ in path)))
         cached |= {node.key.digest: len(node.token_ids) for node, _ in path[: len(nodes)]}
-        for chunk in () if request.policy.exact else prompt.chunks[len(nodes) :]:
-            for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
-                ids = chunk.token_ids or ()
-                key = runtime.key_of(prefix, ids, chunk.collection or request.collection)
-                if runtime.store.contains(key):
-                    cached[key.digest] = len(ids)
-    tokens = len(prompt.token_ids)
+        exact = sum(cached.values())
+        behind = zip(prompt.chunks[len(nodes) :], prompt.places[len(nodes) :], strict=True)
+        for chunk, (_, stop) in () if request.policy.exact else behind:
+            ids, salt = chunk.token_ids or (), chunk.collection or request.collection
+            keys = [runtime.key_of(each, ids, salt) for each in {prompt.prefix_ids, runtime.canonical_prefix}]
+            if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
+                cached[key.digest] = len(ids)
+    ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
+    share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
+    fused, tokens = sum(cached.values()) - exact, len(prompt.token_ids)
     nbytes = (tokens + request.room_tokens) * runtime.decoder.geometry.token_bytes
-    return Claim(True, client, cached, max(1, tokens - sum(cached.values())), nbytes, deadline)
+    new_tokens = max(1, round(tokens - exact - (1 - share) * fused))
+    return Claim(True, client, cached, new_tokens, nbytes, deadline)
 
 
 def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
@@ -145,8 +155,8 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span,
     """
     prompt, policy, spans, begin = request.prompt, request.policy, list[Span](), 0
     prefix, everything = prompt.prefix_ids, prompt.token_ids
-    if request.session is not None and policy.name != "full" and not policy.exact:  # which do not fuse
-        held = request.session.span(prompt, runtime.decoder)
+    if request.begins_with is not None:
+        held = request.begins_with.span(prompt, runtime.decoder)
         if held is not None:
             spans, begin = [held], held.stop
     if policy.follows and not spans:

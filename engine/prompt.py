@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -96,7 +97,7 @@ class Prompt:
     def is_tokenized(self) -> bool:
         return all(segment.token_ids is not None for segment in self.segments)
 
-    @property
+    @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """The one sequence that every method is run on. Raises PromptError before `Engine.tokenize`."""
         return tuple(i for ids in self.segment_ids for i in ids)

@@ -39,6 +39,13 @@ def test_more_cached_for_less_to_compute_goes_first():
     assert begun(order) == [most, half, none]
 
 
+def test_of_what_is_all_stored_the_least_to_compute_goes_first():
+    """By cached length over computed length the longest would."""
+    order = Order()
+    long, short = order.add(asks(2000, 400)), order.add(asks(500, 160))
+    assert begun(order) == [short, long]
+
+
 @pytest.mark.parametrize("window", [0, 1, 5, WINDOW])
 def test_nobody_is_passed_by_more_than_the_window(window):
     order = Order(window=window)
