@@ -165,15 +165,11 @@ class Nodes:
             self._keep(key, made, chunk.node_id)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
-        """Store a node of the knowledge tree for that chunk, made with the device in hand when nobody needs it.
+        """Store a node of the knowledge tree for that chunk. It goes when the chunk's node does.
 
-        It goes when the chunk's node does. False if that was deleted, or what it stands behind.
+        made: is called if the chunk is still there. False if it was deleted, or what it stands behind.
         """
-        if not self._claim_named(chunk, key):
-            return False
-        with self._runtime.queue.turn(background=True):
-            kv = made()
-        return self._keep(key, kv, chunk.node_id)
+        return self._claim_named(chunk, key) and self._keep(key, made(), chunk.node_id)
 
     def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
         """Whether the chunk's KV is wanted; a node that a prompt was the first to name is entered."""

@@ -70,7 +70,7 @@ def computed_in(
 
 
 def grow(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
-    """Enter nodes, when nobody needs the device, from the first on.
+    """Enter nodes, from the first on, without the device: where requests never leave it alone, none would be entered.
 
     While the store has room all of them; what would displace others only where it is asked for again. The tree's first
     level is what is encoded alone, behind the canonical prefix: behind another one, which may hold somebody's words,
@@ -96,7 +96,6 @@ def grow(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> Non
 
 
 def _copied(runtime: Runtime, each: Computed) -> ChunkKV:
-    """With the device in hand."""
     keys, values = (
         [layer.clone(memory_format=torch.contiguous_format).cpu() for layer in layers]
         for layers in (each.keys, each.values)
@@ -118,13 +117,14 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
 
     def made() -> ChunkKV:
         encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
-        for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
-            with source:
-                encoder.go_on(whole(source))
-        if encoder.start != node.start:
-            raise Cancelled("what the node stands behind is gone")
-        kv = encoder.encode(node.token_ids, lambda: runtime.queue.wanted or runtime.chores.hurried)
-        return replace(kv, parent=node.parent)
+        with runtime.queue.turn(background=True):
+            for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
+                with source:
+                    encoder.go_on(whole(source))
+            if encoder.start != node.start:
+                raise Cancelled("what the node stands behind is gone")
+            kv = encoder.encode(node.token_ids, lambda: runtime.queue.wanted or runtime.chores.hurried)
+            return replace(kv, parent=node.parent)
 
     with suppress(Cancelled, CorruptBlobError, StoreFullError):  # the next time, if there is one
         Nodes(runtime, chunk.collection or collection).keep_computed(chunk, node.key, made)

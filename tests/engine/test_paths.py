@@ -129,6 +129,15 @@ def test_what_another_method_computed_does_not_enter(fresh, method):
     assert nodes(fresh) == {}
 
 
+def test_what_was_computed_enters_while_others_have_the_device(fresh, monkeypatch):
+    """Where one request follows the other, nothing would ever be learnt."""
+    monkeypatch.setattr(scheduler, "PAUSE_S", 3600)
+    fresh.engine.prefill(chat(fresh, CHAIN), method="exact")
+    with fresh.engine.runtime.queue.turn():
+        assert fresh.engine.finish_background(timeout_s=60)
+        assert len(nodes(fresh)) == 2
+
+
 def test_what_a_session_holds_is_not_exact(fresh):
     """Its KV was fused, and its answers were computed by another loop."""
     session, prompt = Session(), chat(fresh, CHAIN)
