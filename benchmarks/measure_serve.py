@@ -1,0 +1,504 @@
+"""Requests under load, as RAGCache measures them (arXiv 2404.12457, section 7): time to first token against their rate.
+
+    python -m benchmarks.measure_serve --parts calibrate          what a prompt takes, by what of it is stored
+    python -m benchmarks.measure_serve --parts full,blend         systems on the real engine, minutes each
+    python -m benchmarks.measure_serve --parts simulate           larger traces and the ablations, in made-up time
+    python -m benchmarks.measure_serve --render                   the document again, from what is recorded
+
+Requests come as a Poisson process; each asks about passages drawn by their popularity. The clock is this process's
+processor time, with one thread computing: what others do on the machine does not count, and waiting for the next
+request takes no time. Writes `serve.json` beside this file, the tables of docs/load.md and a picture.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.measure_speed import texts_of
+from benchmarks.results import MARKS, REPO
+from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Outcome, Request, System, simulator
+from benchmarks.store_traces import Trace, make_trace
+from ragblend import Chunk, Engine
+from ragblend.app.bench.prefilling import cpu_name
+from ragblend.engine import engine as engine_module
+from ragblend.engine.config import resolve_home
+from ragblend.engine.order import WINDOW, Claim, Order, Ticket
+from ragblend.engine.prompt import Prompt
+from ragblend.engine.scheduler import PAUSE_S
+from ragblend.kvstore.blob import file_nbytes
+from ragblend.kvstore.keys import ChunkKey
+
+RECORDED, PAGE = REPO / "benchmarks" / "serve.json", REPO / "docs" / "load.md"
+PICTURE = REPO / "docs" / "pictures" / "load.svg"
+# RAGCache section 3.2: 3% of the documents make 60% of MMLU's requests. Its other traces are flatter: zipf 0.9, in
+# which 3% make 40 to 50% here. Answers: one token of MMLU's letters, some of NQ's names (section 7.1).
+TRACES = {"mmlu": ("mmlu", 1), "nq": ("zipf:0.9", 6)}
+PASSAGES = 4  # a request
+SLO = 5.0  # times the unloaded time to first token
+# The real engine: documents, and requests by run
+DOCUMENTS, WARM, ALONE, COUNT = 120, 40, 12, 40
+BUDGET = 1.5  # of the corpus
+COMMON, LOADS = 0.8, (0.8, 1.0, 1.25)  # of full prefill's rate, and of each system's own, when nobody waits
+# The simulator's
+LARGE, LARGE_WARM, LARGE_COUNT = 2_000, 1_500, 800
+LARGE_LOADS, SATURATED = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1), (0.9, 1.1)
+BUDGETS = (0.05, 0.1, 0.25, 0.5)
+AT = 0.7  # of the load at which policies are compared
+ARTICLES = ("documents", 2)  # RAGCache's: two whole articles a request
+SHAPES = {"passages": f"{PASSAGES} of up to 512", "documents": "2 whole articles"}
+NAMES = [system.name for system in SYSTEMS]
+EXACT = next(system for system in SYSTEMS if system.name == "exact tree")
+SELDOM = 1e-3  # so that nobody waits
+Row = dict[str, Any]
+
+
+def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
+    """Of a Poisson process of exactly that mean rate."""
+    draw = random.Random(seed)
+    gaps = [draw.expovariate(1.0) for _ in range(count)]
+    return [at * count / sum(gaps) / rate for at in accumulate(gaps)]
+
+
+def throughput(points: Sequence[tuple[float, float]], slo_s: float) -> float:
+    """The rate at which the mean crosses the SLO, between two that were measured (requests/s, mean s); the last one
+    where it does not."""
+    ordered = sorted(points)
+    for (low, before), (high, after) in pairwise(ordered):
+        if before <= slo_s < after:
+            return low + (high - low) * (slo_s - before) / (after - before)
+    return ordered[-1][0] if ordered[-1][1] <= slo_s else 0.0
+
+
+# --- the real engine
+
+
+class Clock:
+    """Processor time of this process, and what was skipped while there was nothing to do."""
+
+    def __init__(self) -> None:
+        self._skipped = -time.process_time()
+
+    def now(self) -> float:
+        return time.process_time() + self._skipped
+
+    def skip_to(self, at: float) -> None:
+        self._skipped += max(0.0, at - self.now())
+
+
+class TimedOrder(Order):
+    """Notes how long choosing took, and by how many the unluckiest was passed."""
+
+    spent_s, most_passed = 0.0, 0
+
+    def begin(self, now: float) -> Ticket | None:
+        begun = time.thread_time()
+        ticket = super().begin(now)
+        self.spent_s += time.thread_time() - begun
+        if ticket is not None:
+            self.most_passed = max(self.most_passed, ticket.passed)
+        return ticket
+
+
+def served(
+    engine: Engine, system: System, prompts: Sequence[Prompt], at: Sequence[float], tokens: int
+) -> Row:
+    """Ask each when its time has come; what it took to the first token, by request."""
+    clock, order = Clock(), TimedOrder(window=system.window)
+    engine.runtime.queue.order = order
+    ttft_s, claims_s, threads = [math.nan] * len(prompts), list[float](), list[threading.Thread]()
+    claim_of: Callable[..., Claim] = vars(engine_module)["claim_of"]
+
+    def timed(*args: Any) -> Claim:
+        begun = time.thread_time()
+        claim = claim_of(*args)
+        claims_s.append(time.thread_time() - begun)
+        return claim
+
+    def ask(number: int) -> None:
+        def first(_: str) -> None:
+            if math.isnan(ttft_s[number]):
+                ttft_s[number] = clock.now() - at[number]
+
+        engine.store.contains(
+            ChunkKey("0" * 64)
+        )  # opens this thread's connection, which the prefill needs as well
+        engine.generate(prompts[number], system.method, on_text=first, max_new_tokens=tokens)
+        first("")
+
+    with mock.patch.object(engine_module, "claim_of", timed):
+        for number, due in enumerate(at):
+            while clock.now() < due:
+                if not any(thread.is_alive() for thread in threads):
+                    if due - clock.now() > PAUSE_S and not engine.finish_background(timeout_s=0.01):
+                        continue
+                    clock.skip_to(due)
+                time.sleep(0.001)
+            threads.append(threading.Thread(target=ask, args=(number,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+    return {
+        "rate": len(at) / at[-1],
+        "mean_s": statistics.mean(ttft_s),
+        "p99_s": float(torch.quantile(torch.tensor(ttft_s), 0.99)),
+        "passed": order.most_passed,
+        "scheduling_ms": 1e3 * (statistics.median(claims_s) + order.spent_s / len(prompts)),
+    }
+
+
+class Corpus:
+    """The passages of a trace as texts, and its requests as prompts."""
+
+    def __init__(self, trace: str) -> None:
+        kind, self.answer_tokens = TRACES[trace]
+        count = WARM + ALONE + (len(LOADS) + 2) * COUNT
+        self.trace: Trace = make_trace(kind, "passages", DOCUMENTS, count * PASSAGES, PASSAGES, seed=0)
+
+    def texts(self, engine: Engine) -> list[str]:
+        return [
+            texts_of(engine, 1, tokens, first=number)[0] for number, tokens in enumerate(self.trace.tokens)
+        ]
+
+    def prompts(self, engine: Engine, texts: Sequence[str], first: int, count: int) -> list[Prompt]:
+        return [
+            engine.tokenize(
+                engine.chat_prompt(
+                    None, [Chunk(texts[each]) for each in request], f"What is told in {number}?"
+                )
+            )
+            for number, request in enumerate(self.trace.requests[first : first + count], start=first)
+        ]
+
+
+def measured(system: System, trace: str, alone_full_s: float | None, home: str) -> Row:
+    """One system on the real engine: alone, at the common rate, and at its own loads, each on requests of its own."""
+    torch.set_num_threads(1)
+    corpus = Corpus(trace)
+    source = Engine.open(home=home)
+    texts = corpus.texts(source)
+    total = sum(
+        file_nbytes(source.runtime.fingerprint.geometry, tokens, source.runtime.codec)
+        for tokens in corpus.trace.tokens
+    )
+    source.close()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(Path(home) / "models")
+        engine = Engine.open(home=folder, store_policy=system.policy, store_budget_bytes=int(BUDGET * total))
+        if system.fuses:
+            engine.encode(texts)
+        else:
+            engine.prefill(corpus.prompts(engine, texts, 0, 1)[0], method="full")
+        if system.paths or system.fuses:
+            for prompt in corpus.prompts(engine, texts, 0, WARM):
+                engine.generate(prompt, system.method, max_new_tokens=1)
+                engine.finish_background()
+        begin = WARM
+
+        def run(count: int, rate: float) -> Row:
+            nonlocal begin
+            prompts = corpus.prompts(engine, texts, begin, count)
+            begin += count
+            row = served(engine, system, prompts, arrivals(count, rate), corpus.answer_tokens)
+            print(f"{system.name}, {trace}: {json.dumps(row)}", flush=True)
+            return row
+
+        alone = run(ALONE, SELDOM)
+        full_s = alone_full_s or alone["mean_s"]
+        rows = [run(COUNT, COMMON / full_s)]
+        rows += [run(COUNT, load / alone["mean_s"]) for load in LOADS]
+        engine.close()
+    about = f"{engine.model_name} on one core of {cpu_name()}, {engine.dtype}"
+    return under_load(alone["mean_s"], rows) | {"about": about}
+
+
+def calibrated(home: str) -> Row:
+    """What prompts take, by how many of their passages are on a path, stored alone, and neither."""
+    torch.set_num_threads(1)
+    samples, draw, used = list[tuple[Found, float]](), random.Random(0), 0
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(Path(home) / "models")
+        engine = Engine.open(home=folder)
+
+        def timed(texts: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
+            prompt = engine.tokenize(
+                engine.chat_prompt(None, [Chunk(text) for text in texts], "What is told?")
+            )
+            begun = time.process_time()
+            counts = engine.prefill(prompt, method=method).report.tokens
+            spent = time.process_time() - begun
+            engine.finish_background()
+            stored = counts.reused + counts.recomputed
+            path = sum(stop - start for start, stop in prompt.places[:exact])
+            samples.append((Found(counts.prompt - stored, path, stored - path, pieces), spent))
+
+        for count in (1, 2, 3, 4) * 2:
+            for known in range(count + 1):
+                numbers = range(used, used := used + count)
+                texts = [texts_of(engine, 1, draw.randrange(64, 513), first=each)[0] for each in numbers]
+                if not samples:
+                    timed(texts, "full", 0)
+                    samples.clear()
+                timed(texts, "full", 0)
+                engine.encode(texts[:known])
+                timed(texts, "probe-shift", min(known, 1))
+                if known:
+                    begins = [Chunk(text) for text in texts[:known]]
+                    engine.prefill(engine.chat_prompt(None, begins, "What is told?"), method="exact")
+                    engine.finish_background()
+                timed(texts, "auto", known)
+                timed(texts, "exact", known, 1 + count - known)
+        prefilled = engine.prefill(engine.chat_prompt(None, [Chunk(text) for text in texts], "What is told?"))
+        engine.decode(prefilled, max_new_tokens=4)
+        engine.finish_background()  # which loop computes answers is measured after the first one
+        begun = time.process_time()
+        answer = engine.decode(prefilled, max_new_tokens=24, temperature=0.0).token_ids
+        token_s = (time.process_time() - begun) / len(answer)
+        engine.close()
+    return asdict(Costs.fitted(samples, token_s)) | {"samples": len(samples)}
+
+
+# --- made-up time
+
+
+class Large:
+    """The requests of one large trace, of which each run takes the next ones."""
+
+    def __init__(self, trace: str, costs: Costs, shape: tuple[str, int] = ("passages", PASSAGES)) -> None:
+        kind, self.answer_tokens = TRACES[trace]
+        self.costs, (lengths, each) = costs, shape
+        runs = 2 + len(LARGE_LOADS)
+        count = (LARGE_WARM + runs * LARGE_COUNT) * each
+        self.trace = make_trace(kind, lengths, LARGE, count, each, seed=0)
+
+    def requests(self, run: int, rate: float) -> list[Request]:
+        """Those of a run, the first of which is to warm up."""
+        count = LARGE_COUNT if run else LARGE_WARM
+        first = run and LARGE_WARM + (run - 1) * LARGE_COUNT
+        tokens = self.trace.tokens
+        return [
+            Request(at, tuple((each, tokens[each]) for each in asked), self.answer_tokens)
+            for at, asked in zip(
+                arrivals(count, rate), self.trace.requests[first : first + count], strict=True
+            )
+        ]
+
+    def row(self, outcome: Outcome, rate: float) -> Row:
+        read = outcome.path_tokens / outcome.tokens
+        return {
+            "rate": rate, "mean_s": outcome.mean_s, "p99_s": outcome.p99_s, "passed": outcome.passed, "on_paths": read
+        }  # fmt: skip
+
+    def system(self, system: System, full_s: float | None) -> Row:
+        with simulator(system, self.costs, self.trace.tokens, BUDGET) as one:
+            one.run(self.requests(0, SELDOM))
+            alone_s = one.run(self.requests(1, SELDOM)).mean_s
+            rates = [COMMON / (full_s or alone_s), *(load / alone_s for load in LARGE_LOADS)]
+            rows = [
+                self.row(one.run(self.requests(1 + run, rate)), rate) for run, rate in enumerate(rates, 1)
+            ]
+        return under_load(alone_s, rows)
+
+    def once(self, system: System, rate: float, share: float = BUDGET) -> Row:
+        with simulator(system, self.costs, self.trace.tokens, share) as one:
+            one.run(self.requests(0, SELDOM))
+            return self.row(one.run(self.requests(1, rate)), rate)
+
+
+def under_load(alone_s: float, rows: list[Row]) -> Row:
+    """What was measured of a system, the run at the common rate first."""
+    points = [(0.0, alone_s), *((row["rate"], row["mean_s"]) for row in rows)]
+    reached = throughput(points, SLO * alone_s)
+    return {"alone_s": alone_s, "common": rows[0], "loads": rows[1:], "throughput": reached}
+
+
+def simulated(case: tuple[str, Costs]) -> Row:
+    """All systems on a large trace, and what eviction and order are worth, there and with articles of all lengths."""
+    shapes = {"passages": Large(*case), "documents": Large(*case, ARTICLES)}
+    full_s, systems = None, dict[str, Row]()
+    for system in SYSTEMS:
+        systems[system.name] = shapes["passages"].system(system, full_s)
+        full_s = full_s or systems[system.name]["alone_s"]
+    policies, orders = list[Row](), list[Row]()
+    for shape, large in shapes.items():
+        alone = {
+            system.name: large.once(replace(system, window=0), SELDOM)["mean_s"]
+            for system in SYSTEMS
+            if system.window
+        }
+        orders += [
+            {"lengths": shape, "system": system.name, "load": load, "window": window}
+            | large.once(replace(system, window=window), load / alone[system.name])
+            for system in SYSTEMS
+            if system.window
+            for load in SATURATED
+            for window in (0, WINDOW)
+        ]
+        policies += [
+            {"lengths": shape, "budget": share, "policy": policy}
+            | large.once(replace(EXACT, policy=policy), AT / alone[EXACT.name], share)
+            for share in BUDGETS
+            for policy in ("lru", "gdsf", "pgdsf")
+        ]
+    return {"systems": systems, "policies": policies, "orders": orders}
+
+
+def compared(rows: dict[str, Row]) -> str:
+    """A row a system: what it takes alone and at the common rate, and how many a second it serves within the SLO."""
+    heads = (
+        "system",
+        "alone",
+        "mean",
+        "p99",
+        "requests/s within the SLO",
+        "of full's",
+        "passed",
+        "scheduling",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    full = rows["full"]["throughput"]
+    for name, row in rows.items():
+        at, last = row["common"], row["loads"][-1]
+        more = "" if last["mean_s"] > SLO * row["alone_s"] else "at least "
+        spent = max((each.get("scheduling_ms", 0.0) for each in row["loads"]), default=0.0)
+        cells = (
+            name, *(f"{each:.2f} s" for each in (row["alone_s"], at["mean_s"], at["p99_s"])),
+            f"{more}{row['throughput']:.2f}", f"{row['throughput'] / full:.2f}",
+            str(max(each["passed"] for each in row["loads"])), f"{spent:.1f} ms" if spent else "",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def evictions(rows: list[Row]) -> str:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    lines = [f"| passages | room for | {' | '.join(policies)} |", "|" + "---|" * (2 + len(policies))]
+    for lengths, budget in dict.fromkeys((row["lengths"], row["budget"]) for row in rows):
+        cells = [
+            f"{row['mean_s']:.2f} s, {row['on_paths']:.1%}"
+            for row in rows
+            if (row["lengths"], row["budget"]) == (lengths, budget)
+        ]
+        lines.append(f"| {SHAPES[lengths]} | {budget:.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ordered(rows: list[Row]) -> str:
+    heads = ("passages", "system", "load", "as they come", "in order", "lower by")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for first, least in zip(rows[::2], rows[1::2], strict=True):
+        cells = (
+            SHAPES[first["lengths"]], first["system"], f"{first['load']:.1f}",
+            *(f"{row['mean_s']:.1f} s, p99 {row['p99_s']:.0f}" for row in (first, least)),
+            f"{first['mean_s'] / least['mean_s']:.2f} times",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(found: Row) -> str:
+    """What stands between the marks of docs/load.md."""
+    parts = []
+    for trace, rows in found["real"].items():
+        about = f"**{trace}, the engine**: {rows['full']['about']}; {COUNT} requests a run."
+        parts += [about, compared({name: rows[name] for name in NAMES if name in rows})]
+    costs = found["costs"]
+    parts.append(
+        f"Made-up time: costs fitted to {costs['samples']} prompts, which they miss by {costs['error']:.0%} (median)."
+    )
+    for trace, rows in found["simulated"].items():
+        parts += [f"**{trace}, simulated**: {LARGE_COUNT} requests a run.", compared(rows["systems"])]
+    for trace, rows in found["simulated"].items():
+        parts += [
+            f"**{trace}, eviction**: mean time to first token of the exact tree, and tokens found on paths.",
+            evictions(rows["policies"]),
+            f"**{trace}, order**:",
+            ordered(rows["orders"]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def picture(found: Row) -> None:
+    """Mean time to first token against the rate, on the engine and simulated."""
+    from matplotlib.figure import Figure
+
+    panels = [(f"{trace}, the engine", rows) for trace, rows in found["real"].items()]
+    panels += [(f"{trace}, simulated", rows["systems"]) for trace, rows in found["simulated"].items()]
+    figure = Figure(figsize=(3.4 * len(panels), 3.2), layout="constrained")
+    for axes, (title, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for number, name in enumerate(name for name in NAMES if name in rows):
+            row = rows[name]
+            points = sorted((each["rate"], each["mean_s"]) for each in (row["common"], *row["loads"]))
+            axes.plot(*zip((0.0, row["alone_s"]), *points, strict=True), color=f"C{number}", label=name)
+            axes.axhline(SLO * row["alone_s"], color=f"C{number}", linewidth=0.5, linestyle=":")
+        axes.set(title=title, xlabel="requests/s", ylabel="mean TTFT, s", yscale="log")
+    axes.legend(fontsize=7)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def render(found: Row) -> str:
+    """docs/load.md with the tables as recorded."""
+    return MARKS.sub(lambda _: page(found), PAGE.read_text(encoding="utf-8"), count=1)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--home", help="where the model is")
+    parser.add_argument("--trace", choices=TRACES, default="mmlu", help="of the real engine")
+    parser.add_argument("--parts", default=f"calibrate,{','.join(NAMES)},simulate")
+    parser.add_argument("--render", action="store_true", help="nothing is measured")
+    asked = parser.parse_args(arguments)
+    home = asked.home or str(resolve_home(None))
+    for part in () if asked.render else asked.parts.split(","):
+        if part == "calibrate":
+            keep(calibrated(home), "costs")
+        elif part == "simulate":
+            given = recorded()["costs"]
+            costs = Costs(tuple(given["weights"]), given["token_s"], given["error"])
+            with ProcessPoolExecutor(2) as pool:
+                found = pool.map(simulated, [(trace, costs) for trace in TRACES])
+                keep(dict(zip(TRACES, found, strict=True)), "simulated")
+        else:
+            real = recorded().get("real", {}).get(asked.trace, {})
+            alone_s = real["full"]["alone_s"] if "full" in real else None
+            row = measured(SYSTEMS[NAMES.index(part)], asked.trace, alone_s, home)
+            keep(row, "real", asked.trace, part)
+    everything = recorded()
+    if {"costs", "real", "simulated"} <= everything.keys():
+        PAGE.write_text(render(everything), encoding="utf-8")
+        picture(everything)
+    return 0
+
+
+def recorded() -> Row:
+    found: Row = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    return found
+
+
+def keep(row: Row, *names: str) -> None:
+    """In the recorded file, under these names."""
+    everything = place = recorded()
+    for name in names[:-1]:
+        place = place.setdefault(name, {})
+    place[names[-1]] = row
+    RECORDED.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
