@@ -7,7 +7,7 @@ The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, co
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,9 @@ from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, St
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.engine.session import Session
+from ragblend.engine.speculation import Speculation
 from ragblend.engine.tools import CallFormat, Tool
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.store import KVStore
 
 _engines: dict[tuple[Runtime, str], "Engine"] = {}
@@ -314,6 +315,38 @@ class Engine:
         request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
         return Stream(partial(self._answer, replace(request, session=session), chosen, client=client))
 
+    def stream_staged(
+        self,
+        prompts: Iterable[Prompt],
+        method: str | Policy = DEFAULT_METHOD,
+        ratio: float | str = DEFAULT_RATIO,
+        session: Session | None = None,
+        client: str = "",
+        **options: Any,
+    ) -> Stream:
+        """Answer the last of the prompts, which come as retrieval finds more; until then the device reads ahead.
+
+        For retrieval that takes as long as reading the prompt (RAGCache, §5.3). The answer is that of `stream` on the
+        last one: what was read of another is dropped. prompts: iterated in the stream's thread. Raises as `stream`
+        does, all of it in the iteration, and what `prompts` raises.
+        """
+        chosen = DecodeOptions.of(options)
+
+        def work(on_text: OnText, cancel: threading.Event) -> Result:
+            request: Request | None = None
+            with Speculation(self.runtime, client) as speculation:
+                for prompt in prompts:
+                    if cancel.is_set():
+                        raise Cancelled("the request was cancelled while passages were looked for")
+                    request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
+                    request = replace(request, session=session)
+                    speculation.offer(request)
+                if request is None:
+                    raise UsageError("no prompt came; yield one at least, the last one being answered")
+                return self._answer(request, chosen, on_text, cancel, client, speculation=speculation)
+
+        return Stream(work)
+
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
         chosen = DecodeOptions.of(options)
@@ -362,6 +395,7 @@ class Engine:
         cancel: threading.Event | None,
         client: str = "",
         deadline: float = math.inf,
+        speculation: Speculation | None = None,
     ) -> Result:
         """Prefill, decode, and keep what was read for the request's session; ttft_ms is from the turn's begin.
 
@@ -369,10 +403,12 @@ class Engine:
         """
 
         def work(on_text: OnText | None) -> Result:
+            read = None if speculation is None else speculation.settle()
             claim = claim_of(self.runtime, request, client, deadline)
+            claim = claim if read is None else replace(claim, cached={}, new_tokens=1)
             with self.runtime.queue.turn(cancel, claim=claim) as turn:
                 begun, answer = time.perf_counter(), tuple[int, ...]()
-                prefilled = prefill(self.runtime, request, turn, answering=True)
+                prefilled = read or prefill(self.runtime, request, turn, answering=True)
                 try:
                     result = answered(self.runtime, prefilled, options, on_text, cancel, begun, turn)
                     answer = result.token_ids

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ragblend.engine.order import Claim, Order, Ticket
 from ragblend.kvstore.errors import Cancelled
@@ -37,10 +37,16 @@ def _end_all() -> None:
         thing.end()
 
 
+class Cancel(Protocol):
+    """What is asked whether to go on: a `threading.Event`, say."""
+
+    def is_set(self) -> bool: ...
+
+
 class Turn:
     """The device in the hands of one request."""
 
-    def __init__(self, queue: "DeviceQueue", ticket: Ticket, cancel: threading.Event | None) -> None:
+    def __init__(self, queue: "DeviceQueue", ticket: Ticket, cancel: Cancel | None) -> None:
         self._queue, self._ticket, self._cancel = queue, ticket, cancel
 
     def between_layers(self) -> None:
@@ -75,7 +81,7 @@ class DeviceQueue:
 
     @contextmanager
     def turn(
-        self, cancel: threading.Event | None = None, background: bool = False, claim: Claim | None = None
+        self, cancel: Cancel | None = None, background: bool = False, claim: Claim | None = None
     ) -> Iterator[Turn]:
         """Hold the device, alone without a claim. Raises Cancelled if `cancel` is set, or the deadline of the claim
         past, before the turn comes."""
@@ -98,7 +104,7 @@ class DeviceQueue:
                 if not background:
                     self._left_at = time.monotonic()
 
-    def give_way(self, ticket: Ticket, cancel: threading.Event | None, after_s: float) -> None:
+    def give_way(self, ticket: Ticket, cancel: Cancel | None, after_s: float) -> None:
         """Let others have it once, where the holder has had it for so long. Raises Cancelled as `turn` does."""
         with self._lock:
             now = time.monotonic()
@@ -131,7 +137,7 @@ class DeviceQueue:
         while self._calls or (left := self._left_at + PAUSE_S - time.monotonic()) > 0:
             self._changed.wait(None if self._calls else left)
 
-    def _await(self, ticket: Ticket, cancel: threading.Event | None) -> None:
+    def _await(self, ticket: Ticket, cancel: Cancel | None) -> None:
         deadline, called = ticket.claim.deadline, self._calls[ticket]
         polls = cancel is not None or deadline < math.inf
         while self._holder is not ticket:

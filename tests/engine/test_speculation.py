@@ -1,0 +1,183 @@
+"""Prompts that come while retrieval goes on: what was read ahead is used for exactly the last one, or not at all."""
+
+import threading
+import time
+
+import pytest
+from benches import make_prompt, make_text
+
+from ragblend.engine import engine as engine_module
+from ragblend.engine import speculation
+from ragblend.kvstore.errors import Cancelled, UsageError
+
+TEXTS = [make_text(seed) for seed in range(4)]
+RIGHT, WRONG = make_prompt(TEXTS[:3]), make_prompt(TEXTS[1:])
+WAIT_S = 60
+
+
+@pytest.fixture
+def fresh(fresh_bench_for):
+    bench = fresh_bench_for()
+    bench.engine.encode(TEXTS)
+    return bench
+
+
+class Reads:
+    """Prefills as they happen. ahead: what became of those begun early; in_place: how many the answer itself began.
+
+    holds: those begun early come to the end of one layer after the other, and to no end.
+    """
+
+    def __init__(self, monkeypatch):
+        self.ahead, self.in_place, self.holds = [], 0, False
+        self.begun, self.ended = threading.Event(), threading.Event()
+        real = speculation.prefill
+
+        def ahead(runtime, request, turn, **how):
+            self.begun.set()
+            try:
+                while self.holds:
+                    turn.between_layers()
+                    time.sleep(0.001)
+                found = real(runtime, request, turn, **how)
+                self.ahead.append("read")
+                return found
+            except Cancelled:
+                self.ahead.append("dropped")
+                self.holds = False
+                raise
+            finally:
+                self.ended.set()
+
+        def in_place(*given, **how):
+            self.in_place += 1
+            return real(*given, **how)
+
+        monkeypatch.setattr(speculation, "prefill", ahead)
+        monkeypatch.setattr(engine_module, "prefill", in_place)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    return Reads(monkeypatch)
+
+
+def answered(bench, prompts, **options):
+    with bench.engine.stream_staged(prompts, max_new_tokens=6, **options) as stream:
+        return stream.result.token_ids
+
+
+def expected(bench, prompt, **options):
+    return bench.engine.generate(prompt, max_new_tokens=6, **options).token_ids
+
+
+@pytest.mark.parametrize("method", ["probe-shift", "exact", "full"])
+def test_what_stays_was_read_meanwhile(fresh, reads, method):
+    want = expected(fresh, RIGHT, method=method)
+    fresh.engine.finish_background()
+    reads.in_place = 0
+
+    def prompts():
+        yield RIGHT
+        assert reads.ended.wait(WAIT_S)
+        yield RIGHT
+
+    assert answered(fresh, prompts(), method=method) == want
+    assert (reads.ahead, reads.in_place) == (["read"], 0)
+
+
+def test_what_is_being_read_when_it_turns_out_right_is_waited_for(fresh, reads):
+    want = expected(fresh, RIGHT)
+    fresh.engine.finish_background()
+    reads.in_place, reads.holds = 0, True
+
+    def prompts():
+        yield RIGHT
+        assert reads.begun.wait(WAIT_S)
+        yield RIGHT
+        reads.holds = False
+
+    assert answered(fresh, prompts()) == want
+    assert (reads.ahead, reads.in_place) == (["read"], 0)
+
+
+@pytest.mark.parametrize("last", [RIGHT, make_prompt(TEXTS[:3], suffix="Another question?")])
+def test_what_changes_is_dropped_between_two_layers(fresh, reads, last):
+    """The same passages with other words are another prompt."""
+    want = expected(fresh, last)
+    fresh.engine.finish_background()
+    reads.holds = True
+
+    def prompts():
+        yield WRONG if last is RIGHT else RIGHT
+        assert reads.begun.wait(WAIT_S)
+        yield last
+
+    assert answered(fresh, prompts()) == want
+    assert reads.ahead[0] == "dropped"
+
+
+def test_while_somebody_has_the_device_nothing_is_read_ahead(fresh, reads):
+    want = expected(fresh, RIGHT)
+    fresh.engine.finish_background()
+    reads.in_place, has_it, let_go = 0, threading.Event(), threading.Event()
+
+    def busy():
+        with fresh.engine.runtime.queue.turn():
+            has_it.set()
+            let_go.wait(WAIT_S)
+
+    other = threading.Thread(target=busy)
+
+    def prompts():
+        other.start()
+        assert has_it.wait(WAIT_S)
+        yield RIGHT
+        let_go.set()
+
+    assert answered(fresh, prompts()) == want
+    other.join()
+    assert (reads.ahead, reads.in_place) == ([], 1)
+
+
+def test_whoever_comes_has_the_device_at_the_end_of_a_layer(fresh, reads):
+    want = expected(fresh, RIGHT)
+    fresh.engine.finish_background()
+    reads.holds, served = True, []
+    other = threading.Thread(target=lambda: served.append(expected(fresh, WRONG)))
+
+    def prompts():
+        yield RIGHT
+        assert reads.begun.wait(WAIT_S)
+        other.start()
+        other.join(WAIT_S)
+
+    assert answered(fresh, prompts()) == want
+    assert served == [expected(fresh, WRONG)] and reads.ahead == ["dropped"]
+
+
+def test_a_failure_of_reading_ahead_is_nobodys(fresh, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no memory left")
+
+    want = expected(fresh, RIGHT)
+    monkeypatch.setattr(speculation, "prefill", fails)
+    assert answered(fresh, [RIGHT, RIGHT]) == want
+
+
+def test_what_retrieval_raises_comes_out_and_the_device_is_free(fresh, reads):
+    fresh.engine.prefill(RIGHT)
+
+    def prompts():
+        yield RIGHT
+        raise OSError("the index is gone")
+
+    with pytest.raises(OSError, match="the index is gone"):
+        answered(fresh, prompts())
+    with fresh.engine.runtime.queue.turn():
+        assert fresh.engine.runtime.queue.inside == 1
+
+
+def test_no_prompt_at_all(fresh):
+    with pytest.raises(UsageError, match="no prompt came"):
+        answered(fresh, [])
