@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
@@ -63,6 +63,8 @@ ARTICLES = ("documents", 2)  # RAGCache's: two whole articles a request
 SHAPES = {"passages": f"{PASSAGES} of up to 512", "documents": "2 whole articles"}
 NAMES = [system.name for system in SYSTEMS]
 EXACT = next(system for system in SYSTEMS if system.name == "exact tree")
+# Retrieval in stages
+STAGES, AHEAD, AHEAD_LOADS = 4, 24, (0.5, 0.9)
 SELDOM = 1e-3  # so that nobody waits
 Row = dict[str, Any]
 
@@ -88,16 +90,41 @@ def throughput(points: Sequence[tuple[float, float]], slo_s: float) -> float:
 
 
 class Clock:
-    """Processor time of this process, and what was skipped while there was nothing to do."""
+    """Processor time of this process, and what was skipped while all who are awake in it only waited for a time.
 
-    def __init__(self) -> None:
-        self._skipped = -time.process_time()
+    awake: the requests on their way and who sends them, less those that sleep.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._skipped, self._engine = -time.process_time(), engine
+        self._lock, self._dues, self.awake = threading.Lock(), list[float](), 1
 
     def now(self) -> float:
         return time.process_time() + self._skipped
 
-    def skip_to(self, at: float) -> None:
-        self._skipped += max(0.0, at - self.now())
+    def add(self, awake: int) -> None:
+        with self._lock:
+            self.awake += awake
+
+    def sleep_until(self, at: float) -> None:
+        with self._lock:
+            self._dues.append(at)
+            self.awake -= 1
+        while (now := self.now()) < at:
+            with self._lock:
+                due = min(self._dues)
+                if due > now and not self.awake and not self._computes(due - now):
+                    self._skipped += due - now
+            time.sleep(0.001)
+        with self._lock:
+            self._dues.remove(at)
+            self.awake += 1
+
+    def _computes(self, left_s: float) -> bool:
+        """Whether the device has something to do, or would in a pause of so long."""
+        ahead = any(thread.name == "ragblend-speculation" for thread in threading.enumerate())
+        busy = ahead or self._engine.runtime.queue.inside > 0
+        return busy or (left_s > PAUSE_S and not self._engine.finish_background(timeout_s=0.01))
 
 
 class TimedOrder(Order):
@@ -114,13 +141,14 @@ class TimedOrder(Order):
         return ticket
 
 
-def served(
-    engine: Engine, system: System, prompts: Sequence[Prompt], at: Sequence[float], tokens: int
-) -> Row:
-    """Ask each when its time has come; what it took to the first token, by request."""
-    clock, order = Clock(), TimedOrder(window=system.window)
+Ask = Callable[[int, Clock, Callable[[str], None]], None]
+
+
+def served(engine: Engine, window: int, at: Sequence[float], ask: Ask) -> Row:
+    """Ask each when its time has come; what it took to the first token. ask(number, clock, on_text)."""
+    clock, order = Clock(engine), TimedOrder(window=window)
     engine.runtime.queue.order = order
-    ttft_s, claims_s, threads = [math.nan] * len(prompts), list[float](), list[threading.Thread]()
+    ttft_s, claims_s, threads = [math.nan] * len(at), list[float](), list[threading.Thread]()
     claim_of: Callable[..., Claim] = vars(engine_module)["claim_of"]
 
     def timed(*args: Any) -> Claim:
@@ -129,27 +157,22 @@ def served(
         claims_s.append(time.thread_time() - begun)
         return claim
 
-    def ask(number: int) -> None:
+    def one(number: int) -> None:
         def first(_: str) -> None:
             if math.isnan(ttft_s[number]):
                 ttft_s[number] = clock.now() - at[number]
 
-        engine.store.contains(
-            ChunkKey("0" * 64)
-        )  # opens this thread's connection, which the prefill needs as well
-        engine.generate(prompts[number], system.method, on_text=first, max_new_tokens=tokens)
+        ask(number, clock, first)
         first("")
+        clock.add(-1)
 
     with mock.patch.object(engine_module, "claim_of", timed):
         for number, due in enumerate(at):
-            while clock.now() < due:
-                if not any(thread.is_alive() for thread in threads):
-                    if due - clock.now() > PAUSE_S and not engine.finish_background(timeout_s=0.01):
-                        continue
-                    clock.skip_to(due)
-                time.sleep(0.001)
-            threads.append(threading.Thread(target=ask, args=(number,)))
+            clock.sleep_until(due)
+            clock.add(1)
+            threads.append(threading.Thread(target=one, args=(number,)))
             threads[-1].start()
+        clock.add(-1)
         for thread in threads:
             thread.join()
     return {
@@ -157,7 +180,7 @@ def served(
         "mean_s": statistics.mean(ttft_s),
         "p99_s": float(torch.quantile(torch.tensor(ttft_s), 0.99)),
         "passed": order.most_passed,
-        "scheduling_ms": 1e3 * (statistics.median(claims_s) + order.spent_s / len(prompts)),
+        "scheduling_ms": 1e3 * (statistics.median(claims_s) + order.spent_s / len(at)),
     }
 
 
@@ -213,7 +236,14 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
             nonlocal begin
             prompts = corpus.prompts(engine, texts, begin, count)
             begin += count
-            row = served(engine, system, prompts, arrivals(count, rate), corpus.answer_tokens)
+
+            def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+                # Opens this thread's connection, which the prefill needs as well.
+                engine.store.contains(ChunkKey("0" * 64))
+                options = {"on_text": on_text, "max_new_tokens": corpus.answer_tokens}
+                engine.generate(prompts[number], system.method, **options)
+
+            row = served(engine, system.window, arrivals(count, rate), ask)
             print(f"{system.name}, {trace}: {json.dumps(row)}", flush=True)
             return row
 
@@ -224,6 +254,55 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
         engine.close()
     about = f"{engine.model_name} on one core of {cpu_name()}, {engine.dtype}"
     return under_load(alone["mean_s"], rows) | {"about": about}
+
+
+def read_ahead(home: str) -> list[Row]:
+    """`blend` behind a retrieval that takes as long as reading the prompt, without and with `stream_staged`.
+
+    The final passages are known after the second of four stages in three of four requests, else after the last.
+    """
+    torch.set_num_threads(1)
+    corpus, rows = Corpus("mmlu"), list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(Path(home) / "models")
+        engine = Engine.open(home=folder)
+        texts = corpus.texts(engine)
+        engine.encode(texts)
+        prompts = corpus.prompts(engine, texts, 0, 2 * AHEAD)
+        for prompt in prompts[:2]:
+            engine.generate(prompt, max_new_tokens=1)
+            engine.finish_background()
+        right = [1 if random.Random(number).random() < 0.75 else STAGES - 1 for number in range(AHEAD)]
+        alone_s = 0.0
+        for load in (0.0, *AHEAD_LOADS):
+            at = arrivals(AHEAD, load / alone_s if load else SELDOM)
+            retrieval_s = alone_s
+
+            def waits(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+                clock.sleep_until(at[number] + retrieval_s)  # noqa: B023
+                engine.generate(prompts[number], on_text=on_text, max_new_tokens=1)
+
+            def reads(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+                def stages() -> Iterator[Prompt]:
+                    for stage in range(STAGES):
+                        clock.sleep_until(at[number] + retrieval_s * (stage + 1) / STAGES)  # noqa: B023
+                        yield prompts[number if stage >= right[number] else AHEAD + number]
+
+                with engine.stream_staged(stages(), max_new_tokens=1) as stream:
+                    for piece in stream:
+                        on_text(piece)
+                    assert stream.result
+
+            if not alone_s:
+                alone_s = retrieval_s = served(engine, WINDOW, at, waits)["mean_s"]
+            row = {"load": load, "retrieval_s": retrieval_s}
+            rows.append(
+                row
+                | {"without": served(engine, WINDOW, at, waits), "with": served(engine, WINDOW, at, reads)}
+            )
+            print(json.dumps(rows[-1]), flush=True)
+        engine.close()
+    return rows
 
 
 def calibrated(home: str) -> Row:
@@ -410,12 +489,27 @@ def ordered(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def ahead(rows: list[Row]) -> str:
+    lines = ["| load | retrieval | when it has ended | while it goes on | lower by |", "|" + "---|" * 5]
+    for row in rows:
+        ways = [row[name] for name in ("without", "with")]
+        cells = (
+            f"{row['load']:.1f}" if row["load"] else "nobody waits", f"{row['retrieval_s']:.2f} s",
+            *(f"{way['mean_s']:.2f} s, p99 {way['p99_s']:.2f}" for way in ways),
+            f"{ways[0]['mean_s'] / ways[1]['mean_s']:.2f} times",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def page(found: Row) -> str:
     """What stands between the marks of docs/load.md."""
     parts = []
     for trace, rows in found["real"].items():
         about = f"**{trace}, the engine**: {rows['full']['about']}; {COUNT} requests a run."
         parts += [about, compared({name: rows[name] for name in NAMES if name in rows})]
+    if "ahead" in found:
+        parts += ["**Reading ahead, the engine** (`blend`):", ahead(found["ahead"]["rows"])]
     costs = found["costs"]
     parts.append(
         f"Made-up time: costs fitted to {costs['samples']} prompts, which they miss by {costs['error']:.0%} (median)."
@@ -461,13 +555,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--home", help="where the model is")
     parser.add_argument("--trace", choices=TRACES, default="mmlu", help="of the real engine")
-    parser.add_argument("--parts", default=f"calibrate,{','.join(NAMES)},simulate")
+    parser.add_argument("--parts", default=f"calibrate,{','.join(NAMES)},ahead,simulate")
     parser.add_argument("--render", action="store_true", help="nothing is measured")
     asked = parser.parse_args(arguments)
     home = asked.home or str(resolve_home(None))
     for part in () if asked.render else asked.parts.split(","):
         if part == "calibrate":
             keep(calibrated(home), "costs")
+        elif part == "ahead":
+            rows = read_ahead(home)
+            keep({"rows": rows}, "ahead")
         elif part == "simulate":
             given = recorded()["costs"]
             costs = Costs(tuple(given["weights"]), given["token_s"], given["error"])
