@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -594,7 +595,8 @@ def keep(row: Row, *names: str) -> None:
     for name in names[:-1]:
         place = place.setdefault(name, {})
     place[names[-1]] = row
-    RECORDED.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    text = re.sub(r"\n {5,}", " ", json.dumps(everything, indent=1))
+    RECORDED.write_text(re.sub(r"\n {4}([]}])", r" \1", text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
