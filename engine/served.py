@@ -41,6 +41,7 @@ from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Missing, Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime, T, log, once
 from ragblend.engine.selection import Policy
+from ragblend.engine.speculation import Speculation
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
@@ -316,8 +317,9 @@ class VllmEngine(Engine):
         cancel: threading.Event | None,
         client: str = "",
         deadline: float = math.inf,
+        speculation: Speculation | None = None,
     ) -> Result:
-        """client and the request's session say nothing here: vLLM schedules, and its prefix cache has conversations."""
+        """client, speculation and the session say nothing here: vLLM schedules, and its prefix cache has conversations."""
         runtime, stopped = self.runtime, (cancel or threading.Event()).is_set
         if stopped() or time.monotonic() >= deadline:
             raise Cancelled("the answer was cancelled before it began")

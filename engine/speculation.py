@@ -27,11 +27,11 @@ class Speculation(Closing):
         self._reading: _Reading | None = None
 
     def offer(self, request: Request) -> None:
-        """Begin to read it if nobody else has the device; what was begun of another prompt is dropped."""
+        """Begin to read it if the model is here and nobody has the device; what was begun of another one is dropped."""
         if self._reading is not None and self._reading.request == request:
             return
         self.close()
-        if self._runtime.is_ready and not self._runtime.queue.inside:
+        if self._runtime.loaded_now is not None and not self._runtime.queue.inside:
             self._reading = _Reading(self._runtime, request, self._client)
 
     def settle(self) -> Prefilled | None:
