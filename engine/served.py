@@ -319,7 +319,7 @@ class VllmEngine(Engine):
         deadline: float = math.inf,
         speculation: Speculation | None = None,
     ) -> Result:
-        """client, speculation and the session say nothing here: vLLM schedules, and its prefix cache has conversations."""
+        """client, speculation and session say nothing here: vLLM schedules, and its prefix cache has conversations."""
         runtime, stopped = self.runtime, (cancel or threading.Event()).is_set
         if stopped() or time.monotonic() >= deadline:
             raise Cancelled("the answer was cancelled before it began")
