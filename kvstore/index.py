@@ -1,4 +1,4 @@
-"""Index: which file holds the value of a key. diskcache keeps it, and only its public interface is used.
+"""Index: which file holds the value of a key. diskcache keeps it, and its public interface is used.
 
 diskcache writes no file here, reads none and removes none: what it is given are files that are there, and what it would
 remove it only names, because inside a transaction it removes before the commit.
@@ -8,7 +8,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +59,21 @@ class FileNames(Disk):  # type: ignore[misc]
             self.unnamed.append(str(file_path))
 
 
+class _Connection:
+    """A thread's connection to the index, closed where the thread ends.
+
+    sqlite3 keeps a connection and its statements in a cycle, and a server's old garbage is not looked for in hours: a
+    thread a request would leave two open files each time.
+    """
+
+    def __init__(self, sql: sqlite3.Connection) -> None:
+        self.sql, self.is_checked = sql, False
+
+    def __del__(self) -> None:
+        with suppress(sqlite3.ProgrammingError):  # the index went first, in another thread
+            self.sql.close()
+
+
 class Index(Closing):
     """Safe for threads; who changes it holds the writer's lock. Raises StoreError for what SQLite or diskcache raise.
 
@@ -66,9 +81,9 @@ class Index(Closing):
     """
 
     def __init__(self, root: Path, timeout_s: float) -> None:
-        self.root, self.path, self._checked = root, root / INDEX_NAME, threading.local()
+        self.root, self.path, self._mine = root, root / INDEX_NAME, threading.local()
         with self._named_errors():
-            self._cache: Any = Cache(
+            self._opened: Any = Cache(
                 str(root),
                 timeout=timeout_s,
                 disk=FileNames,
@@ -89,6 +104,14 @@ class Index(Closing):
             self._check_writable()
         self._identity = identity(self.path.stat())
 
+    @property
+    def _cache(self) -> Any:
+        """diskcache's; its `_con` is the one private name of it that is used, as it alone names the connection."""
+        sql, mine = self._opened._con, getattr(self._mine, "connection", None)
+        if mine is None or mine.sql is not sql:
+            self._mine.connection = _Connection(sql)
+        return self._opened
+
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         try:
@@ -105,13 +128,14 @@ class Index(Closing):
 
         Without a word, and for as long as the connection lives; so that one is closed, and the next use makes another.
         """
-        if not hasattr(self._checked, "connection"):
+        cache, mine = self._cache, self._mine.connection
+        if not mine.is_checked:
             try:
-                self._cache.reset("cull_limit", 0)
+                cache.reset("cull_limit", 0)
             except SQL_ERRORS:
-                self._cache.close()
+                cache.close()
                 raise
-            self._checked.connection = True
+            mine.is_checked = True
 
     @contextmanager
     def changing(self) -> Iterator[list[str]]:
@@ -173,4 +197,4 @@ class Index(Closing):
 
     def close(self) -> None:
         """Close this thread's connection; those of others end with their threads."""
-        self._cache.close()
+        self._opened.close()

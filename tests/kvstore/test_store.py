@@ -1,8 +1,10 @@
 """KVStore: what put promises, who is evicted, what check sees, what gc and delete leave (nothing)."""
 
+import gc
 import os
 import sqlite3
 import stat
+import threading
 import time
 from dataclasses import replace
 from unittest.mock import Mock
@@ -326,6 +328,28 @@ def test_a_closed_store_says_so(store, sample):
     ):
         with pytest.raises(StoreError, match="closed"):
             call()
+
+
+def test_threads_that_ended_keep_no_file_of_the_index_open(store, sample, root):
+    """A server answers each request in a thread of its own, and sqlite3's cycles wait for the garbage collector."""
+    key, chunk = sample(1)
+    store.put(key, chunk)
+
+    def opened():
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith(str(root)) for link in links if os.path.islink(link))
+
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(8):
+            thread = threading.Thread(target=lambda: store.contains(key))
+            thread.start()
+            thread.join()
+            counts.append(opened())
+    finally:
+        gc.enable()
+    assert counts[-1] <= counts[0]
 
 
 # --- opening
