@@ -1,12 +1,13 @@
 """Where the page and the server listen, and uvicorn, which says when it answers."""
 
+import ctypes
 import logging
 import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ log = logging.getLogger("ragblend")
 LOCK = (
     "ui-page.lock"  # a second process would take up the first one's running file as one that a kill had left
 )
+M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
@@ -85,6 +87,7 @@ def serve(
     from ragblend.app.serve.library import UPLOAD_PATH
     from ragblend.app.serve.watchdog import watch
 
+    _few_heaps()
     root = desk.workspaces.home.root
     rules = Rules.of(
         address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
@@ -142,6 +145,12 @@ def owning(desk: "Desk", command: str) -> Iterator[None]:
         except OSError as error:
             log.warning("commands will open the home %s themselves: listening there: %s", root, error)
         yield
+
+
+def _few_heaps() -> None:
+    """Have glibc share heaps between threads: one for each of dozens grows to the most that any of them ever took."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
 
 
 @contextmanager

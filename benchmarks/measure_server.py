@@ -1,0 +1,306 @@
+"""What the server keeps to itself, and what it keeps up: figures of docs/server.md.
+
+    python -m benchmarks.measure_server timing --home /tmp/server
+    python -m benchmarks.measure_server soak --home /tmp/server
+
+timing: one key has half of the passages; another asks about all of them, and so does the first then. How well does the
+time of an answer tell which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn nothing.
+soak: streams of many keys at once, a third of them left, beside a client that never reads. Answers are compared with
+those that the same keys had alone; memory, threads and open files late in the run with those early in it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from scipy.stats import mannwhitneyu
+
+from benchmarks.filler import names, sentences
+from ragblend.app.desk import Desk
+from ragblend.app.serve.keys import Client, Keys
+
+WAIT_S = 600.0
+BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one
+TOKENS = 24  # of a stream's answer
+LEFT = 3  # of so many streams one is left
+UNREAD_S = 90.0
+SETTLED_S = (
+    20.0  # until it is chosen how answers are computed: another order of sums is another greedy answer
+)
+EARLY, LATE = (0.2, 0.3), (0.9, 1.0)  # of the run, compared: minute three and the last of ten
+Json = dict[str, Any]
+
+
+class Server:
+    """`ragblend serve` over a new home, in a process of its own, with a key for each name."""
+
+    def __init__(self, home: Path, model: str, names: Sequence[str]) -> None:
+        with Desk.open(home, model=model) as desk:
+            known = Keys(desk.workspaces.home.root)
+            for name in names:
+                desk.workspaces.create(name)
+            self._keys = {name: known.add(Client(name, (name,))) for name in names}
+        command = [sys.executable, "-m", "ragblend.app.cli", "serve", "--json", "--port", "0"]
+        command += ["--home", str(home), "--model", model, "--device", "cpu", "--dtype", "float32"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        ready = json.loads(self.process.stdout.readline())
+        self.url, self.port = ready["url"], ready["port"]
+        with httpx.Client(base_url=self.url, headers=self.headers(names[0]), timeout=WAIT_S) as client:
+            self.model = client.get("models").json()["data"][0]["id"]
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._keys[name]}"}
+
+    def body(self, text: str, **options: Any) -> Json:
+        said = [{"role": "user", "content": text}]
+        return {"model": self.model, "messages": said, **options}
+
+
+@contextlib.contextmanager
+def serving(home: Path, model: str, names: Sequence[str]) -> Iterator[Server]:
+    server = Server(home, model, names)
+    try:
+        yield server
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(WAIT_S)
+
+
+class Texts:
+    """Passages whose sentences never come twice by themselves."""
+
+    def __init__(self) -> None:
+        self.draw, self._written = random.Random(0), itertools.count()
+        self._said = sentences(self.draw)
+
+    def passage(self) -> str:
+        said = itertools.islice(self._said, SENTENCES)
+        return " ".join(f"{each[:-1]}, says note {next(self._written)}." for each in said)
+
+    def question(self) -> str:
+        return f"Question {next(self._written)}: who was seen?"
+
+
+def timing(home: Path, model: str, requests: int) -> Json:
+    """Medians in ms and AUC, for the key that never saw any of the passages, and for the one that has half of them."""
+    texts = Texts()
+    took: dict[tuple[str, bool], list[float]] = {}
+    with serving(home, model, ("ada", "bob")) as server:
+        clients = {
+            name: httpx.Client(base_url=server.url, headers=server.headers(name), timeout=WAIT_S)
+            for name in ("bob", "ada")
+        }
+
+        def ask(name: str, passages: Sequence[str]) -> Json:
+            body = server.body("\n\n".join([*passages, texts.question()]), max_tokens=1)
+            answer = clients[name].post("chat/completions", json=body)
+            answer.raise_for_status()
+            found: Json = answer.json()["kv"][0]
+            return found
+
+        for block in range(1 + requests // BLOCK):
+            passages = [texts.passage() for _ in range(BLOCK)]
+            stored = passages[: BLOCK // 2]
+            while True:  # met twice, known; then encoded when nobody asks
+                kv = ask("ada", texts.draw.sample(stored, len(stored)))
+                if len(kv["chunks"]) == len(stored) and not kv["missing"]:
+                    break
+            for name in clients:
+                for passage in texts.draw.sample(passages, BLOCK):
+                    begun = time.perf_counter()
+                    ask(name, [passage])
+                    if block:  # the first is for warming up
+                        spent = 1e3 * (time.perf_counter() - begun)
+                        took.setdefault((name, passage in stored), []).append(spent)
+        for client in clients.values():
+            client.close()
+    return {
+        name: {
+            "requests": len(took[name, True]) + len(took[name, False]),
+            "ms where the first key has it": round(statistics.median(took[name, True]), 1),
+            "ms where it has not": round(statistics.median(took[name, False]), 1),
+            "auc": round(auc(took[name, False], took[name, True]), 3),
+        }
+        for name in clients
+    }
+
+
+def auc(longer: Sequence[float], shorter: Sequence[float]) -> float:
+    """How often one of the first is above one of the second."""
+    return float(mannwhitneyu(longer, shorter).statistic) / (len(longer) * len(shorter))
+
+
+class Soak:
+    """Many keys ask at once. What each says stands in no other's prompts, and answers are checked."""
+
+    def __init__(self, server: Server, users: Sequence[str]) -> None:
+        self.server, self.users, self.texts = server, users, Texts()
+        self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
+        self.exact = {name: self._prompt(name) for name in users}
+        self.fused = {name: self._prompt(name) for name in users}
+        self.said: dict[str, str] = {}
+        self.found: dict[str, set[str]] = {name: set() for name in users}
+
+    def _prompt(self, name: str) -> str:
+        return f"{self.texts.passage()}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+
+    async def run(self, seconds: float) -> list[Json]:
+        """The server process once a second."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
+            await self._asked(client, self.users[0], self.exact[self.users[0]])
+            await asyncio.sleep(SETTLED_S)
+            for name in self.users:  # alone
+                self.said[name] = await self._asked(client, name, self.exact[name])
+            end = time.monotonic() + seconds
+            tasks = [asyncio.ensure_future(self._talk(client, name, end)) for name in self.users]
+            tasks.append(asyncio.ensure_future(self._never_read(end)))
+            rows = await self._watch(end)
+            await asyncio.gather(*tasks)
+        return rows
+
+    async def _talk(self, client: httpx.AsyncClient, name: str, end: float) -> None:
+        draw = random.Random(name)
+        while time.monotonic() < end:
+            is_exact, is_left = draw.random() < 0.5, draw.random() < 1 / LEFT
+            text = self.exact[name] if is_exact else self.fused[name] + f" Note {draw.random()}."
+            try:
+                if is_exact:
+                    said = await self._asked(client, name, text, draw.randrange(TOKENS) if is_left else None)
+                    is_right = self.said[name].startswith(said) if is_left else said == self.said[name]
+                    self.counts["wrong"] += not is_right
+                else:
+                    await self._asked(client, name, text, draw.randrange(TOKENS) if is_left else None, True)
+                self.counts["left" if is_left else "whole"] += 1
+            except (httpx.HTTPError, ValueError) as error:
+                print(f"{name}: {error!r}", file=sys.stderr)
+                self.counts["failed"] += 1
+
+    async def _asked(
+        self,
+        client: httpx.AsyncClient,
+        name: str,
+        text: str,
+        left_after: int | None = None,
+        fuses: bool = False,
+    ) -> str:
+        """What came; all of it, or so many pieces. Raises ValueError for a stream that did not end as streams end."""
+        more: Json = {} if fuses else {"method": "full", "learn_from_prompts": False}
+        body = self.server.body(text, max_tokens=TOKENS, stream=True, **more)
+        pieces: list[str] = []
+        async with client.stream(
+            "POST",
+            "chat/completions",
+            json=body | {"stream_options": {"include_usage": True}},
+            headers=self.server.headers(name),
+        ) as answer:
+            answer.raise_for_status()
+            async for value in events(answer):
+                if left_after is not None and len(pieces) > left_after:
+                    return "".join(pieces)
+                pieces += [choice["delta"].get("content", "") for choice in value["choices"]]
+                if "kv" in value:
+                    self.found[name] |= set(value["kv"][0]["chunks"])
+        return "".join(pieces)
+
+    async def _never_read(self, end: float) -> None:
+        """Sends a request, and takes nothing of the answer."""
+        sent = json.dumps(self.server.body("Go on.", stream=True, max_tokens=1024)).encode()
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1", f"host: 127.0.0.1:{self.server.port}",
+            "content-type: application/json", f"content-length: {len(sent)}",
+            *(f"{name}: {value}" for name, value in self.server.headers(self.users[0]).items()),
+        ]  # fmt: skip
+        while time.monotonic() < end:
+            with socket.socket() as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(("127.0.0.1", self.server.port))
+                connection.sendall("\r\n".join([*lines, "", ""]).encode() + sent)
+                await asyncio.sleep(UNREAD_S)
+
+    async def _watch(self, end: float) -> list[Json]:
+        process, begun, rows = psutil.Process(self.server.process.pid), time.monotonic(), list[Json]()
+        while time.monotonic() < end:
+            row = {
+                "rss": process.memory_info().rss,
+                "threads": process.num_threads(),
+                "files": process.num_fds(),
+            }
+            rows.append(row | {"at": time.monotonic() - begun})
+            await asyncio.sleep(1)
+        return rows
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[Json]:
+    """Raises ValueError where it does not end with [DONE], or with an error."""
+    async for line in answer.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line:
+            value = json.loads(line.removeprefix("data: "))
+            if "error" in value:
+                raise ValueError(value["error"]["message"])
+            yield value
+    raise ValueError("the stream was cut off")
+
+
+def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
+    """Counts of streams, and what the process took early and late."""
+    users = names(random.Random(0), streams)
+    with serving(home, model, users) as server:
+        run = Soak(server, users)
+        rows = asyncio.run(run.run(60 * minutes))
+    ids = [each for found in run.found.values() for each in found]
+    return {
+        **run.counts,
+        "different answers": len(set(run.said.values())),
+        "passages learnt": len(ids),
+        "found by two keys": len(ids) - len(set(ids)),
+        **{name: change(rows, name) for name in ("rss", "threads", "files")},
+    }
+
+
+def change(rows: Sequence[Json], name: str) -> Json:
+    """Means of an early and of the last part of the run."""
+    whole = rows[-1]["at"]
+    early, late = (
+        statistics.mean(row[name] for row in rows if begin * whole <= row["at"] <= end * whole)
+        for begin, end in (EARLY, LATE)
+    )
+    return {"early": round(early, 1), "late": round(late, 1), "change": f"{late / early - 1:+.1%}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("timing", "soak"))
+    parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home that is not there yet")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=10)
+    given = parser.parse_args()
+    if given.what == "timing":
+        found = timing(given.home, given.model, given.requests)
+    else:
+        found = soak(given.home, given.model, given.streams, given.minutes)
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
