@@ -116,7 +116,7 @@ def _print_ingest(cli: Cli, report: Any) -> None:
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")
 
 
-for sent in (cli_ask.ask, cli_ask.chat, cli_mcp.mcp):
+for sent in (cli_ask.ask, cli_ask.chat, cli_ask.digest, cli_mcp.mcp):
     command(app, shared=True)(sent)
 for each in (cli_store.doctor, cli_demo.demo, cli_tune.tune, cli_ui.ui, cli_serve.serve):
     command(app)(each)

@@ -53,6 +53,36 @@ def ask(
         _keep_missing(cli, talks, answer)
 
 
+def digest(
+    cli: Cli,
+    answering: Answering,
+    file: Annotated[Path, typer.Argument(help="A file; or a document of the library, by its id or name.")],
+    collection: Collection = None,
+) -> None:
+    """Summarise a long document, part by part, from its stored passages; what was stopped goes on where it was."""
+    from ragblend.app.cli_progress import progress_bars
+    from ragblend.app.ingest import take_in
+
+    with cli.open(collection=collection, **vars(answering)) as workspace:
+        workspace.check_engine()
+        name, library = workspace.settings.collection, workspace.library
+        with progress_bars(cli.terminal) as show:
+            if file.exists():
+                report = take_in(workspace, [file], show, leave=cli.terminal.check)
+                for _, reason in report.failed.values():
+                    raise LibraryError(reason)
+                if report.interrupted:
+                    raise KeyboardInterrupt
+            document = library.find(name, str(file.absolute()) if file.exists() else file.name)
+            talks = ready(cli, workspace)
+            with talks.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
+                answer = turn.whole()
+        cli.result(turn.to_json(), answer.text + "\n" + sources_text(answer.sources))
+        for line in (answer.notice, timing_line(answer)):
+            if line:
+                cli.note(line)
+
+
 def chat(
     cli: Cli,
     answering: Answering,

@@ -15,6 +15,7 @@ LABELS: dict[Stage, str] = {
     "recognise": "Pages",
     "embed": "Embedding",
     "encode": "Encoding KV",
+    "digest": "Summing up",
     "measure": "Measuring",
 }
 PREPARING = {

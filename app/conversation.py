@@ -16,7 +16,10 @@ from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Chats, Message
 from ragblend.app.context import Words, build, fit, past_turns, words_for
 from ragblend.app.database import now
+from ragblend.app.digest import Digest, Reading
+from ragblend.app.documents import Document
 from ragblend.app.hood import Hood
+from ragblend.app.progress import OnProgress, silent
 from ragblend.app.retrieval import search
 from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
@@ -104,6 +107,19 @@ class Conversations:
         asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
         return self._prepared(asked, messages, options)
 
+    def digest(
+        self, document: Document, chat_id: int | None = None, show: OnProgress = silent, client: str = ""
+    ) -> Digest:
+        """Summarise a document of the library; kept in that conversation, if there is one."""
+        said, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
+        asked = Message(1, UNSAVED, "user", said, now())
+        if chats is not None and chat_id is not None:
+            asked = chats.add(chat_id, "user", said)
+        reading = Reading(self._workspaces.of(document.collection), document, client, show)
+        turn = Digest(Asked(asked, None, Words("", ""), None, 0.0, self.settings), reading, chats)
+        self._turns.add(turn)
+        return turn
+
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> Turn:
         """Ask something else in the place of a question: it and all after it are replaced. Raises as `ask` does."""
         message = self._chats.message(message_id)
@@ -115,9 +131,14 @@ class Conversations:
 
     def regenerate(self, chat_id: int, options: AskOptions | None = None) -> Turn:
         """Answer the last question again. Raises as `ask` does, and UsageError if nothing was asked."""
-        questions = [message for message in self._chats.messages(chat_id) if message.role == "user"]
+        messages = self._chats.messages(chat_id)
+        questions = [message for message in messages if message.role == "user"]
         if not questions:
             raise UsageError("Answering again: nothing was asked in this conversation yet. Write a question.")
+        summed_up = self._workspaces.library.documents_with([str(messages[-1].report.get("digest"))])
+        for document in summed_up.values():
+            self._chats.replace_from(questions[-1].id)
+            return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:

@@ -55,7 +55,14 @@ ERASED = (
     "INSERT INTO unerased SELECT DISTINCT collection, 1 FROM documents",
 )
 SEALED = (*sealing("documents", DOCUMENT), *sealing("chunks", PASSAGE))
-REGISTRY = Layout("registry", TABLES, upgrades=((*ERASED, *SEALED),), checked=True)
+# Version 3: what a model wrote of a document on the way to its summary, by what it was written from.
+NOTE = ("document_id", "origin", "text")
+NOTES = (
+    "CREATE TABLE notes (document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, origin TEXT NOT NULL, "
+    "text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
+    *sealing("notes", NOTE),
+)
+REGISTRY = Layout("registry", TABLES, upgrades=((*ERASED, *SEALED), NOTES), checked=True)
 
 
 @dataclass(frozen=True)
@@ -227,6 +234,7 @@ class Library(Database):
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
             if gone:
+                connection.execute("DELETE FROM notes WHERE document_id = ?", (document,))
                 _note_unerased(connection, document)
             _update_facts(connection, document, facts)
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
@@ -282,6 +290,22 @@ class Library(Database):
     def count_passages(self, collection: str) -> int:
         query = "SELECT count(*) FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
         return int(self.column(query, collection)[0])
+
+    # --- notes -----------------------------------------------------------------------------------
+
+    def note(self, document: str, origin: str) -> str | None:
+        """What was written of a document from that; None where nothing was, or it is damaged."""
+        rows = self.rows("SELECT * FROM notes WHERE document_id = ? AND origin = ?", document, origin)
+        return next((str(row["text"]) for row in rows if is_sound(row, NOTE)), None)
+
+    def keep_note(self, document: Document, origin: str, text: str) -> None:
+        """Keep it as long as the document is what it was; of one that is another by now nothing is kept."""
+        with self.transaction() as connection:
+            connection.execute(
+                "DELETE FROM notes WHERE document_id = ? AND origin = ?", (document.id, origin)
+            )
+            query = f"INSERT INTO notes ({', '.join(NOTE)}) SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
+            connection.execute(query, (origin, text, document.id, document.facts.sha256))
 
     # --- damage and erasing ----------------------------------------------------------------------
 

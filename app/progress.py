@@ -6,13 +6,16 @@ from typing import Literal, Protocol
 
 from ragblend.kvstore.errors import Cancelled
 
-Stage = Literal["parse", "recognise", "embed", "encode", "measure"]
+Stage = Literal["parse", "recognise", "embed", "encode", "digest", "measure"]
 REMEMBERED = 40
 SECONDS_A_MINUTE = 60.0
 
 
 class OnProgress(Protocol):
-    """Told how far a stage is. done and total count documents, a scan's pages, passages; name: the file in hand."""
+    """Told how far a stage is. done and total count documents, a scan's pages, passages, parts of a summary.
+
+    name: the file in hand.
+    """
 
     def __call__(self, stage: Stage, done: int, total: int, name: str = "") -> None: ...
 

@@ -85,6 +85,11 @@ class Turn(Closing):
         return self._asked.context.present if self._asked.context else ()
 
     @property
+    def doing(self) -> str:
+        """What is being done, before there is a word of the answer."""
+        return f"Reading {len(self.sources)} passages …" if self.sources else "Thinking …"
+
+    @property
     def text(self) -> str:
         return "".join(self._pieces)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
-from ragblend.ui.context import QUICK, Context, drawn
+from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn
 from ragblend.ui.guard import dismissed, guard
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Frame:
         page.load(self.load, None, [*opening, *library.drawn], **QUICK)
         library.collection.change(self.choices, asked, asked, **QUICK)
         library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
+        library.documents.submit(chat.digest, None, chat.streamed, **QUEUED | EACH)
         inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
         gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
         page.unload(self.gone)

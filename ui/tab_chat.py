@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -107,12 +108,12 @@ class ChatTab:
     def _connect(self) -> None:
         choices, shown = [self.chat_id, self.collections, self.mode], [self.hood, self.panel]
         answered = [self.transcript, self.live, self.question, self.chat_id, self.chats]
-        streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
-        self.send_button.click(self.send, [self.question, *choices], streamed, **QUEUED)
-        self.transcript.submit(self.again, choices, streamed, **QUEUED)
+        self.streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
+        self.send_button.click(self.send, [self.question, *choices], self.streamed, **QUEUED)
+        self.transcript.submit(self.again, choices, self.streamed, **QUEUED)
         self.stop_button.click(self.stop, None, None, **QUICK)
         self.hello.click(self.add_samples, None, [self.hello], **QUICK)
-        opened, listed = [*streamed, self.source], [self.search_box, self.chat_id, self.limit]
+        opened, listed = [*self.streamed, self.source], [self.search_box, self.chat_id, self.limit]
         self.new_button.click(self.new, None, opened, **QUICK)
         self.search_box.change(self.search, listed, [self.chats], trigger_mode="always_last", **QUICK)
         in_list = [self.chat_id, self.search_box, self.limit]
@@ -150,6 +151,19 @@ class ChatTab:
             )
         else:
             yield from self._answer(request, chat_id, "", lambda: conversations.regenerate(chat_id, options))
+
+    def digest(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
+        """Summarise a document of the library, in a conversation of its own."""
+        desk = self._desk
+        found = desk.workspaces.library.documents_with([str(event.id)])
+        for document in found.values():
+            chat_id = desk.chats.create().id
+            yield from self._answer(
+                request,
+                chat_id,
+                f"Summarise {document.name}.",
+                partial(desk.conversations.digest, document, chat_id),
+            )
 
     def _answer(
         self, request: gr.Request, chat_id: int, question: str, begin: "Callable[[], Turn]"
@@ -196,12 +210,11 @@ class ChatTab:
     def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
         if self._sessions.shows(session, chat_id):
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
-        reading = f"Reading {len(turn.sources)} passages …" if turn.sources else "Thinking …"
         text = ""
         for piece in coalesced(turn):
             text += piece
             if (piece or not text) and self._sessions.shows(session, chat_id):
-                yield {self.live: views.chat.live_turn("", text, "" if text else reading, turn.notice)}
+                yield {self.live: views.chat.live_turn("", text, "" if text else turn.doing, turn.notice)}
 
     def _ended(self, session: str, chat_id: int, note: str) -> Updates:
         resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}

@@ -4,6 +4,7 @@ import hashlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 
@@ -136,9 +137,9 @@ class FakeEngine:
         return Prompt([segment for turn in turns for segment in turn])
 
     def tokenize(self, prompt):
-        return Prompt(
-            [with_ids(segment, range(len((segment.text or "").split()))) for segment in prompt.segments]
-        )
+        words = [(segment.text or "").split() for segment in prompt.segments]
+        ids = [[crc32(word.encode()) for word in each] for each in words]
+        return Prompt([with_ids(*both) for both in zip(prompt.segments, ids, strict=True)])
 
     def prefill(self, prompt, method="probe-shift", cancel=None):
         self.prefilled.append((prompt, method))
@@ -169,6 +170,16 @@ class FakeEngine:
         report = Report(method, ratio, tokens, 0.15, timings, hits, self.misses, trace=trace)
         self.stream_made = FakeStream(self.reply, report, prompt, self.on_piece)
         return self.stream_made
+
+    def generate(self, prompt, cancel=None, on_text=None, **options):
+        """What `stream` gives; `on_piece` may set the event that cancels it."""
+        stream = self.stream(prompt, **options)
+        for piece in stream:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("stopped")
+            if on_text is not None:
+                on_text(piece)
+        return stream.result
 
     def finish_background(self, timeout_s=None):
         self.waited = True

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from browser import files_below
+from browser import ANSWERS, files_below
 
 # Half a minute of one core to embed: long enough to be paused, cancelled and killed in. With some more words it had so
 # many passages that a third of each were embedded first.
@@ -70,6 +70,29 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     mine.page.click("#rb-queue [data-act=resume]")
     mine.await_states(long="ready", short="ready")
     mine.expect("#rb-queue").to_contain_text("2 done")
+
+
+def test_a_document_is_summarised_stopped_and_gone_on_with(start, open_page, tmp_path) -> None:
+    (folder := tmp_path / "long").mkdir()
+    long_text(folder / "long.txt", 300)
+    mine = open_page(start(settings="chunk_tokens = 64\ntop_k = 2\n"))
+    page = mine.page
+    mine.tab("Library")
+    mine.add(folder)
+    mine.await_states(long="ready")
+    with mine.answering():
+        page.click("[data-act=digest]")
+        page.wait_for_selector("#rb-live .rb-status:has-text('Summing up part 2')")
+        page.click("#rb-stop")
+    page.wait_for_selector(f"{ANSWERS} .rb-status:has-text('Stopped.')")
+    with mine.answering():
+        page.click("[data-act=regenerate]")
+    mine.expect(ANSWERS).to_have_count(1)
+    mine.expect(f"{ANSWERS} .rb-prose").not_to_be_empty()
+    page.click(".rb-sources summary")
+    page.click(".rb-source >> nth=0")
+    mine.expect("#rb-source h3").to_have_text("long.txt")
+    mine.expect(".rb-turn.user .rb-text").to_have_text("Summarise long.txt.")
 
 
 def stored_values(home: Path) -> set[Path]:

@@ -1,7 +1,7 @@
 // What the page does by itself: hand clicks in drawn HTML to Python, keys, scrolling, the theme. No state beside the DOM.
 (() => {
   "use strict";
-  const STREAMING = new Set(["regenerate", "edit"]); // answered piece by piece, so they have an event of their own
+  const STREAMING = new Set(["regenerate", "edit", "digest"]); // answered piece by piece, so they have an event of their own
   const SCROLLING = ".rb-document, .scroll, .rb-prose :is(pre, table)";
   const one = (selector, from = document) => from.querySelector(selector);
 
@@ -18,6 +18,7 @@
     },
     suggest: (element) => { fill(element.dataset.text); clickWhenReady("#rb-send"); },
     "go-library": () => tab("Library"),
+    digest: (element, trigger) => { tab("Chat"); send(trigger, element); },
     "edit-open": openEditor,
     "rename-open": openRename,
   };

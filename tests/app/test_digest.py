@@ -1,0 +1,213 @@
+"""A document summed up: every passage in a window, each encoded once, kept as far as it came, with its sources."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from app_fakes import SOON_S, until
+
+from ragblend.app.conversation import Conversations
+from ragblend.app.ingest import take_in
+from ragblend.app.library import Library
+from ragblend.app.removal import remove_document
+from ragblend.kvstore.errors import LibraryError, PromptTooLongError
+
+TINY = Path(__file__).parents[1] / "engine" / "tiny_models.py"
+
+
+def ships(count):
+    return [f"The ship number {n} carries {n + 3} barrels of salted herring to Dunlin." for n in range(count)]
+
+
+SHIPS = ships(12)
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text("\n\n".join(SHIPS))
+    return path
+
+
+@pytest.fixture
+def document(workspaces, log):
+    """Twelve passages, not encoded yet."""
+    take_in(workspaces.first, [log])
+    found = workspaces.library.find("default", str(log))
+    assert found.passages == len(SHIPS)
+    return found
+
+
+@pytest.fixture
+def talks(workspaces):
+    workspaces.change(top_k=4)
+    return Conversations(workspaces)
+
+
+@pytest.fixture
+def engine(workspaces, talks):
+    return workspaces.first.engine
+
+
+def passages_in(request):
+    return [segment.text for segment in request[0].chunks]
+
+
+def test_windows_overlap_and_each_passage_is_encoded_once(talks, document, engine):
+    shown = []
+    engine.reply = ("The ship number 7 carries 10 barrels of salted herring.",)
+    with talks.digest(document, show=lambda *told: shown.append(told)) as turn:
+        answer = turn.whole()
+    windows = [passages_in(request) for request in engine.requests]
+    assert [len(window) for window in windows] == [4, 4, 4, 3, 0]
+    assert all(before[-1] == after[0] for before, after in pairwise(windows[:4]))
+    assert [text for n, window in enumerate(windows) for text in window[n > 0 :]] == SHIPS
+    assert sorted(engine.encoded) == sorted(SHIPS)
+    assert answer.text == engine.reply[0], "nothing of the notes is shown"
+    assert [source.text for source in answer.sources] == [SHIPS[7]] and answer.sources[0].number == 1
+    assert shown[0][:3] == ("encode", 1, 12) and shown[-1] == ("digest", 5, 5, "log.txt")
+    told = turn.to_json()
+    assert (told["parts_written"], told["parts_kept"], told["passages_encoded"]) == (5, 0, 12)
+    assert told["tokens"]["generated"] == 5 * 3, "all of what was written counts"
+
+
+def test_a_short_document_is_summed_up_at_once(talks, workspaces, tmp_path, engine):
+    (short := tmp_path / "short.txt").write_text(SHIPS[0])
+    take_in(workspaces.first, [short])
+    with talks.digest(workspaces.library.find("default", "short.txt")) as turn:
+        assert list(turn) == ["It ", "is ", "blue."]
+    (request,) = engine.requests
+    assert passages_in(request) == [SHIPS[0]]
+
+
+def test_what_was_written_is_not_written_again(talks, document, engine, workspaces):
+    """Killed after two parts, and asked for twice more: two, then none is left to write."""
+
+    def die(number):
+        if len(engine.requests) == 3:
+            raise KeyboardInterrupt
+
+    engine.on_piece = die
+    with pytest.raises(KeyboardInterrupt), talks.digest(document) as turn:
+        turn.whole()
+    engine.on_piece, engine.requests = lambda number: None, []
+    with talks.digest(document) as turn:
+        first = turn.whole().text
+    assert [len(passages_in(request)) for request in engine.requests] == [4, 3, 0]
+    engine.requests = []
+    with talks.digest(document) as turn:
+        assert turn.whole().text == first and not engine.requests
+        assert turn.to_json()["parts_kept"] == 5
+
+
+def test_a_stop_ends_it_and_keeps_what_is_written(talks, document, engine, workspaces):
+    chat, second, stopped = workspaces.chats.create().id, threading.Event(), threading.Event()
+
+    def wait(number):
+        if len(engine.requests) == 2:
+            second.set()
+            assert stopped.wait(SOON_S)
+
+    engine.on_piece = wait
+    with talks.digest(document, chat) as turn:
+        assert second.wait(SOON_S)
+        turn.stop()
+        stopped.set()
+        assert list(turn) == []
+    assert turn.message.report["stopped"] and not turn.message.text
+    engine.on_piece, engine.requests = lambda number: None, []
+    again = talks.regenerate(chat)
+    assert again.whole().text == "It is blue."
+    assert len(engine.requests) == 4, "the first part was kept"
+    assert [message.text for message in workspaces.chats.messages(chat)] == [
+        "Summarise log.txt.",
+        "It is blue.",
+    ]
+
+
+def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine, workspaces, log):
+    def kept():
+        return workspaces.library.column("SELECT count(*) FROM notes")[0]
+
+    with talks.digest(document) as turn:
+        turn.whole()
+    assert kept() == 5
+    log.write_text("\n\n".join([*SHIPS[:-1], "The last ship carries nothing but sand."]))
+    take_in(workspaces.first, [log])
+    assert kept() == 0
+    workspaces.library.keep_note(document, "an answer about the text before", "late")
+    assert kept() == 0, "what was asked about the earlier text came too late"
+    changed = workspaces.library.find("default", "log.txt")
+    with talks.digest(changed) as turn:
+        turn.whole()
+    assert kept() == 5
+    with workspaces.writing():
+        remove_document(workspaces.first, changed)
+    assert kept() == 0
+
+
+def test_what_cannot_be_summed_up_is_said(talks, document, engine, workspaces):
+    engine.context_window = 300
+    engine.reply = ("word " * 90,)
+    with pytest.raises(PromptTooLongError, match="two notes do not fit"), talks.digest(document) as turn:
+        turn.whole()
+    with workspaces.writing():
+        remove_document(workspaces.first, document)
+    with pytest.raises(LibraryError, match="no passage of it"), talks.digest(document) as turn:
+        turn.whole()
+
+
+def test_a_registry_of_version_two_gets_a_place_for_notes(home, document, workspaces):
+    workspaces.library.execute("DROP TABLE notes")
+    workspaces.library.execute("PRAGMA user_version = 2")
+    with Library(home / "library.sqlite") as again:
+        assert not again.damage
+        again.keep_note(document, "origin", "text")
+        assert again.note(document.id, "origin") == "text"
+
+
+def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd):
+    cli.engine.reply = ("The ship number 7 carries 10 barrels of salted herring.",)
+    found = told("digest", log, "--top-k", "4")
+    assert (found["document"], found["passages"], found["passages_encoded"]) == ("log.txt", 12, 12)
+    assert [source["text"] for source in found["sources"]] == [SHIPS[7]]
+    assert told("digest", "log.txt", "--top-k", "4")["parts_written"] == 0, "by its name, from what was kept"
+    assert cli("digest", log, "--top-k", "4") == 0
+    assert "[1] log.txt" in capfd.readouterr().out
+    assert "there is none" in told("digest", "nobodys.txt", code=1)["error"]["message"]
+
+
+def test_a_command_that_was_killed_goes_on(home, log, tmp_path_factory):
+    """On a real model: nothing is encoded twice, and every window has all of its KV."""
+    spec = importlib.util.spec_from_file_location("tiny_models_of_the_digest", TINY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama", is_endless=True)
+    log.write_text("\n\n".join(ships(48)))
+    command = [sys.executable, "-m", "ragblend.app.cli", "digest", str(log), "--home", str(home), "--json"]
+    command += ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
+    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128"}
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+    def notes():
+        if not (home / "library.sqlite").exists():
+            return 0
+        with Library(home / "library.sqlite") as library:
+            return library.column("SELECT count(*) FROM notes")[0]
+
+    until(lambda: notes() >= 2)
+    running.send_signal(signal.SIGKILL)
+    running.wait(SOON_S)
+    kept = notes()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    found = json.loads(done.stdout)
+    assert found["parts_kept"] == kept and found["passages_encoded"] == 0
+    assert found["parts_kept"] + found["parts_written"] > found["passages"] / 2
+    assert found["store"]["misses"] == 0 and found["tokens"]["missing"] == 0 < found["tokens"]["reused"]
