@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.stdio import stdio_server
+from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import ToolAnnotations
 from pydantic import Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ragblend
 from ragblend.app.answer import Source
 from ragblend.app.cli_common import Terminal
 from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.retrieval import check_askable, check_collection, nearest, without_duplicates
+from ragblend.app.serve.errors import ApiError
+from ragblend.app.serve.keys import Door
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError, UsageError
 
@@ -156,6 +160,25 @@ def talk(server: MCPServer[Any], terminal: Terminal) -> None:
             await inner.run(*streams, inner.create_initialization_options())
 
     asyncio.run(serve())
+
+
+def over_http(server: MCPServer[Any], door: Door) -> ASGIApp:
+    """The same at `/mcp`, for those who have the owner's key, or this machine's programs while there is no key."""
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the door looks after that
+    app = server.streamable_http_app(transport_security=security)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http" and not door.client(scope).is_owner:
+                raise ApiError(
+                    403, "Assistants need the owner's key: `ragblend keys add NAME --owner`.", "not_owner"
+                )
+        except ApiError as error:
+            await error.response(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return guarded
 
 
 async def _told(work: Callable[[], T]) -> T:

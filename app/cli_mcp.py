@@ -1,13 +1,30 @@
-"""`ragblend mcp`: the library as tools for assistants, over standard input and output."""
+"""`ragblend mcp`: the library as tools for assistants, over standard input and output, or over HTTP."""
 
 import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.cli_ask import Collection
-from ragblend.app.cli_common import Answering, Cli
+from ragblend.app.cli_common import Answering, Cli, option
 from ragblend.app.extras import check_installed
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def mcp(cli: Cli, answering: Answering, collection: Collection = None) -> None:
+
+@dataclass(frozen=True)
+class Listening:
+    """Where assistants find it, if they do not start it themselves."""
+
+    http: bool = option(
+        False, "Listen at http://127.0.0.1:PORT/mcp (streamable HTTP), until Ctrl-C.", "--http"
+    )
+    port: int = option(8001, "Port, with --http. 0: any.", min=0, max=65535)
+    host: str = option("127.0.0.1", "Address to listen at; beyond this machine the owner's key is needed.")
+    allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
+
+
+def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection = None) -> None:
     """Give assistants on this machine your documents to search, ask and read (MCP); they start it themselves."""
     check_installed("Tools for assistants", ("mcp",), "mcp")
     with cli.open_collection(collection, **vars(answering)) as workspace:
@@ -17,7 +34,34 @@ def mcp(cli: Cli, answering: Answering, collection: Collection = None) -> None:
         workspaces = workspace.workspaces
         server = tools_over(Conversations(workspaces), workspaces)
         with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            if cli.shared is None:
+            if asked.http:
+                _listen(cli, server, asked, workspaces.home.root)
+            elif cli.shared is None:
                 server.run("stdio")
             else:
                 talk(server, cli.terminal)
+
+
+def _listen(cli: Cli, server: Any, asked: Listening, root: "Path") -> None:
+    import uvicorn
+
+    from ragblend.app.assistants import over_http
+    from ragblend.app.serve.front import Rules
+    from ragblend.app.serve.keys import Door, Keys
+    from ragblend.app.serve.listening import Address, Server, check_reach, listening
+
+    keys = Keys(root)
+    check_reach(asked.host, keys)
+    with listening(asked.host, asked.port) as at:
+        address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
+        door = Door(Rules.of(address.host, address.port, address.names), keys, not address.is_loopback)
+        url = f"{address.url}mcp"
+        app = over_http(server, door)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
+        running = Server(config, lambda: cli.result({"url": url}, f"Assistants find the library at {url}"))
+
+        def stop() -> None:
+            running.should_exit = True
+
+        with cli.terminal.stopping(stop):
+            running.run([at])

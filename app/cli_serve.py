@@ -39,18 +39,14 @@ def serve(cli: Cli, asked: Serving) -> int:
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.desk import Desk
     from ragblend.app.serve.keys import Keys
-    from ragblend.app.serve.listening import Address, listening
+    from ragblend.app.serve.listening import Address, check_reach, listening
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
 
     with Desk.open(cli.home, **cli.overrides) as desk:
         known = Keys(desk.workspaces.home.root)
         is_open = Address(asked.host).is_loopback and not known.clients()
-        if not (Address(asked.host).is_loopback or known.clients()):
-            raise UsageError(
-                f"Serving at {asked.host}: it could be reached from other machines, so it needs a key. Make one with "
-                "`ragblend keys add NAME`, or leave --host away."
-            )
+        check_reach(asked.host, known)
         with listening(asked.host, asked.port) as at:
             address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
 

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.desk import Desk
-from ragblend.app.serve import chat, library
+from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error
-from ragblend.app.serve.front import Meter, Rules, TooLarge, TooSlow, refuse, too_large
-from ragblend.app.serve.keys import OWNER, Client, Keys
+from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
+from ragblend.app.serve.keys import Door
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
 from ragblend.app.serve.service import (
     ClientGone,
@@ -40,7 +39,6 @@ from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
-OPEN_PATHS = ("/healthz",)
 router = APIRouter()
 PROBLEMS = {
     "extra_forbidden": "unknown_parameter",
@@ -56,28 +54,27 @@ STATUSES = {
 }  # fmt: skip
 
 
-def build(desk: Desk, rules: Rules, keys: Keys, needs_key: bool, limits: Limits | None = None) -> "Front":
-    """The whole server over one desk. needs_key: whether somebody without one may not be the owner."""
-    responses: dict[int | str, dict[str, Any]] = {
+def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
+    """The whole server over one desk."""
+    answers: dict[int | str, dict[str, Any]] = {
         status: {"description": said} for status, said in STATUSES.items()
     }
-    app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=responses)
+    app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=answers)
     app.state.service = service = Service(desk, limits)
-    for each in (router, chat.router, library.router):
+    for each in (router, chat.router, responses.router, library.router):
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     for kind in (ApiError, RagBlendError, ClientGone, Exception):
         app.add_exception_handler(kind, partial(_failed, service))
-    return Front(app, service, rules, keys, needs_key)
+    return Front(app, service, door)
 
 
 class Front:
     """Plain ASGI before all routes: who may ask, whose request it is, how large and how slow it may be."""
 
-    def __init__(self, app: ASGIApp, service: Service, rules: Rules, keys: Keys, needs_key: bool) -> None:
-        self.service = service
-        self._app, self._rules, self._keys, self._needs_key = app, rules, keys, needs_key
+    def __init__(self, app: ASGIApp, service: Service, door: Door) -> None:
+        self.service, self._app, self._door = service, app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -87,7 +84,7 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        meter = Meter(receive, self._rules.limit(scope["path"]), self.service.limits.body_s)
+        meter = Meter(receive, self._door.rules.limit(scope["path"]), self.service.limits.body_s)
 
         async def tell(message: Message) -> None:
             if not status and message["type"] == "http.response.start" and (meter.exceeded or meter.late):
@@ -102,7 +99,7 @@ class Front:
 
         inner = dict(scope)  # routing notes the route in it
         try:
-            inner["client_of_key"] = self._admitted(scope)
+            inner["client_of_key"] = self._door.client(scope)
             await self._app(inner, meter, tell)
         except (TooLarge, TooSlow, ClientGone):
             pass
@@ -112,21 +109,6 @@ class Front:
         if not status:
             await self._unread(meter).response(scope, receive, send)
         self._count(inner, status[0] if status else 499)
-
-    def _admitted(self, scope: Scope) -> Client:
-        """Whose request this is. Raises ApiError for one that may not pass."""
-        if (refusal := refuse(scope, self._rules)) is not None:
-            raise ApiError(refusal.status, refusal.text, "refused")
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip() if kind.lower() == "bearer" else ""
-        found = self._keys.client(given) if given else None
-        if found is not None:
-            return found
-        if scope["path"] in OPEN_PATHS or not (self._needs_key or self._keys.clients()):
-            return OWNER
-        raise ApiError(
-            401, "A key is needed: `Authorization: Bearer KEY`, of `ragblend keys add`.", "invalid_api_key"
-        )
 
     def _unread(self, meter: Meter) -> ApiError:
         """Nothing was answered: the body did not come, or nobody waits any more."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragblend.engine.prompt import ToolCall
 from ragblend.integrations.backend import Turn
@@ -153,6 +153,58 @@ class CompletionBody(Options):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
+class ResponsesBody(Options):
+    """`/v1/responses`: a chat by other names. Nothing is kept, so nothing can be gone on with by an id."""
+
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    # What models that reason hand out; none does here, so leaving it out changes nothing.
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    n: None = None
+    max_tokens: None = None
+
+    def chat(self) -> ChatBody:
+        """The same as a chat. Raises UsageError for items, tools and formats that there are none of here."""
+        values = self.model_dump(include=set(Options.model_fields), exclude_none=True) | {
+            "messages": self._messages(),
+            "tools": None if self.tools is None else [_chat_tool(each) for each in self.tools],
+            "tool_choice": _chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": _chat_format(self.text),
+        }
+        try:
+            return ChatBody.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{where}: {first['msg']} (input is read as messages)") from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        if self.instructions:
+            said.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        for number, item in enumerate(self.input):
+            message = _chat_message(f"input[{number}]", item)
+            if message is None:
+                continue
+            if "tool_calls" in message and said and "tool_calls" in said[-1]:
+                said[-1]["tool_calls"] += message["tool_calls"]  # of one turn
+            else:
+                said.append(message)
+        return said
+
+
 class EmbeddingBody(Body):
     """`/v1/embeddings`; token ids are refused: they would be another tokenizer's."""
 
@@ -185,6 +237,58 @@ class AskBody(Body):
     temperature: float | None = None
     stream: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An item of `/v1/responses` as a message; None for reasoning, which no model here reads."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        content = item.get("content")
+        if isinstance(content, list):
+            content = [_chat_part(part) for part in content]
+        return {"role": item.get("role"), "content": content}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
+        output = item.get("output")
+        if isinstance(output, list):
+            output = [_chat_part(part) for part in output]
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind == "reasoning":
+        return None
+    raise UsageError(
+        f"{where}.type is {kind!r:.40}; there are message, function_call and function_call_output"
+    )
+
+
+def _chat_part(part: Any) -> Any:
+    is_text = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
+    return {"type": "text", "text": part.get("text")} if is_text else part
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise UsageError(
+            f"tools: {tool.get('type')!r:.40} is none that there is here; pass functions of your own"
+        )
+    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return choice
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if text is None or text.get("format") is None:
+        return None
+    wanted = text["format"]
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {n: v for n, v in wanted.items() if n != "type"}}
+    return wanted if isinstance(wanted, dict) else {"type": wanted}
 
 
 def _turn(number: int, message: MessageBody) -> Turn:

@@ -79,7 +79,7 @@ Piece = tuple[Choice, str] | Chosen
 async def chat(request: Request, body: ChatBody) -> Response:
     """A conversation, answered by the model; passages of its collection are found in it by their text."""
     turns = body.turns()
-    return await _respond(
+    return await respond(
         request, body, lambda call: [call.chat_prompt(turns)], ChatForm(service_of(request).model)
     )
 
@@ -88,10 +88,10 @@ async def chat(request: Request, body: ChatBody) -> Response:
 async def complete(request: Request, body: CompletionBody) -> Response:
     """Text that is continued as it stands, control tokens and all."""
     form = TextForm(service_of(request).model)
-    return await _respond(request, body, lambda call: [call.text_prompt(text) for text in body.prompts], form)
+    return await respond(request, body, lambda call: [call.text_prompt(text) for text in body.prompts], form)
 
 
-async def _respond(
+async def respond(
     request: Request, body: Options, prompts_of: "Callable[[Call], list[Prompt]]", form: "Form"
 ) -> Response:
     service = service_of(request)
@@ -168,7 +168,7 @@ class Form:
 
     def whole(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
-        return {**head, "choices": [self.choice(each) for each in chosen], **_told(chosen)}
+        return {**head, "choices": [self.choice(each) for each in chosen], **told(chosen)}
 
     async def chunks(
         self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
@@ -191,7 +191,7 @@ class Form:
                 for value in values:
                     yield {**head, "choices": [value], **usage_yet}
         if includes_usage:
-            yield {**head, "choices": [], **_told(chosen)}
+            yield {**head, "choices": [], **told(chosen)}
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
         raise NotImplementedError
@@ -212,7 +212,7 @@ class ChatForm(Form):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
-        calls, text = _calls(chosen.said), chosen.said.text
+        calls, text = calls_of(chosen.said), chosen.said.text
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": chosen.choice.index,
@@ -228,7 +228,7 @@ class ChatForm(Form):
         return _delta(index, {"content": text})
 
     def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        index, calls = chosen.choice.index, _calls(chosen.said)
+        index, calls = chosen.choice.index, calls_of(chosen.said)
         made = (
             [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
         )
@@ -260,7 +260,7 @@ def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _calls(said: "Said") -> list[dict[str, Any]]:
+def calls_of(said: "Said") -> list[dict[str, Any]]:
     """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
     made = [(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls]
     if said.broken is not None:
@@ -271,7 +271,7 @@ def _calls(said: "Said") -> list[dict[str, Any]]:
     ]
 
 
-def _told(chosen: Sequence[Chosen]) -> dict[str, Any]:
+def told(chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     counts = [usage(each.result.report) for each in chosen]

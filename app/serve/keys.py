@@ -7,11 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from ragblend.app.serve.errors import ApiError
+from ragblend.app.serve.front import Rules, refuse
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 
 PREFIX = "rb-"
 FILE_NAME = "api-keys.json"
+OPEN_PATHS = ("/healthz",)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,30 @@ class Keys:
     def _write(self, clients: dict[str, Client]) -> None:
         values = [{"sha256": digest, **asdict(client)} for digest, client in clients.items()]
         replace_durably(self.path, json.dumps({"keys": values}, indent=1))
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who may pass, and whose request it is. needs_key: whether somebody without one may not be the owner."""
+
+    rules: Rules
+    keys: Keys
+    needs_key: bool
+
+    def client(self, scope: Scope) -> Client:
+        """Raises ApiError for one that may not pass."""
+        if (refusal := refuse(scope, self.rules)) is not None:
+            raise ApiError(refusal.status, refusal.text, "refused")
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip() if kind.lower() == "bearer" else ""
+        found = self.keys.client(given) if given else None
+        if found is not None:
+            return found
+        if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.clients()):
+            return OWNER
+        raise ApiError(
+            401, "A key is needed: `Authorization: Bearer KEY`, of `ragblend keys add`.", "invalid_api_key"
+        )
 
 
 def _parsed(value: Any) -> dict[str, Client]:

@@ -1,6 +1,7 @@
 """Where the page and the server listen, and uvicorn, which says when it answers."""
 
 import ctypes
+import gc
 import logging
 import shutil
 import signal
@@ -29,6 +30,7 @@ LOCK = (
     "ui-page.lock"  # a second process would take up the first one's running file as one that a kill had left
 )
 M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
+GARBAGE = (700, 10, 10)  # Python's own thresholds
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
@@ -73,6 +75,15 @@ def listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def check_reach(host: str, keys: "Keys") -> None:
+    """Raises UsageError for an address that other machines may reach, while there is no key."""
+    if not (Address(host).is_loopback or keys.clients()):
+        raise UsageError(
+            f"Serving at {host}: it could be reached from other machines, so it needs a key. Make one with "
+            "`ragblend keys add NAME`, or leave --host away."
+        )
+
+
 def serve(
     desk: "Desk",
     address: Address,
@@ -84,6 +95,7 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
     from ragblend.app.serve.application import build
+    from ragblend.app.serve.keys import Door
     from ragblend.app.serve.library import UPLOAD_PATH
     from ragblend.app.serve.watchdog import watch
 
@@ -97,7 +109,7 @@ def serve(
         _files_inside(root / "serve"),
         _ended_by_term(),
     ):
-        front = build(desk, rules, keys, not address.is_loopback, limits)
+        front = build(desk, Door(rules, keys, not address.is_loopback), limits)
         config = uvicorn.Config(
             front,
             log_level="warning",
@@ -144,7 +156,16 @@ def owning(desk: "Desk", command: str) -> Iterator[None]:
             held.enter_context(Commands(desk))
         except OSError as error:
             log.warning("commands will open the home %s themselves: listening there: %s", root, error)
+        _look_for_garbage()
         yield
+
+
+def _look_for_garbage() -> None:
+    """As often as Python does by itself, which a command puts off for its start: a request that was left is garbage in
+    a cycle, with its context's KV. What is imported is not looked through.
+    """
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
 
 
 def _few_heaps() -> None:

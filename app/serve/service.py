@@ -184,6 +184,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 class Events(Response):
     """Server-sent events: a `data:` line for each value, then [DONE]; an error ends them as OpenAI's clients expect.
+    Values that have a type are named by it (`event:`), and the last of these says itself that it is.
 
     The first is there already, so what goes wrong before it has a status of its own.
     """
@@ -202,25 +203,34 @@ class Events(Response):
             await until_gone(receive, self._tell(send))
 
     async def _tell(self, send: Send) -> None:
-        async def event(data: bytes, more: bool = True) -> None:
-            body = {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more}
+        async def event(data: bytes, more: bool = True, name: str = "") -> None:
+            line = f"event: {name}\n".encode() if name else b""
+            sent = line + b"data: " + data + b"\n\n"
             async with asyncio.timeout(SEND_S):
-                await send(body)
+                await send({"type": "http.response.body", "body": sent, "more_body": more})
+
+        async def tell(value: object) -> bool:
+            kind = value.get("type", "") if isinstance(value, dict) else ""
+            await event(encoded(value), name=kind)
+            return bool(kind)
 
         async with aclosing(self._rest) as rest:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            await event(encoded(self._first))
+            is_named = await tell(self._first)
             try:
                 async for value in rest:
-                    await event(encoded(value))
+                    await tell(value)
             except (ClientGone, asyncio.CancelledError):
                 raise
             except Exception as error:
                 await event(encoded(api_error(error, self._shown).to_json()), more=False)
             else:
-                await event(b"[DONE]", more=False)
+                if is_named:
+                    await send({"type": "http.response.body", "body": b""})
+                else:
+                    await event(b"[DONE]", more=False)
 
 
 async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:

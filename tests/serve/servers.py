@@ -11,7 +11,7 @@ import uvicorn
 from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.keys import Client, Keys
+from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import Server, listening
 
@@ -77,7 +77,7 @@ def serving(home, model, limits=None):
     with desk, listening("127.0.0.1", 0) as at:
         port = at.getsockname()[1]
         rules = Rules.of("127.0.0.1", port, (), UPLOAD_PATH)
-        front = build(desk, rules, known, False, limits)
+        front = build(desk, Door(rules, known, needs_key=False), limits)
         ready = threading.Event()
         server = Server(uvicorn.Config(front, log_level="critical", timeout_graceful_shutdown=5), ready.set)
         thread = threading.Thread(target=server.run, args=([at],))

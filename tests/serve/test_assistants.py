@@ -3,15 +3,21 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+from contextlib import contextmanager
 
+import httpx
 import pytest
+from servers import SOON_S
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 from mcp import Client, StdioServerParameters
 
 from ragblend.app.cli import main
 from ragblend.app.desk import Desk
+from ragblend.app.serve import keys as server_keys
 from ragblend.app.serve.commands import Commands
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -34,6 +40,38 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
         desk.workspaces.first.engine.close()
 
 
+@contextmanager
+def listening(home):
+    """The command with --http; gives its URL."""
+    command = [
+        sys.executable,
+        "-m",
+        "ragblend.app.cli",
+        "mcp",
+        "--http",
+        "--port",
+        "0",
+        "--json",
+        "--home",
+        str(home),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def asked(at, calls):
+    async with Client(at) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        return tools, [await client.call_tool(name, arguments) for name, arguments in calls]
+
+
 def told(home, *calls):
     """What each call (tool, arguments) gave, and the tools that there are: one process, one conversation."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
@@ -42,13 +80,7 @@ def told(home, *calls):
         args=["-m", "ragblend.app.cli", "mcp", "--home", str(home)],
         env=environment,
     )
-
-    async def talk():
-        async with Client(command) as client:
-            tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-            return tools, [await client.call_tool(name, arguments) for name, arguments in calls]
-
-    return asyncio.run(talk())
+    return asyncio.run(asked(command, calls))
 
 
 def value(result):
@@ -79,6 +111,48 @@ def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
         "The ferry Marigold"
     )
     assert "next_offset" not in end and len(end["text"]) == end["characters"] - 40_000 > 0
+
+
+def test_over_http_the_same_is_answered(home) -> None:
+    calls = (
+        ("search", {"question": "Who built the lighthouse?", "limit": 2}),
+        ("list_documents", {}),
+        ("read_document", {"document": "ferry.txt", "offset": 20_000}),
+        ("search", {"question": " "}),
+        ("read_document", {"document": "none.txt"}),
+    )
+    tools, results = told(home, *calls)
+    with listening(home) as url:
+        over_http, same = asyncio.run(asked(url, calls))
+        [answer] = asyncio.run(asked(url, [("ask", {"question": "Who built the lighthouse?"})]))[1]
+    assert {name: tool.model_dump() for name, tool in over_http.items()} == {
+        name: tool.model_dump() for name, tool in tools.items()
+    }
+    assert [each.model_dump() for each in same] == [each.model_dump() for each in results]
+    assert value(answer)["answer"] and value(answer)["sources"]
+
+
+def test_over_http_only_the_owner_is_answered(home, capfd) -> None:
+    keys = server_keys.Keys(home)
+    chief, ada = keys.add(server_keys.Client("chief")), keys.add(server_keys.Client("ada", ("ada",)))
+    hello = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+    try:
+        with listening(home) as url, httpx.Client(timeout=SOON_S) as client:
+
+            def status(key=None, **headers):
+                given = {"authorization": f"Bearer {key}"} if key else {}
+                accepted = {"accept": "application/json, text/event-stream"}
+                return client.post(url, json=hello, headers=accepted | given | headers).status_code
+
+            assert (status(), status("rb-wrong"), status(ada)) == (401, 401, 403)
+            assert status(chief, host="evil.example:80") == 421
+            assert status(chief, origin="http://evil.example") == 403
+            assert status(chief) not in (401, 403, 421)
+        assert main(["mcp", "--http", "--host", "0.0.0.0", "--home", str(home / "other")]) == 2
+        assert "needs a key" in capfd.readouterr().err
+    finally:
+        for name in keys.names():
+            keys.remove(name)
 
 
 def test_what_cannot_be_done_is_said_and_the_process_goes_on(home) -> None:

@@ -1,0 +1,163 @@
+"""`/v1/responses`: a chat by the names of OpenAI's newer interface. Nothing of it is kept here."""
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from itertools import count
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragblend.app.serve.bodies import ResponsesBody
+from ragblend.app.serve.chat import Chosen, Form, Piece, calls_of, respond, told
+from ragblend.app.serve.service import service_of
+
+router = APIRouter(prefix="/v1")
+Json = dict[str, Any]
+STARTED, DONE = "in_progress", "completed"
+
+
+@router.post("/responses")
+async def responses(request: Request, body: ResponsesBody) -> Response:
+    """What `/v1/chat/completions` answers, as items; functions may be called, tools of OpenAI's own may not."""
+    asked = body.chat()
+    turns = asked.turns()
+    form = ResponseForm(service_of(request).model, body)
+    return await respond(request, asked, lambda call: [call.chat_prompt(turns)], form)
+
+
+class ResponseForm(Form):
+    """One answer: a message, then the functions that it calls."""
+
+    def __init__(self, model: str, body: ResponsesBody) -> None:
+        super().__init__(model)
+        self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
+        self._place: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        self._basis: Json = {
+            "id": f"resp_{uuid.uuid4().hex[:24]}",
+            "object": "response",
+            "created_at": self._head["created"],
+            "model": model,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": body.text or {"format": {"type": "text"}},
+            "tools": body.tools or [],
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "metadata": body.metadata or {},
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+        }
+
+    def whole(self, chosen: Sequence[Chosen]) -> Json:
+        [answer] = chosen
+        is_cut = answer.finish_reason == "length"
+        ended = {
+            "status": "incomplete" if is_cut else DONE,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items(answer),
+        }
+        return {**self._basis, **ended, **_usage(chosen)}
+
+    async def chunks(
+        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
+    ) -> AsyncGenerator[Json, None]:
+        begun = {**self._basis, "status": STARTED, "error": None, "incomplete_details": None, "output": []}
+        texts: list[str] = []
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if (
+                    not texts
+                ):  # also of an answer without a word: nothing is said before it is certain that it comes
+                    yield self._event("response.created", response=begun)
+                    yield self._event("response.in_progress", response=begun)
+                    for event in self._message_begins():
+                        yield event
+                    texts.append("")
+                if not isinstance(piece, Chosen):
+                    texts.append(piece[1])
+                    yield self._text_event("delta", delta=piece[1], logprobs=[])
+                    continue
+                for event in self._message_ends("".join(texts)):
+                    yield event
+                for number, item in enumerate(self._items(piece)[1:], start=1):
+                    for event in self._call_comes(number, item):
+                        yield event
+                whole = self.whole([piece])
+                yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return {"type": kind, "sequence_number": next(self._number), **more}
+
+    def _text_event(self, kind: str, **more: Any) -> Json:
+        return self._event(f"response.output_text.{kind}", **self._place, **more)
+
+    def _message_begins(self) -> Iterator[Json]:
+        yield self._event("response.output_item.added", output_index=0, item=self._message(None))
+        yield self._event("response.content_part.added", **self._place, part=_part(""))
+
+    def _message_ends(self, text: str) -> Iterator[Json]:
+        yield self._text_event("done", text=text, logprobs=[])
+        yield self._event("response.content_part.done", **self._place, part=_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
+
+    def _call_comes(self, number: int, item: Json) -> Iterator[Json]:
+        place = {"output_index": number, "item_id": item["id"]}
+        begun = item | {"status": STARTED, "arguments": ""}
+        yield self._event("response.output_item.added", output_index=number, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        yield self._event(
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
+        )
+        yield self._event("response.output_item.done", output_index=number, item=item)
+
+    def _message(self, text: str | None) -> Json:
+        """text: None while none has come."""
+        status = STARTED if text is None else DONE
+        content = [] if text is None else [_part(text)]
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def _items(self, answer: Chosen) -> list[Json]:
+        calls = [
+            {
+                "id": f"fc_{call['id']}",
+                "type": "function_call",
+                "status": DONE,
+                "call_id": call["id"],
+                **call["function"],
+            }
+            for call in calls_of(answer.said)
+        ]
+        return [self._message(answer.said.text), *calls]
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(chosen: Sequence[Chosen]) -> Json:
+    found = told(chosen)
+    usage = found["usage"]
+    return {
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+        "kv": found["kv"],
+    }

@@ -1,0 +1,122 @@
+"""`/v1/responses`: what it answers is what chat answers, as items and events, for the clients that ask this way."""
+
+import json
+
+import pytest
+import tiny_models
+from servers import serving
+
+openai = pytest.importorskip("openai", reason="the client's package is not installed")
+
+FUNCTION = {
+    "type": "function",
+    "name": "hoist",
+    "description": "A flag.",
+    "parameters": {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
+}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.keys["ada"], max_retries=0) as client:
+        yield client
+
+
+def test_it_says_what_chat_says_and_counts_the_same(served, client) -> None:
+    model = served.service.model
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who built it?"}]
+    chat = client.chat.completions.create(model=model, messages=said, max_tokens=6)
+    asked = {"model": model, "instructions": "Be brief.", "max_output_tokens": 6}
+    for input in (
+        "Who built it?",
+        [{"role": "user", "content": [{"type": "input_text", "text": "Who built it?"}]}],
+    ):
+        answer = client.responses.create(**asked, input=input)
+        assert answer.output_text == chat.choices[0].message.content
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        usage = answer.usage
+        assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, 6)
+        assert usage.total_tokens == usage.input_tokens + 6 and not answer.store
+    stopped = client.responses.create(
+        **asked, input="Who built it?", extra_body={"stop": [chat.choices[0].message.content[2]]}
+    )
+    assert stopped.status == "completed" and stopped.incomplete_details is None
+
+
+def test_a_second_turn_reads_what_is_new(served, client) -> None:
+    asked = {"model": served.service.model, "max_output_tokens": 6}
+    question = {"role": "user", "content": "Tell me about the ships of the harbour, one by one. " * 4}
+    first = client.responses.create(**asked, input=[question])
+    said = [question, *(item.model_dump() for item in first.output), {"role": "user", "content": "And then?"}]
+    second = client.responses.create(**asked, input=said)
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 20 > 64
+
+
+def test_a_stream_has_its_events_in_their_order(served, client) -> None:
+    asked = {"model": served.service.model, "input": "Tell me more.", "max_output_tokens": 5}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == whole.output_text
+    last = events[-1].response
+    assert last.output_text == whole.output_text and last.usage.output_tokens == 5
+    assert {e.item_id for e in events if hasattr(e, "item_id")} == {last.output[0].id}
+    with served.client() as plain:
+        text = plain.post("/v1/responses", json=asked | {"stream": True}).text
+    assert text.startswith("event: response.created\ndata: {") and "[DONE]" not in text
+
+
+def test_functions_are_called_and_what_they_gave_is_read(home_of, tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+    with (
+        serving(home_of(), folder) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.keys["ada"]) as client,
+    ):
+        asked = {"model": served.service.model, "tools": [FUNCTION], "max_output_tokens": 60}
+        hoist = {"role": "user", "content": "Hoist it."}
+        answer = client.responses.create(**asked, input=[hoist], tool_choice="required")
+        events = list(
+            client.responses.create(
+                **asked, input=[hoist], tool_choice={"type": "function", "name": "hoist"}, stream=True
+            )
+        )
+        given = {"type": "function_call_output", "call_id": answer.output[-1].call_id, "output": "It is up."}
+        again = [hoist, *(item.model_dump() for item in answer.output), given]
+        assert client.responses.create(**asked | {"max_output_tokens": 4}, input=again).output_text
+    call = answer.output[-1]
+    assert (call.type, call.name) == ("function_call", "hoist") and json.loads(call.arguments).keys() == {
+        "up"
+    }
+    [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert (done.name, done.arguments) == ("hoist", call.arguments)
+    assert events[-1].type == "response.completed" and events[-1].response.output[-1].name == "hoist"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"input": [{"type": "image_generation_call", "id": "x"}]}, "image_generation_call"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "no text"),
+        ({"input": [{"role": None, "content": "a"}]}, "messages.0.role"),
+        ({"input": []}, "input"),
+        ({"text": {"format": {"type": "grammar"}}}, "grammar"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["web_search_call.results"]}, "include"),
+    ],
+)
+def test_what_there_is_not_here_is_refused_by_name(served, client, change, named) -> None:
+    asked = {"model": served.service.model, "input": "Hi.", "max_output_tokens": 2}
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.responses.create(**asked | change)
