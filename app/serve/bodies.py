@@ -198,8 +198,8 @@ class ResponsesBody(Options):
             message = _chat_message(f"input[{number}]", item)
             if message is None:
                 continue
-            if "tool_calls" in message and said and "tool_calls" in said[-1]:
-                said[-1]["tool_calls"] += message["tool_calls"]  # of one turn
+            if "tool_calls" in message and said and said[-1]["role"] == "assistant":  # of one turn
+                said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), *message["tool_calls"]]
             else:
                 said.append(message)
         return said

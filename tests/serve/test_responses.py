@@ -6,6 +6,8 @@ import pytest
 import tiny_models
 from servers import serving
 
+from ragblend.app.serve.bodies import ResponsesBody
+
 openai = pytest.importorskip("openai", reason="the client's package is not installed")
 
 FUNCTION = {
@@ -97,6 +99,30 @@ def test_functions_are_called_and_what_they_gave_is_read(home_of, tmp_path_facto
     [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert (done.name, done.arguments) == ("hoist", call.arguments)
     assert events[-1].type == "response.completed" and events[-1].response.output[-1].name == "hoist"
+
+
+def test_what_one_turn_says_and_calls_is_one_message() -> None:
+    calls = [
+        {"type": "function_call", "call_id": f"c{n}", "name": "hoist", "arguments": '{"up": true}'}
+        for n in (1, 2)
+    ]
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "Both of them."}]}
+    given = [{"type": "function_call_output", "call_id": f"c{n}", "output": "up"} for n in (1, 2)]
+    items = [
+        {"role": "user", "content": "Hoist them."},
+        said,
+        *calls,
+        {"type": "reasoning", "summary": []},
+        *given,
+    ]
+    turns = ResponsesBody(model="m", input=items).chat().turns()
+    assert [(turn.role, len(turn.calls)) for turn in turns] == [
+        ("user", 0),
+        ("assistant", 2),
+        ("tool", 0),
+        ("tool", 0),
+    ]
+    assert turns[1].pieces == ("Both of them.",) and [turn.call_id for turn in turns[2:]] == ["c1", "c2"]
 
 
 @pytest.mark.parametrize(
