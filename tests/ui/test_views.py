@@ -98,7 +98,7 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     page = DocumentPage((document(state="failed", reason="It is encrypted."), document()), 2, {})
     html = views.library.documents(page, 0, 50)
     assert "It is encrypted." in html
-    assert acts(html) == ["retry-document", "delete-document", "delete-document"]
+    assert acts(html) == ["retry-document", "delete-document", "digest", "delete-document"]
 
 
 def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() -> None:
