@@ -237,7 +237,10 @@ class ServedNodes(Nodes):
         answer = runtime.server.post("/v1/completions", body, leave)
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
         if "error" in report or report.get("missing_tokens") != 0:
-            log.warning("vLLM did not encode a passage of %d tokens; its log says why", len(passage))
+            log.warning(
+                "vLLM did not encode a passage of %d tokens: its log says why, or it has `encode_missing` off",
+                len(passage),
+            )
             return 0
         if node_id is not None:
             with runtime.use.turn(), runtime.nodes.holding(self._scope, node_id, key) as held:
