@@ -309,18 +309,30 @@ def open_verified(
     fd = open_file(path)
     try:
         header = read_header(lambda nbytes, offset: _pread(fd, nbytes, offset), os.fstat(fd).st_size)
-        _demand(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
-        same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
-        _demand(same_tokens, "the file holds the KV of other token ids", "wrong-key")
-        found = f"the file holds KV of {header.geometry} from position {header.start}"
-        fits = geometry in (None, header.geometry) and start in (None, header.start)
-        _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
-        placed = token_ids is None or header.parent == parent
-        _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
+        check_header(header, key, token_ids, geometry, start, parent)
     except BaseException:
         os.close(fd)
         raise
     return ChunkReader(fd, header, path, damaged)
+
+
+def check_header(
+    header: BlobHeader,
+    key: ChunkKey,
+    token_ids: Sequence[int] | None,
+    geometry: Geometry | None,
+    start: int | None,
+    parent: ChunkKey | None,
+) -> None:
+    """CorruptBlobError unless that is what was asked for; see `open_verified`."""
+    _demand(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
+    same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
+    _demand(same_tokens, "the file holds the KV of other token ids", "wrong-key")
+    found = f"the file holds KV of {header.geometry} from position {header.start}"
+    fits = geometry in (None, header.geometry) and start in (None, header.start)
+    _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
+    placed = token_ids is None or header.parent == parent
+    _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:

@@ -43,8 +43,16 @@ class Source(Closing):
     start: int
     geometry: Geometry
     codec: Codec
-    tier: str  # disk, memory, device
+    tier: str  # remote, disk, memory, device
     in_memory = True
+
+    def expect(self, layer: int) -> None:
+        """That layer will be read: what is far away may come ahead."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known that it cannot be read to its end."""
+        return False
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill keys (H, T, Dk) and values (H, T, Dv), which may be strided over H. Raises CorruptBlobError."""
@@ -82,6 +90,13 @@ class Part(Source):
         keys.copy_(all_keys[:, at])
         values.copy_(all_values[:, at])
         return None
+
+    def expect(self, layer: int) -> None:
+        self._source.expect(layer)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._source.is_lost
 
     def close(self) -> None:
         self._source.close()

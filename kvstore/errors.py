@@ -8,7 +8,8 @@ RagBlendError
 │   ├── StoreFullError        no room for one value: the disk is full, or it exceeds the byte budget
 │   ├── StoreLockedError      another process is writing to this home
 │   ├── StoreFormatError      the store was made by another format version
-│   └── CorruptBlobError      a stored value is damaged; it has been put in quarantine
+│   ├── CorruptBlobError      a stored value is damaged; it has been put in quarantine
+│   └── RemoteError           the shared store does not answer, or not in time
 ├── ModelError                the model cannot be loaded
 │   ├── ModelNotFoundError    nothing there, or the default model is not installed
 │   ├── DownloadStoppedError  the user stopped a model's download
@@ -64,6 +65,9 @@ class StoreFormatError(StoreError): ...
 
 
 class CorruptBlobError(StoreError): ...
+
+
+class RemoteError(StoreError): ...
 
 
 class ModelError(RagBlendError): ...

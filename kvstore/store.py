@@ -25,7 +25,9 @@ from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
+from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import Entry, policy_named
+from ragblend.kvstore.remote import Remote
 from ragblend.kvstore.upkeep import GcReport, Problem
 from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
@@ -65,6 +67,7 @@ class KVStore(Closing):
         tiers: Sequence[MemoryTier] = (),
         policy: str | None = None,
         cost: Cost = same_cost,
+        remote: str | None = None,
     ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
 
@@ -72,12 +75,13 @@ class KVStore(Closing):
         put that goes beyond it evicts what it adds, at least, so that a lowered budget is worked off by puts, some
         values each, or by `gc` at once; tiers: memory above it, the fastest first, for what is used (see `promote`);
         policy: a row of POLICIES, from now on everybody's who has the store open (None: as it was, at first
-        DEFAULT_POLICY); cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit.
+        DEFAULT_POLICY); cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit;
+        remote: URL of a store that others share (see `places.Place`).
         Raises StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown
         policy.
         """
         wanted = None if policy is None else policy_named(policy)
-        store = cls(Path(root), tiers, cost)
+        store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote))
         with ExitStack() as opened, _opening(store.root):
             store._lock = opened.enter_context(upkeep.open_folder(store.root))
             with store._lock.hold():
@@ -97,9 +101,14 @@ class KVStore(Closing):
         store.budget_bytes = budget_bytes
         return store
 
-    def __init__(self, root: Path, tiers: Sequence[MemoryTier], cost: Cost) -> None:
+    def __init__(
+        self, root: Path, tiers: Sequence[MemoryTier], cost: Cost, remote: Place | None = None
+    ) -> None:
         self.root, self.tiers, self._cost, self._counters = root, tuple(tiers), cost, Counters()
+        self.remote = None if remote is None else Remote(remote, self._content, self.contains)
         self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
+        if self.remote is not None:
+            self._counted[self.remote.name] = self.remote.counters
         self.budget_bytes: int  # what follows is `open`'s to set
         self._lock: WriterLock
         self._index: Index
@@ -135,6 +144,8 @@ class KVStore(Closing):
         """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
         if self._closed:
             return
+        if self.remote is not None:
+            self.remote.close()
         self._write_waiting()
         self._closed = True
         for tier in self.tiers:
@@ -144,21 +155,28 @@ class KVStore(Closing):
 
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW) -> bool:
-        """Store (or replace) a value; it is on disk and in the index when this returns.
+    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW, shared: bool = True) -> bool:
+        """Store (or replace) a value; it is on disk and in the index when this returns, and shared soon after.
 
         codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. What the
-        value displaces goes in the same transaction. False for a node whose parent is not stored. Raises
-        StoreFullError, StoreLockedError, StoreError; nothing has changed then.
+        value displaces goes in the same transaction. shared: whether others may have it. False for a node whose parent
+        is not stored. Raises StoreFullError, StoreLockedError, StoreError; nothing has changed then.
         """
-        parent = None if chunk.parent is None else chunk.parent.digest
-        blob = Blob.of(key, chunk, RAW if parent else codec)
+        stored = self.put_blob(Blob.of(key, chunk, RAW if chunk.parent is not None else codec))
+        if self.remote is not None and shared and chunk.parent is None:
+            self.remote.offer(key)
+        return stored
+
+    def put_blob(self, blob: Blob) -> bool:
+        """The same for one that is packed, which others may have already."""
+        key, tokens = blob.header.key, len(blob.header.token_ids)
+        parent = None if blob.header.parent is None else blob.header.parent.digest
         if blob.nbytes > self.budget_bytes:
             raise StoreFullError(
-                f"storing {len(chunk.token_ids)} tokens takes {blob.nbytes:,} bytes, more than the budget "
+                f"storing {tokens} tokens takes {blob.nbytes:,} bytes, more than the budget "
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
-        cost = self._cost(chunk.start, len(chunk.token_ids))
+        cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
             if parent is not None and upkeep.name_in(index, parent) is None:
                 return False
@@ -231,7 +249,7 @@ class KVStore(Closing):
     def delete(self, key: ChunkKey) -> int:
         """Remove every byte of a value, and of all that was computed behind it; bytes freed.
 
-        Quarantined copies and counts too. Raises StoreError if a file stays.
+        Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             with self._committing() as (change, _):
@@ -239,6 +257,11 @@ class KVStore(Closing):
             index.truncate_log()
             self._ledger.truncate_log()
             return freed
+
+    def withdraw(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove values from the shared store, if there is one. Raises RemoteError where that is not certain."""
+        if self.remote is not None:
+            self.remote.withdraw(keys)
 
     def _remove(self, change: Change, digests: Sequence[str]) -> int:
         """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
@@ -282,6 +305,14 @@ class KVStore(Closing):
         reader = self._open(key, tuple(token_ids), geometry, start, parent)
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
+
+    def _content(self, key: ChunkKey) -> bytes | None:
+        """A value's file as it is, for others, who check what they read."""
+        path = self._path_of(key)
+        if path is not None:
+            with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
+                return file.read()
+        return None
 
     def will_need(self, key: ChunkKey) -> None:
         """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
@@ -482,8 +513,9 @@ class KVStore(Closing):
 
     def stats(self) -> StoreStats:
         """Entries and bytes of the store, and what this process asked of it, on whichever tier it was found."""
-        disk = self._disk_stats()
-        return replace(disk, hits=disk.hits + sum(tier.stats().hits for tier in self.tiers))
+        disk, shared = self._disk_stats(), 0 if self.remote is None else self.remote.counters.counts.hits
+        hits = disk.hits + shared + sum(tier.stats().hits for tier in self.tiers)
+        return replace(disk, hits=hits, misses=max(0, disk.misses - shared))
 
     def stats_by_tier(self) -> dict[str, StoreStats]:
         """For each tier by its name, the fastest first: what it holds, and what this process found there.
@@ -491,6 +523,10 @@ class KVStore(Closing):
         A miss is a tier's own: what memory does not have, the disk may.
         """
         return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
+
+    def counts_by_tier(self) -> dict[str, Counts]:
+        """What this process did on each tier, the shared store included."""
+        return {name: counters.counts for name, counters in self._counted.items()}
 
     def totals_by_tier(self) -> dict[str, Counts]:
         """What all processes ever did on each tier, this one included; what a killed one had not written is lost.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
 
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key

@@ -10,8 +10,9 @@ import pytest
 
 # huggingface_hub is a part of transformers' surface: what its own `from_pretrained` downloads with.
 ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "diskcache", "numpy"}
-# Asked for inside a function only: where the data folder is, when no home is given; what holds answers to a schema.
-LATE_LIBRARIES = {"platformdirs", "llguidance"}
+# Asked for inside a function only: where the data folder is, when no home is given; what holds answers to a schema; and
+# what speaks to a shared store.
+LATE_LIBRARIES = {"platformdirs", "llguidance", "redis", "obstore"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
 LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 

@@ -1,0 +1,511 @@
+"""Remote: the tier below the disk, where engines on several machines keep values for one another.
+
+The same self-checking blobs under their keys' names, read by layer. It is a cache that may lie, be slow, be full or be
+gone: what comes from it is checked as any blob is, what one prompt waits for it has a limit, and once it did not answer
+it is left alone for a while, then tried in the background. Values go there behind a `put`, from the disk's file, and
+what is deleted here is deleted there. One thread runs an event loop for all that crosses the network.
+"""
+
+import asyncio
+import atexit
+import hmac
+import logging
+import math
+import os
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragblend.kvstore.blob import Blob, BlobDamage, BlobHeader, check_header, read_header
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.codec import Source
+from ragblend.kvstore.errors import CorruptBlobError, RemoteError
+from ragblend.kvstore.files import Closing
+from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey
+from ragblend.kvstore.places import SALT_VARIABLE, Place, told
+from ragblend.kvstore.servers import Refused, Server, server_at
+from ragblend.kvstore.uses import Counters
+
+log = logging.getLogger(__name__)
+RATE_S = 300.0  # for which a measured throughput holds
+IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
+WAITING = 1024  # values that are still to be written there; only their names are held
+WRITE_S = 30.0  # for one value, for which nobody waits
+FLUSH_S = 30.0  # when the store is closed
+T = TypeVar("T")
+
+
+def name_at(place: Place, key: ChunkKey) -> str:
+    """Under which a value is there: salted with this tenant's secret where there is one, so nobody else can tell it."""
+    digest, salt = key.digest, os.environ.get(SALT_VARIABLE)
+    if salt:
+        digest = hmac.new(salt.encode(), bytes.fromhex(digest), "sha256").hexdigest()
+    parts = place.namespace, f"v{FORMAT_VERSION}", digest[:2], digest
+    return (":" if place.scheme.startswith("redis") else "/").join(parts)
+
+
+class Wanted(NamedTuple):
+    """A value that was encoded alone, and what it must be to be used."""
+
+    key: ChunkKey
+    token_ids: tuple[int, ...]
+    geometry: Geometry
+    start: int
+
+    @property
+    def header_nbytes(self) -> int:
+        return BlobHeader(self.key, self.token_ids, self.start, self.geometry, ()).nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of its KV, where no codec has made it less."""
+        return len(self.token_ids) * self.geometry.token_bytes
+
+
+@dataclass(frozen=True)
+class RemoteStats:
+    """What this process asked of a shared store. where: without its options; state: untried, available, or why it is
+    left alone; waiting: values still to be written; dropped: that were not; refused: that the server did not take.
+    """
+
+    where: str
+    state: str
+    hits: int
+    misses: int
+    damaged: int
+    errors: int
+    read_bytes: int
+    written_bytes: int
+    waiting: int
+    dropped: int
+    refused: int
+    bytes_per_s: float | None
+
+
+class Remote(Closing):
+    """Safe for threads. Nothing is connected to before it is needed, and nothing here raises because a server is bad,
+    but what says so.
+
+    content: the bytes of a value as the disk has it, None for none; stored: whether it has it still.
+    """
+
+    name = "remote"  # as a tier
+
+    def __init__(
+        self,
+        place: Place,
+        content: Callable[[ChunkKey], bytes | None],
+        stored: Callable[[ChunkKey], bool],
+    ) -> None:
+        self.place, self._content, self._stored = place, content, stored
+        self.counters, self._tally = Counters(), Counter[str]()
+        self._server: Server = server_at(place)
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: dict[ChunkKey, None] = {}  # in order
+        self._writing: ChunkKey | None = None
+        self._state = "untried"
+        self._away = self._ending = self._closed = False
+        self._writer: threading.Thread | None = None
+        self._runner: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._returned: list[Callable[[], None]] = []
+        # The event loop's own: how much is being read, since when, and what came.
+        self._in_flight = asyncio.Semaphore(IN_FLIGHT)
+        self._reads, self._since, self._received = 0, 0.0, 0
+        self._moved = 0.0, 0.0, -math.inf  # bytes, the seconds that they took, and when that was
+
+    # --- asking
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it is worth asking: False while it is left alone."""
+        return not (self._away or self._closed)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What was read in a second lately, all readers together; None where that is not known."""
+        moved, took, at = self._moved
+        return max(moved, 1.0) / max(took, 1e-6) if time.monotonic() - at < RATE_S else None
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so much comes within the time-out, as far as is known."""
+        rate = self.bytes_per_s
+        return rate is None or nbytes <= rate * self.place.timeout_s
+
+    def find(self, wanted: Sequence[Wanted]) -> "dict[ChunkKey, RemoteReader]":
+        """Readers of what is there and is what is wanted, by key. All headers are asked for at once.
+
+        This and all that is read by these readers takes the place's time-out together, at most.
+        """
+        deadline = time.monotonic() + self.place.timeout_s
+        names = [name_at(self.place, each.key) for each in wanted]
+        lead = max((each.header_nbytes for each in wanted), default=0)
+        try:
+            heads = self._ask(lambda server: server.peek(names, lead)) if names else []
+        except RemoteError:
+            return {}
+        found = {}
+        for each, name, head in zip(wanted, names, heads, strict=True):
+            if head is None:
+                self.counters.add(misses=1)
+                continue
+            try:
+                header = read_header(lambda nbytes, at: head[0][at : at + nbytes], head[1])  # noqa: B023
+                check_header(header, each.key, each.token_ids, each.geometry, each.start, None)
+            except CorruptBlobError as damage:
+                self.spoiled(each.key, str(damage))
+            else:
+                self.counters.add(hits=1)
+                found[each.key] = RemoteReader(self, name, header, deadline)
+        return found
+
+    def has(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Which of them it has something under."""
+        names = [name_at(self.place, key) for key in keys]
+        try:
+            heads = self._ask(lambda server: server.peek(names, 1)) if names else []
+        except RemoteError:
+            return set()
+        return {key for key, head in zip(keys, heads, strict=True) if head is not None}
+
+    def fetch(self, wanted: Wanted) -> Blob | None:
+        """All of a value, verified; None where it is not there, is damaged, or does not come in time."""
+        reader = None
+        if self.is_available and self.fits(wanted.nbytes):
+            reader = self.find([wanted]).get(wanted.key)
+        if reader is None:
+            return None
+        with reader, suppress(RemoteError, CorruptBlobError):
+            reader.read_all()
+        return reader.blob
+
+    def begin_read(self, name: str, start: int, nbytes: int, deadline: float) -> "Future[Any]":
+        """A range of a value; RemoteError where that is not there by `deadline`, of `time.monotonic`."""
+        self._run()
+        return asyncio.run_coroutine_threadsafe(self._read(name, start, nbytes, deadline), self._loop)
+
+    def spoiled(self, key: ChunkKey, why: str) -> None:
+        """A value is not what it should be. It stays there until it is written anew."""
+        self.counters.add(quarantined=1)
+        log.warning("KV of chunk %s at %s is not used: %s", key.digest[:12], self.place, why)
+
+    def _ask(self, work: Callable[[Server], Awaitable[T]], limit_s: float | None = None) -> T:
+        """Raises RemoteError: at once while it is left alone, else after the limit at most; Refused."""
+        if not self.is_available:
+            raise self._error(self._state)
+        self._run()
+        limit_s = self.place.timeout_s if limit_s is None else limit_s
+        try:
+            return asyncio.run_coroutine_threadsafe(self._within(work, limit_s), self._loop).result()
+        except CancelledError:
+            raise self._error("it has been closed") from None
+
+    async def _within(self, work: Callable[[Server], Awaitable[T]], limit_s: float) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                found = await work(self._server)
+        except Refused:
+            raise
+        except Exception as error:
+            raise self._failed(error) from None
+        self._answered()
+        return found
+
+    async def _read(self, name: str, start: int, nbytes: int, deadline: float) -> Any:
+        if not self.is_available:
+            raise self._error(self._state)
+        if not self._reads:
+            self._since, self._received = time.monotonic(), 0
+        self._reads, is_late = self._reads + 1, False
+        try:
+            async with asyncio.timeout_at(deadline):  # the loop's clock is `time.monotonic`
+                async with self._in_flight:
+                    found = await self._server.read(name, start, nbytes)
+            self._received += len(found)
+            return found
+        except Exception as error:
+            is_late = isinstance(error, TimeoutError)
+            raise self._failed(error) from None
+        finally:
+            self._reads -= 1
+            if not self._reads and (self._received or is_late):
+                self._measured(self._received, time.monotonic() - self._since)
+
+    def _measured(self, nbytes: int, seconds: float) -> None:
+        """So much was read while something was being read; earlier measurements count half as much each time."""
+        moved, took, _ = self._moved if self.bytes_per_s is not None else (0.0, 0.0, 0.0)
+        self._moved = moved / 2 + nbytes, took / 2 + seconds, time.monotonic()
+        with self._changed:
+            self._tally["read_bytes"] += nbytes
+
+    # --- answering, or not
+
+    def _error(self, why: str) -> RemoteError:
+        return RemoteError(f"the shared store at {self.place} cannot be used: {why}")
+
+    def _answered(self) -> None:
+        with self._changed:
+            if not self._away:  # else this began before it was left alone
+                self._state = "available"
+
+    def _failed(self, error: Exception) -> RemoteError:
+        """In the loop: leave it alone, and try it again later."""
+        is_late = isinstance(error, TimeoutError)
+        why = f"no answer within {self.place.timeout_s:g} s" if is_late else told(error)
+        with self._changed:
+            was_away, self._away, self._state = self._away, True, why
+            self._tally["errors"] += not was_away
+        if not was_away:
+            said = "the shared store at %s is left alone for %.0f s: %s"
+            log.warning(said, self.place, self.place.retry_s, why)
+            self._try_later()
+        return self._error(why)
+
+    def _try_later(self) -> None:
+        self._loop.call_later(self.place.retry_s, lambda: self._loop.create_task(self._try_again()))
+
+    async def _try_again(self) -> None:
+        """Nobody waits for this, so a server that is still away costs nobody anything."""
+        try:
+            async with asyncio.timeout(self.place.timeout_s):
+                await self._server.check()
+        except Exception:
+            self._try_later()
+            return
+        log.info("the shared store at %s answers again", self.place)
+        with self._changed:
+            self._away, self._state = False, "available"
+            returned, self._returned = self._returned, []
+            self._changed.notify_all()
+        for call in returned:
+            call()
+
+    def when_back(self, call: Callable[[], None]) -> None:
+        """Call that, which must not take long, once the server answers again."""
+        with self._changed:
+            self._returned.append(call)
+
+    # --- writing, behind
+
+    def offer(self, key: ChunkKey) -> None:
+        """Have that value written there when its turn comes; where too many wait it is not."""
+        with self._changed:
+            if len(self._waiting) >= WAITING or self._closed:
+                self._tally["dropped"] += 1
+                return
+            self._waiting[key] = None
+            self._changed.notify_all()
+            if self._writer is None:
+                self._writer = threading.Thread(
+                    target=self._write_all, name="ragblend-remote-write", daemon=True
+                )
+                self._writer.start()
+
+    def withdraw(self, keys: Sequence[ChunkKey]) -> None:
+        """Have these there no more, nor written later. Raises RemoteError where that is not certain."""
+        with self._changed:
+            for key in keys:
+                self._waiting.pop(key, None)
+            if not self._changed.wait_for(lambda: self._writing not in keys, self.place.timeout_s):
+                raise self._error("one of them is being written")
+        names = [name_at(self.place, key) for key in keys]
+        if names:
+            self._ask(lambda server: server.delete(names))
+
+    def sweep(self) -> int:
+        """Delete there what is older than the TTL, if the server does not; how many. Raises RemoteError."""
+        return self._ask(lambda server: server.sweep(), WRITE_S)
+
+    def check(self) -> None:
+        """Find out whether it answers, if that is not known; `stats` says it."""
+        with suppress(RemoteError):
+            self._ask(lambda server: server.check())
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ending or (self._waiting and self.is_available))
+                if not (self._waiting and self.is_available):
+                    return
+                self._writing = next(iter(self._waiting))
+                del self._waiting[self._writing]
+            what = self._write(self._writing)
+            with self._changed:
+                self._tally.update(what)
+
+    def _write(self, key: ChunkKey) -> dict[str, int]:
+        """What is to be counted of it."""
+        name, content = name_at(self.place, key), self._content(key)
+        if content is None:  # evicted or deleted meanwhile
+            return {}
+        try:
+            self._ask(lambda server: server.write(name, content), WRITE_S)
+            if not self._stored(key):  # deleted by another process while it was written
+                self._ask(lambda server: server.delete([name]))
+        except RemoteError:
+            return {"dropped": 1}
+        except Refused:
+            return {"refused": 1}
+        return {"written_bytes": len(content)}
+
+    # --- beginning and ending
+
+    def stats(self) -> RemoteStats:
+        counts = self.counters.counts
+        with self._changed:
+            names = ("errors", "read_bytes", "written_bytes", "dropped", "refused")
+            tally = {name: self._tally[name] for name in names}
+            return RemoteStats(
+                where=str(self.place), state=self._state, hits=counts.hits, misses=counts.misses,
+                damaged=counts.quarantined, waiting=len(self._waiting), bytes_per_s=self.bytes_per_s, **tally,
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        """Have the loop running."""
+        with self._changed:
+            if self._closed:
+                raise self._error("it has been closed")
+            if self._runner is None:
+                self._loop = asyncio.new_event_loop()
+                atexit.register(self.close)
+                self._runner = threading.Thread(
+                    target=self._loop.run_forever, name="ragblend-remote", daemon=True
+                )
+                self._runner.start()
+
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        """Wait until all is written that waits; False where it takes longer, or the server is left alone."""
+
+        def over() -> bool:
+            return not self.is_available or (not self._waiting and self._writing is None)
+
+        with self._changed:
+            return self._changed.wait_for(over, timeout_s) and not self._waiting
+
+    def close(self) -> None:
+        """Write what waits, for a while, and let go; closing twice is fine. Open readers raise RemoteError."""
+        atexit.unregister(self.close)
+        if not self.flush():
+            log.warning(
+                "%d values were not written to the shared store at %s", len(self._waiting), self.place
+            )
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = self._ending = True
+            self._waiting.clear()
+            self._changed.notify_all()
+            runner = self._runner
+        if runner is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            runner.join()
+            self._loop.close()
+        if self._writer is not None:
+            self._writer.join()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        with suppress(Exception):
+            async with asyncio.timeout(1.0):
+                await self._server.close()
+        self._loop.stop()
+
+
+class RemoteReader(Source):
+    """A value of a shared store, its header verified. Layers stay here once read: for another try, and to be kept.
+
+    Raises RemoteError for a layer that is not there by `deadline`, CorruptBlobError for one that is damaged.
+    """
+
+    tier, in_memory = "remote", False
+
+    def __init__(self, remote: Remote, name: str, header: BlobHeader, deadline: float) -> None:
+        self.header, self.token_ids, self.start = header, header.token_ids, header.start
+        self.geometry, self.codec = header.geometry, header.codec
+        self._remote, self._name, self._deadline = remote, name, deadline
+        self._guard = threading.Lock()
+        self._coming: dict[int, Future[Any]] = {}
+        self._layers: dict[int, Tensor] = {}
+        self._failed = False
+
+    def expect(self, layer: int) -> None:
+        with self._guard:
+            if layer not in self._coming:
+                at, nbytes = self.header.layer_offset(layer), self.header.layer_nbytes
+                self._coming[layer] = self._remote.begin_read(self._name, at, nbytes, self._deadline)
+
+    def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.codec.unpack(self._layer(layer), self.geometry, keys, values)
+
+    def read_packed(self, layer: int, packed: Tensor) -> None:
+        packed.copy_(self._layer(layer))
+
+    def read_all(self) -> None:
+        """Have every layer here."""
+        for layer in range(self.geometry.layers):
+            self.expect(layer)
+        for layer in range(self.geometry.layers):
+            self._layer(layer)
+
+    def _layer(self, layer: int) -> Tensor:
+        """(layer bytes,) uint8, verified."""
+        if layer not in self._layers:
+            try:
+                self.expect(layer)
+                content = np.frombuffer(self._coming[layer].result(), dtype=np.uint8)
+                self._check(layer, content)
+            except CancelledError:
+                self._failed = True
+                raise RemoteError(f"reading {self._name} after its reader was closed") from None
+            except (RemoteError, CorruptBlobError):
+                self._failed = True
+                raise
+            self._layers[layer] = torch.from_numpy(content.copy())
+        return self._layers[layer]
+
+    def _check(self, layer: int, content: Any) -> None:
+        if not content.nbytes:
+            raise RemoteError(
+                f"KV of chunk {self.header.key.digest[:12]} is not at {self._remote.place} any more"
+            )
+        if (
+            content.nbytes == self.header.layer_nbytes
+            and zlib.crc32(content) == self.header.layer_crcs[layer]
+        ):
+            return
+        what = f"layer {layer} has {content.nbytes} bytes, or does not match its checksum"
+        self._remote.spoiled(self.header.key, what)
+        raise BlobDamage("bad-layer", f"reading KV from {self._remote.place}: {what}")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it can be read to its end no more."""
+        late = time.monotonic() >= self._deadline or not self._remote.is_available
+        return self._failed or (late and len(self._layers) < self.geometry.layers)
+
+    @property
+    def blob(self) -> Blob | None:
+        """All of it, where every layer was read."""
+        if len(self._layers) < self.geometry.layers:
+            return None
+        return Blob(self.header, tuple((self._layers[layer],) for layer in range(self.geometry.layers)))
+
+    def close(self) -> None:
+        with self._guard:
+            for each in self._coming.values():
+                each.cancel()

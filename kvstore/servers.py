@@ -1,0 +1,204 @@
+"""What a shared store can be: Redis or Valkey, S3's kind of object storage, a folder that several machines mount.
+
+Credentials come from the environment. What is asked of a server is a few coroutines over names and bytes; what the
+bytes are, and when a server is left alone, is `remote.py`'s.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.files import FOLDER_MODE
+from ragblend.kvstore.places import Place
+
+_CONNECTIONS = 8  # more bring no more bytes
+_LARGEST_TEXT = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value has the connection closed
+_LARGEST_OBJECT = 5 << 30  # that S3 takes in one piece
+_FULL = ("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
+Head = tuple[bytes, int]  # a value's first bytes, and how many it has
+
+
+class Refused(Exception):
+    """The server answers, but does not take this value: it is full, or the value is too large for it."""
+
+
+class Server(Protocol):
+    """Of one event loop. Coroutines raise whatever their library raises when the server does not answer."""
+
+    async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
+        """The first bytes of each, all asked for at once; None for what is not there."""
+
+    async def read(self, name: str, start: int, nbytes: int) -> Any:
+        """A range of a value's bytes, fewer where it ends before that, none where it is gone."""
+
+    async def write(self, name: str, content: bytes) -> None:
+        """Have this value under the name, whole or not at all. Raises Refused."""
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Have these no more, whether they were there or not."""
+
+    async def check(self) -> None:
+        """Raises what it raises where the server does not answer."""
+
+    async def sweep(self) -> int:
+        """Delete what is older than the place's TTL, where the server does not do so itself; how many."""
+
+    async def close(self) -> None: ...
+
+
+def server_at(place: Place) -> Server:
+    """Connects to nothing yet. Raises UsageError where its library is not installed."""
+    try:
+        return _Redis(place) if place.scheme.startswith("redis") else _Objects(place)
+    except ImportError as error:
+        raise UsageError(
+            f"a shared store at {place} needs `pip install ragblend[remote]` ({error.name} is missing)"
+        ) from error
+
+
+class _Redis:
+    """Redis 6 or newer, or Valkey. TLS verifies against the system's authorities, or those of SSL_CERT_FILE."""
+
+    def __init__(self, place: Place) -> None:
+        import redis.asyncio as redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import ResponseError
+
+        pool = redis.BlockingConnectionPool.from_url(
+            str(place), max_connections=_CONNECTIONS, timeout=None, username=os.environ.get("REDIS_USERNAME"),
+            password=os.environ.get("REDIS_PASSWORD"), retry=redis.retry.Retry(NoBackoff(), 1),
+        )  # fmt: skip
+        self._client, self._ttl_s, self._error = redis.Redis.from_pool(pool), place.ttl_s, ResponseError
+
+    async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
+        asked = self._client.pipeline(transaction=False)
+        for name in names:
+            asked.strlen(name)
+            asked.getrange(name, 0, nbytes - 1)
+        answers = await asked.execute(raise_on_error=False)
+        return [self._head(*pair) for pair in zip(answers[::2], answers[1::2], strict=True)]
+
+    def _head(self, length: Any, content: Any) -> Head | None:
+        for answer in (length, content):
+            if isinstance(answer, self._error) and "WRONGTYPE" in str(answer):
+                return b"", 0  # somebody else's, and no value
+            if isinstance(answer, Exception):
+                raise answer
+        return (content, length) if length else None
+
+    async def read(self, name: str, start: int, nbytes: int) -> Any:
+        return await self._client.getrange(name, start, start + nbytes - 1)
+
+    async def write(self, name: str, content: bytes) -> None:
+        if len(content) > _LARGEST_TEXT:
+            raise Refused
+        try:
+            await self._client.set(name, content, ex=self._ttl_s)
+        except self._error as error:  # full (`maxmemory`), a limit of its own
+            raise Refused from error
+
+    async def delete(self, names: Sequence[str]) -> None:
+        await self._client.delete(*names)
+
+    async def check(self) -> None:
+        await self._client.ping()
+
+    async def sweep(self) -> int:
+        return 0
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class _Objects:
+    """S3 or a folder, by obstore. A value is not read any more `ttl_s` after it was written, and swept then."""
+
+    def __init__(self, place: Place) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, S3Store
+
+        self._ttl, self._namespace, self._error = timedelta(seconds=place.ttl_s), place.namespace, BaseError
+        self._folder = Path(place.path) if place.scheme == "file" else None
+        self._local, self._store = LocalStore, None
+        if self._folder is None:
+            limit = timedelta(seconds=place.timeout_s)
+            self._store = S3Store(
+                place.where, prefix=place.path.strip("/") or None,
+                client_options={
+                    "connect_timeout": limit, "timeout": timedelta(hours=1),
+                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
+                },
+                retry_config={"max_retries": 1, "retry_timeout": limit},
+            )  # fmt: skip
+
+    async def _opened(self) -> Any:
+        """The store; of a folder only when it is there, since a share that is not mounted is no folder to fill."""
+        if self._store is None:
+            self._store = await asyncio.to_thread(self._open_folder)
+        return self._store
+
+    def _open_folder(self) -> Any:
+        assert self._folder is not None
+        with suppress(FileExistsError):
+            (self._folder / self._namespace).mkdir(FOLDER_MODE)
+        return self._local(self._folder)
+
+    async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
+        store = await self._opened()
+        return list(await asyncio.gather(*(self._peek(store, name, nbytes) for name in names)))
+
+    async def _peek(self, store: Any, name: str, nbytes: int) -> Head | None:
+        try:
+            found = await store.get_async(name, options={"range": (0, nbytes)})
+        except FileNotFoundError:
+            return None
+        except self._error:
+            if (await store.head_async(name))["size"]:
+                raise
+            return b"", 0  # of nothing there is no range
+        if datetime.now(UTC) - found.meta["last_modified"] > self._ttl:
+            return None
+        return bytes(await found.bytes_async()), found.meta["size"]
+
+    async def read(self, name: str, start: int, nbytes: int) -> Any:
+        try:
+            return await (await self._opened()).get_range_async(name, start=start, length=nbytes)
+        except FileNotFoundError:
+            return b""
+
+    async def write(self, name: str, content: bytes) -> None:
+        if len(content) > _LARGEST_OBJECT:
+            raise Refused
+        try:
+            await (await self._opened()).put_async(name, content, use_multipart=False)
+        except self._error as error:
+            if any(said in str(error) for said in _FULL):
+                raise Refused from error
+            raise
+
+    async def delete(self, names: Sequence[str]) -> None:
+        store = await self._opened()
+        await asyncio.gather(*(self._delete(store, name) for name in names))
+
+    async def _delete(self, store: Any, name: str) -> None:
+        with suppress(FileNotFoundError):
+            await store.delete_async(name)
+
+    async def check(self) -> None:
+        await self.peek([f"{self._namespace}/check"], 1)
+
+    async def sweep(self) -> int:
+        store, count = await self._opened(), 0
+        async for several in store.list(self._namespace):
+            old = [each["path"] for each in several if datetime.now(UTC) - each["last_modified"] > self._ttl]
+            await self.delete(old)
+            count += len(old)
+        return count
+
+    async def close(self) -> None:
+        """Nothing stays open."""

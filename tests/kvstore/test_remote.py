@@ -1,0 +1,531 @@
+"""A store that machines share, over a real Redis, S3 server and folder: what one puts others read, or nobody does."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+import torch
+from shared_servers import KINDS, RedisNames, free_port, proxy_to
+
+from ragblend.kvstore import remote as remote_module
+from ragblend.kvstore.blob import Blob
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.codec import CODECS, RAW
+from ragblend.kvstore.errors import CorruptBlobError, RemoteError, UsageError
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.layout import value_files
+from ragblend.kvstore.memory import whole
+from ragblend.kvstore.places import Place
+from ragblend.kvstore.remote import Remote, Wanted, name_at
+from ragblend.kvstore.store import KVStore
+
+GENEROUS = 1 << 30
+PATIENT = "?timeout_s=60"  # where the server answers, however busy the machine is
+LARGE = Geometry(
+    layers=8, kv_heads=2, key_size=64, value_size=64, dtype="float32"
+)  # 1 MB a layer of 1,024 tokens
+
+
+def wanted(key, chunk):
+    return Wanted(key, chunk.token_ids, chunk.geometry, chunk.start)
+
+
+@pytest.fixture
+def open_at(tmp_path):
+    """open_at(url): a store of its own folder, as of another machine, over that shared store."""
+    with ExitStack() as opened:
+        count = iter(range(100))
+        yield lambda url: opened.enter_context(
+            closing(KVStore.open(tmp_path / f"machine{next(count)}" / "kv", GENEROUS, remote=url))
+        )
+
+
+@pytest.fixture(params=KINDS)
+def shared(request, shared_of):
+    return shared_of(request.param)
+
+
+@pytest.fixture
+def redis(shared_of):
+    return shared_of("redis")
+
+
+def put(store, *samples, codec=RAW):
+    for key, chunk in samples:
+        store.put(key, chunk, codec)
+    assert store.remote.flush()
+
+
+# --- what it is for
+
+
+def test_what_one_puts_another_reads_and_keeps(shared, open_at, sample, same):
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    samples = [sample(seed, tokens=3 + seed) for seed in range(4)]
+    put(one, *samples)
+    assert other.remote.find([wanted(*sample(9))]) == {}
+    found = other.remote.find([wanted(*each) for each in samples])
+    for key, chunk in samples:
+        with found[key] as reader:
+            assert reader.tier == "remote" and same(whole(reader), chunk)
+            assert other.put_blob(reader.blob)
+        assert same(other.get(key, chunk.token_ids), chunk)
+    stats = other.remote.stats()
+    assert (stats.hits, stats.misses, stats.damaged, stats.errors) == (4, 1, 0, 0)
+    assert stats.state == "available" and stats.where == shared.url
+    nbytes = sum(len(shared.names.get(name)) for name in shared.names.names())
+    assert one.remote.stats().written_bytes == nbytes == one.stats().bytes
+    assert other.stats().hits == 4 + 4  # read there, then here
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_any_codec_is_read_and_only_the_layers_that_are_asked_for(redis, open_at, sample, codec):
+    geometry = replace(LARGE, dtype="float32")
+    random = torch.Generator().manual_seed(1)
+    key, chunk = sample(1, tokens=256, geometry=geometry)
+    numbers = [torch.randn(t.shape, generator=random) for t in (*chunk.keys, *chunk.values)]
+    chunk = replace(chunk, keys=numbers[: geometry.layers], values=numbers[geometry.layers :])
+    one = open_at(redis.url + PATIENT)
+    put(one, (key, chunk), codec=codec)
+    with proxy_to(redis.port) as proxy:
+        other = open_at(f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
+        with other.remote.find([wanted(key, chunk)])[key] as reader:
+            header_bytes = proxy.passed
+            assert header_bytes < 2 * reader.header.nbytes + 2000
+            keys, values = torch.empty_like(chunk.keys[5]), torch.empty_like(chunk.values[5])
+            reader.read_layer(5, keys, values)
+            assert proxy.passed - header_bytes < reader.header.layer_nbytes + 1000
+            expected = whole(one.open_chunk(key, chunk.token_ids))
+            assert torch.equal(keys, expected.keys[5]) and torch.equal(values, expected.values[5])
+            assert reader.blob is None and not reader.is_lost
+
+
+def test_fetching_brings_all_of_a_value_at_once(shared, open_at, sample, same):
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    key, chunk = sample(2)
+    assert other.remote.fetch(wanted(key, chunk)) is None
+    put(one, (key, chunk))
+    blob = other.remote.fetch(wanted(key, chunk))
+    assert other.put_blob(blob) and same(other.get(key, chunk.token_ids), chunk)
+    assert other.remote.has([key, sample(3)[0]]) == {key}
+
+
+def test_a_put_returns_before_a_dead_server_is_asked(open_at, sample, same):
+    store = open_at(f"redis://127.0.0.1:{free_port()}/0")
+    key, chunk = sample(1)
+    assert store.put(key, chunk) and same(store.get(key, chunk.token_ids), chunk)
+    store.remote.flush()
+    stats = store.remote.stats()
+    assert (stats.errors, stats.dropped, stats.written_bytes) == (1, 1, 0)
+
+
+def test_what_waits_to_be_written_is_bounded(redis, open_at, sample, monkeypatch):
+    monkeypatch.setattr(remote_module, "WAITING", 2)
+    with proxy_to(redis.port, most=0) as proxy:
+        store = open_at(f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
+        for seed in range(6):  # one at least waits for the server
+            store.put(*sample(seed))
+        stats = store.remote.stats()
+        assert stats.waiting <= 2 and stats.dropped >= 3 and store.stats().entries == 6
+
+
+def test_nodes_of_the_tree_and_what_is_not_to_be_shared_stay_here(redis, open_at, sample):
+    store = open_at(redis.url + PATIENT)
+    (parent, chunk), (own, other) = sample(1), sample(2)
+    put(store, (parent, chunk), (own, replace(other, parent=parent)))
+    store.put(*sample(3), shared=False)
+    assert store.remote.flush() and len(redis.names.names()) == 1
+
+
+# --- deleting, and time
+
+
+def test_what_is_withdrawn_is_there_no_more(shared, open_at, sample):
+    store = open_at(shared.url + PATIENT)
+    samples = [sample(seed) for seed in range(3)]
+    put(store, *samples)
+    assert len(shared.names.names()) == 3
+    store.withdraw([key for key, _ in samples[:2]])
+    (left,) = shared.names.names()
+    assert left.endswith(samples[2][0].digest)
+    store.withdraw([samples[0][0]])  # what is not there is withdrawn as well
+
+
+def test_what_is_deleted_or_withdrawn_while_it_waits_is_not_written(redis_server, open_at, sample):
+    redis = redis_server()
+    redis.end()
+    store, back = open_at(redis.url() + "?timeout_s=60&retry_s=0.05"), threading.Event()
+    keys = [sample(seed)[0] for seed in range(4)]
+    for seed in range(4):
+        store.put(*sample(seed))
+    store.remote.flush()  # the first is given up, and the others wait
+    with KVStore.open(store.root, GENEROUS) as other:
+        other.delete(keys[1])
+    with pytest.raises(RemoteError):
+        store.withdraw([keys[2]])
+    store.remote.when_back(back.set)
+    redis.begin()
+    assert back.wait(60) and store.remote.flush()
+    (name,) = RedisNames(redis).names()
+    assert name.endswith(keys[3].digest)
+
+
+def test_a_value_that_another_process_deletes_while_it_is_written_is_taken_back(redis, tmp_path, sample):
+    """It is there no more by the time the server has it."""
+    there = list[list[str]]()
+
+    def stored(key):
+        there.append(redis.names.names())
+        return False
+
+    key, chunk = sample(1)
+    content = b"".join(Blob.of(key, chunk).pieces())
+    with closing(Remote(Place.of(redis.url + PATIENT), lambda _: content, stored)) as remote:
+        remote.offer(key)
+        assert remote.flush()
+    assert [len(names) for names in there] == [1] and redis.names.names() == []
+
+
+def test_values_have_a_time_to_live(shared_of, open_at, sample):
+    redis = shared_of("redis")
+    store = open_at(redis.url + "?timeout_s=60&ttl_s=1000")
+    put(store, sample(1))
+    (name,) = redis.names.names()
+    assert 900 < redis.names._client.ttl(name) <= 1000
+
+
+def test_in_a_folder_what_is_past_its_time_is_not_read_and_swept(shared_of, open_at, sample, tmp_path):
+    shared = shared_of("file")
+    store = open_at(shared.url + "?timeout_s=60&ttl_s=1000")
+    put(store, sample(1), sample(2))
+    old, _ = shared.names.names()
+    long_ago = datetime.now().timestamp() - 2000
+    os.utime(tmp_path / "share" / old, (long_ago, long_ago))
+    found = open_at(shared.url + "?timeout_s=60&ttl_s=1000").remote.find(
+        [wanted(*sample(1)), wanted(*sample(2))]
+    )
+    assert len(found) == 1 and store.remote.sweep() == 1
+    assert old not in shared.names.names() and len(shared.names.names()) == 1
+
+
+def test_a_folder_that_is_not_mounted_is_not_made(tmp_path, open_at, sample):
+    store = open_at(f"file://{tmp_path}/share")
+    store.put(*sample(1))
+    store.remote.flush()
+    assert not (tmp_path / "share").exists()
+    assert store.remote.stats().errors == 1
+
+
+def test_a_shared_folder_is_for_its_owner(shared_of, open_at, sample, tmp_path):
+    store = open_at(shared_of("file").url + PATIENT)
+    put(store, sample(1))
+    assert (tmp_path / "share" / "ragblend").stat().st_mode & 0o777 == 0o700
+
+
+# --- what it must not give
+
+
+def flipped(raw, at):
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+
+
+SPOILED = {
+    "a bit of the header": lambda raw, _: flipped(raw, 60),
+    "a bit of the magic": lambda raw, _: flipped(raw, 0),
+    "shorter": lambda raw, _: raw[:-1],
+    "longer": lambda raw, _: raw + b"\0",
+    "only its header": lambda raw, _: raw[:128],
+    "a byte": lambda raw, _: b"x",
+    "other bytes": lambda raw, _: bytes(range(256)) * (len(raw) // 256 + 1),
+    "another chunk's value": lambda _, other: other,
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_what_does_not_say_what_it_must_is_a_miss_until_it_is_written_anew(
+    shared, open_at, sample, same, how
+):
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    key, chunk = sample(1)
+    put(one, (key, chunk))
+    (name,) = shared.names.names()
+    strange = b"".join(Blob.of(*sample(2)).pieces())
+    shared.names.set(name, SPOILED[how](shared.names.get(name), strange))
+    assert other.remote.find([wanted(key, chunk)]) == {} and other.remote.fetch(wanted(key, chunk)) is None
+    stats = other.remote.stats()
+    assert (stats.damaged, stats.hits, stats.errors) == (2, 0, 0) and other.remote.is_available
+    put(other, (key, chunk))
+    third = open_at(shared.url + PATIENT)
+    assert same(whole(third.remote.find([wanted(key, chunk)])[key]), chunk)
+
+
+def test_an_empty_object_is_no_value_and_no_failure(shared_of, open_at, sample):
+    shared = shared_of("s3")
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    put(one, sample(1))
+    shared.names.set(shared.names.names()[0], b"")
+    assert other.remote.find([wanted(*sample(1))]) == {}
+    assert other.remote.stats().errors == 0
+
+
+def test_a_list_under_a_values_name_is_no_value_and_no_failure(redis, open_at, sample):
+    one, other = open_at(redis.url + PATIENT), open_at(redis.url + PATIENT)
+    put(one, sample(1))
+    (name,) = redis.names.names()
+    redis.names._client.delete(name)
+    redis.names._client.rpush(name, "other")
+    assert other.remote.find([wanted(*sample(1))]) == {}
+    assert other.remote.stats().errors == 0
+
+
+def test_a_flipped_bit_of_a_layer_is_found_when_that_layer_is_read(shared, open_at, sample, same):
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    key, chunk = sample(1, tokens=6)
+    put(one, (key, chunk))
+    (name,) = shared.names.names()
+    raw = shared.names.get(name)
+    with other.remote.find([wanted(key, chunk)])[key] as reader:
+        shared.names.set(name, flipped(raw, reader.header.layer_offset(1) + 3))
+        keys, values = torch.empty_like(chunk.keys[0]), torch.empty_like(chunk.values[0])
+        reader.read_layer(0, keys, values)
+        with pytest.raises(CorruptBlobError, match="layer 1"):
+            reader.read_layer(1, keys, values)
+        assert reader.is_lost and reader.blob is None
+    assert other.remote.stats().damaged == 1
+    assert other.remote.fetch(wanted(key, chunk)) is None
+
+
+def test_a_value_that_goes_away_between_two_layers_is_lost(shared, open_at, sample):
+    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
+    key, chunk = sample(1)
+    put(one, (key, chunk))
+    with other.remote.find([wanted(key, chunk)])[key] as reader:
+        one.withdraw([key])
+        with pytest.raises(RemoteError):
+            whole(reader)
+    assert other.remote.is_available and other.remote.stats().damaged == 0
+
+
+def test_another_models_value_is_no_hit(redis, open_at, sample):
+    one, other = open_at(redis.url + PATIENT), open_at(redis.url + PATIENT)
+    key, chunk = sample(1)
+    put(one, (key, chunk))
+    shaped = replace(chunk.geometry, layers=chunk.geometry.layers + 1)
+    assert other.remote.find([Wanted(key, chunk.token_ids, shaped, chunk.start)]) == {}
+    assert other.remote.find([Wanted(key, chunk.token_ids[::-1], chunk.geometry, chunk.start)]) == {}
+    assert other.remote.find([Wanted(key, chunk.token_ids, chunk.geometry, chunk.start + 1)]) == {}
+
+
+# --- servers that do not answer
+
+
+def test_a_dead_server_is_asked_once_and_then_left_alone_until_it_is_back(
+    redis_server, open_at, sample, same
+):
+    redis = redis_server()
+    one = open_at(redis.url() + PATIENT)
+    put(one, sample(1))
+    with proxy_to(redis.port) as proxy:
+        other = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=0.05")
+        assert other.remote.find([wanted(*sample(1))])
+        redis.end()
+        back = threading.Event()
+        for _ in range(5):
+            assert other.remote.find([wanted(*sample(1))]) == {}
+        assert other.remote.stats().errors == 1 and not other.remote.is_available
+        with pytest.raises(RemoteError, match="cannot be used"):
+            other.withdraw([sample(1)[0]])
+        other.put(*sample(2))  # waits
+        other.remote.when_back(back.set)
+        redis.begin()
+        assert back.wait(60) and other.remote.is_available
+        assert other.remote.flush() and other.remote.stats().errors == 1
+        third = open_at(redis.url() + PATIENT)
+        key, chunk = sample(2)
+        assert same(whole(third.remote.find([wanted(key, chunk)])[key]), chunk)
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_server_that_says_nothing_costs_one_time_out(kind, shared_of, open_at, sample, monkeypatch):
+    shared = shared_of(kind)
+    with proxy_to(shared.port, most=0) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        url = f"redis://127.0.0.1:{proxy.port}/0" if kind == "redis" else shared.url
+        store = open_at(url + "?timeout_s=0.3")
+        wants = [wanted(*sample(seed)) for seed in range(6)]
+        assert store.remote.find(wants) == {}
+        connections = proxy.connections
+        for _ in range(5):
+            assert store.remote.find(wants) == {} and store.remote.fetch(wants[0]) is None
+        assert store.remote.stats().errors == 1 and proxy.connections == connections
+        assert store.remote.stats().state == "no answer within 0.3 s"
+
+
+def test_a_server_that_goes_in_the_middle_of_a_value_loses_all_readers_at_once(redis, open_at, sample):
+    one = open_at(redis.url + PATIENT)
+    samples = [sample(seed, tokens=256, geometry=LARGE) for seed in range(3)]
+    put(one, *samples)
+    with proxy_to(redis.port, most=1 << 20, cuts=True) as proxy:
+        store = open_at(f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
+        with ExitStack() as readers:
+            found = store.remote.find([wanted(*each) for each in samples])
+            for reader in found.values():
+                readers.enter_context(reader)
+            with pytest.raises(RemoteError):
+                whole(found[samples[0][0]])
+            assert len(found) == 3 and all(reader.is_lost for reader in found.values())
+            for key, _ in samples:
+                with pytest.raises(RemoteError):
+                    whole(found[key])
+        assert store.remote.stats().errors == 1
+
+
+def test_what_would_not_come_in_time_is_not_asked_for(redis, open_at, sample):
+    """At 1 MB/s: what was read says how much fits, and a value beyond that is left where it is."""
+    one = open_at(redis.url + PATIENT)
+    small, large = sample(1, tokens=64, geometry=LARGE), sample(2, tokens=8192, geometry=LARGE)
+    put(one, small, large)
+    with proxy_to(redis.port, bytes_per_s=1e6) as proxy:
+        store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=20")
+        assert store.remote.fits(large[1].nbytes)  # nothing is known
+        assert store.remote.fetch(wanted(*small)) is not None
+        assert store.remote.bytes_per_s <= 1.1e6
+        passed = proxy.passed
+        assert store.remote.fetch(wanted(*large)) is None
+        assert proxy.passed == passed and store.remote.stats().errors == 0
+
+
+def test_a_full_server_refuses_and_goes_on_serving(redis_server, open_at, sample, same):
+    redis = redis_server("--maxmemory", "9mb", "--maxmemory-policy", "noeviction")
+    store, other = open_at(redis.url() + PATIENT), open_at(redis.url() + PATIENT)
+    samples = [sample(seed, tokens=128, geometry=LARGE) for seed in range(16)]  # 1 MB each
+    for each in samples:
+        store.put(*each)
+    store.remote.flush()
+    stats = store.remote.stats()
+    assert stats.refused >= 7 and (stats.errors, stats.dropped) == (0, 0) and store.stats().entries == 16
+    found = other.remote.find([wanted(*each) for each in samples])
+    assert 1 <= len(found) == 16 - stats.refused
+    for key, chunk in samples:
+        if key in found:
+            assert same(whole(found[key]), chunk)
+
+
+# --- secrets
+
+
+def test_a_tenant_with_another_salt_finds_nothing_and_tells_no_name(redis, open_at, sample, monkeypatch):
+    key, chunk = sample(1)
+    for salt in ("one tenant's", "another tenant's"):
+        monkeypatch.setenv("RAGBLEND_REMOTE_SALT", salt)
+        store = open_at(redis.url + PATIENT)
+        assert store.remote.find([wanted(key, chunk)]) == {}
+        put(store, (key, chunk))
+    names = redis.names.names()
+    assert len(names) == 2 and not any(key.digest in name for name in names)
+    assert open_at(redis.url + PATIENT).remote.find([wanted(key, chunk)])
+
+
+def test_a_password_comes_from_the_environment_and_is_told_nobody(
+    redis_server, open_at, sample, monkeypatch, caplog
+):
+    redis = redis_server("--requirepass", "the-right-secret")
+    monkeypatch.setenv("REDIS_PASSWORD", "the-right-secret")
+    put(open_at(redis.url() + PATIENT), sample(1))
+    assert len(RedisNames(redis, password="the-right-secret").names()) == 1
+    monkeypatch.setenv("REDIS_PASSWORD", "a-wrong-secret")
+    with caplog.at_level(logging.DEBUG):
+        store = open_at(redis.url() + PATIENT)
+        assert store.remote.find([wanted(*sample(1))]) == {}
+        with pytest.raises(RemoteError) as refused:
+            store.withdraw([sample(1)[0]])
+    told = caplog.text + str(refused.value) + repr(refused.value.__cause__) + str(store.remote.stats())
+    assert "left alone" in told and "secret" not in told and store.remote.stats().errors == 1
+
+
+def test_tls_is_verified_against_the_authorities_of_the_environment(
+    redis_server, open_at, sample, tmp_path, monkeypatch
+):
+    line = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    try:
+        made = subprocess.run(
+            [*line.split(), "-keyout", "key.pem", "-out", "cert.pem"],
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("no openssl")
+    assert made.returncode == 0, made.stderr
+    port, cert, key = free_port(), tmp_path / "cert.pem", tmp_path / "key.pem"
+    redis_server(
+        "--tls-port",
+        str(port),
+        "--tls-cert-file",
+        str(cert),
+        "--tls-key-file",
+        str(key),
+        "--tls-auth-clients",
+        "no",
+    )
+    url = f"rediss://127.0.0.1:{port}/0{PATIENT}"
+    store = open_at(url)
+    store.put(*sample(1))
+    store.remote.flush()
+    assert "certificate" in store.remote.stats().state.lower()
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    put(open_at(url), sample(1))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://user:hunter2@host:6379/0", "environment"),
+        ("redis://:hunter2@host", "environment"),
+        ("s3://hunter2:hunter2@bucket", "environment"),
+        ("redis://host/0?timeout_s=hunter2", "timeout_s"),
+        ("redis://host/0?timeout_s=0", "timeout_s"),
+        ("redis://host/0?namespace=hunter2/../x", "namespace"),
+        ("redis://host/0?pasword=hunter2", "pasword"),
+        ("redis://host:hunter2/0", "cannot be read"),
+        ("http://hunter2", "must begin with"),
+        ("redis:///0", "place"),
+        ("file://host/mnt", "place"),
+        ("file:///", "place"),
+        ("hunter2", "must begin with"),
+    ],
+)
+def test_a_url_that_cannot_be_is_refused_and_not_repeated(url, said, tmp_path):
+    with pytest.raises(UsageError, match=said) as refused:
+        KVStore.open(tmp_path / "kv", GENEROUS, remote=url)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    with pytest.raises(UsageError, match=r"pip install ragblend\[remote\]"):
+        KVStore.open(tmp_path / "kv", GENEROUS, remote="redis://host:6379/0")
+
+
+def test_names_hold_the_format_and_no_more_than_a_digest():
+    key = ChunkKey("ab" * 32)
+    assert name_at(Place.of("redis://h/0"), key) == f"ragblend:v1:ab:{key.digest}"
+    assert name_at(Place.of("s3://b/x?namespace=team"), key) == f"team/v1/ab/{key.digest}"
+
+
+def test_closing_twice_is_fine_and_an_open_reader_says_so(redis, open_at, sample, root):
+    put(open_at(redis.url + PATIENT), sample(1))
+    other = open_at(redis.url + PATIENT)
+    reader = other.remote.find([wanted(*sample(1))])[sample(1)[0]]
+    other.close()
+    other.close()
+    with pytest.raises(RemoteError):
+        whole(reader)
+    reader.close()
+    assert list(value_files(other.root)) == []
