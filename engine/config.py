@@ -14,6 +14,7 @@ from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
 from ragblend.engine.grammar import Grammar
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
+from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
@@ -33,7 +34,8 @@ class EngineConfig:
     device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
     (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
-    loader_threads: reads in flight; url: of the vLLM server that has the model (None: it is loaded here).
+    remote: URL of a store that other machines share, see docs/shared-store.md; loader_threads: reads in flight; url: of
+    the vLLM server that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -46,6 +48,7 @@ class EngineConfig:
     store_policy: str | None = None
     kv_codec: str | None = None
     usd_per_gb_month: tuple[tuple[str, float], ...] = ()
+    remote: str | None = None
     loader_threads: int = 2
     url: str | None = None
 
@@ -69,6 +72,8 @@ class EngineConfig:
                 raise UsageError(
                     f"a price of {price} for {name!r} makes no sense; tiers are {', '.join(USD_PER_GB_MONTH)}"
                 )
+        if self.remote is not None:
+            Place.of(self.remote)
         if self.loader_threads < 1:
             raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
 

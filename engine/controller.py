@@ -8,6 +8,7 @@ the layers, and how fast each tier is read. What a policy computes it says itsel
 """
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -66,6 +67,11 @@ class DeviceProfile:
         """The same measurements with other prices, by tier; those of other tiers stay."""
         tiers = (replace(t, usd_per_gb_month=prices.get(t.name, t.usd_per_gb_month)) for t in self.tiers)
         return replace(self, tiers=tuple(tiers))
+
+    def beside(self, name: str, bytes_per_s: float) -> "DeviceProfile":
+        """The same with a tier that was measured in use, and where nothing can be put."""
+        others = (tier for tier in self.tiers if tier.name != name)
+        return replace(self, tiers=(*others, Tier(name, bytes_per_s, math.inf)))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

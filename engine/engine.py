@@ -73,6 +73,7 @@ class Engine:
         usd_per_gb_month: Mapping[str, float] | None = None,
         backend: str | None = None,
         url: str | None = None,
+        remote: str | None = None,
     ) -> "Engine":
         """The engine for that model, home and collection; the same object for the same arguments.
 
@@ -87,7 +88,7 @@ class Engine:
         prices = tuple(sorted((usd_per_gb_month or {}).items()))
         where = server_url(backend, url)
         config = EngineConfig(
-            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices, url=where
+            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices, remote, url=where
         )
         folder, kind, parts = resolve_home(home), cls, Runtime
         if where is not None:

@@ -15,15 +15,15 @@ from ragblend.engine.plan import Span
 from ragblend.engine.rope import move_keys_
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.codec import RAW
-from ragblend.kvstore.errors import CorruptBlobError
+from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
 
 class LostChunk(Exception):
-    """A stored chunk turned out to be damaged while it was read: the request starts again without it."""
+    """A stored chunk could not be read, damaged or not there in time: the request starts again without it."""
 
-    def __init__(self, span: Span) -> None:
-        super().__init__(f"the stored KV of tokens {span.start}..{span.stop} is damaged")
+    def __init__(self, span: Span, why: StoreError) -> None:
+        super().__init__(f"the stored KV of tokens {span.start}..{span.stop} is lost: {why}")
         self.span = span
 
 
@@ -52,12 +52,15 @@ class LayerLoader:
         self._done: set[int] = set()
         transfers.begin()
         for layer in range(cache.geometry.layers):
+            for span in self._spans:
+                assert span.reader is not None
+                span.reader.expect(layer)
             self._reads[layer] = [
                 pool.submit(self._read, number, span, layer) for number, span in enumerate(self._spans)
             ]
 
     def wait(self, layer: int) -> None:
-        """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it is damaged."""
+        """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it cannot be read."""
         if layer in self._done:
             return
         self._done.add(layer)
@@ -116,8 +119,8 @@ class LayerLoader:
             reader.read_packed(layer, packed)
             unpack, geometry = reader.codec.unpack, reader.geometry
             return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
-        except CorruptBlobError as damage:
-            raise LostChunk(span) from damage
+        except (CorruptBlobError, RemoteError) as error:
+            raise LostChunk(span, error) from error
 
     def _move(self, span: Span, layer: int) -> None:
         if self._moves_keys:

@@ -1,6 +1,7 @@
 """Chunks by their node ids: entered before there is KV, encoded, found in prompts, forgotten with their KV."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.prompt import Chunk
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
-from ragblend.kvstore.blob import file_nbytes
+from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
-from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UnknownChunkError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import Scope
+from ragblend.kvstore.remote import Wanted
 
+log = logging.getLogger("ragblend")
 TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]
 Leave = Callable[[], bool]
@@ -57,12 +60,26 @@ class Nodes:
         with self._runtime.use.turn():
             return self._bury(self._runtime.nodes.delete(self._collection, node_ids))
 
+    def _finish_forgetting(self) -> None:
+        self.forget(())
+
     def _bury(self, doomed: Sequence[ChunkKey]) -> int:
         """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
         if not doomed:
             return 0
-        freed = sum(self._runtime.store.delete(key) for key in doomed)
-        self._runtime.nodes.buried(doomed)
+        store, nodes = self._runtime.store, self._runtime.nodes
+        freed = sum(store.delete(key) for key in doomed)
+        try:
+            store.withdraw(doomed)
+        except RemoteError as error:
+            log.warning(
+                "%s. The KV of %d deleted passages may be there still, until it answers again, the next deletion, or "
+                "`ragblend store gc`; no longer than its time-to-live.", error, len(doomed),
+            )  # fmt: skip
+            if store.remote is not None:
+                store.remote.when_back(lambda: self._runtime.chores.add(self._finish_forgetting))
+        else:
+            nodes.buried(doomed)
         return freed
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
@@ -86,7 +103,7 @@ class Nodes:
         encoder, tokens, encoded = _Encoder(self._runtime, prefix), 0, 0
         names: Sequence[str | None] = node_ids or [None] * len(passages)
         for number, (passage, key, name) in enumerate(zip(passages, keys, names, strict=True), start=1):
-            if key is not None and not self._is_stored(key):
+            if key is not None and not self._is_stored(key) and not self.fetched(key, passage, prefix, name):
                 with self._runtime.queue.turn():
                     chunk = encoder.encode(passage)
                 self._keep(key, chunk, name)
@@ -128,16 +145,15 @@ class Nodes:
             try:
                 for node_id in node_ids:
                     # Asked before the one before is written: registry and store are closed to others until it is.
-                    asked = self._to_encode(node_id, encoder.prefix)
+                    taken_bytes = computed.asked.nbytes if computed is not None else 0
+                    asked = self._to_encode(node_id, encoder.prefix, taken_bytes)
                     if asked is None or (computed is not None and asked.key == computed.asked.key):
                         if computed is not None:
                             yield self._written(computed)
                             computed = None
                         yield 0
                         continue
-                    if asked.room_bytes < asked.nbytes + (
-                        computed.asked.nbytes if computed is not None else 0
-                    ):
+                    if asked.room_bytes < asked.nbytes:
                         break
                     if computed is not None:
                         writing, computed = writer.submit(self._written, computed), None
@@ -160,7 +176,7 @@ class Nodes:
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
-        if self._claim_named(chunk, key):
+        if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
             made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False)
             self._keep(key, made, chunk.node_id)
 
@@ -170,6 +186,11 @@ class Nodes:
         made: is called if the chunk is still there. False if it was deleted, or what it stands behind.
         """
         return self._claim_named(chunk, key) and self._keep(key, made(), chunk.node_id)
+
+    def keep_blob(self, chunk: Chunk, blob: Blob) -> bool:
+        """Store that value of a chunk as it came from others. False if the chunk's node was deleted meanwhile."""
+        key = blob.header.key
+        return self._claim_named(chunk, key) and self._keep(key, blob, chunk.node_id)
 
     def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
         """Whether the chunk's KV is wanted; a node that a prompt was the first to name is entered."""
@@ -188,16 +209,22 @@ class Nodes:
         for passage in passages():
             runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
 
-    def _to_encode(self, node_id: str, prefix: TokenIds) -> "_Asked | None":
-        """None for a node that is there no more or has KV. Raises PromptTooLongError."""
+    def _to_encode(self, node_id: str, prefix: TokenIds, taken_bytes: int) -> "_Asked | None":
+        """None for a node that is there no more or has KV. Raises PromptTooLongError.
+
+        taken_bytes: of the store's room, for what is not written yet.
+        """
         runtime = self._runtime
         with runtime.use.turn():
-            passage, room_bytes = runtime.nodes.get(self._scope, node_id) or (), runtime.store.room_bytes
+            passage = runtime.nodes.get(self._scope, node_id) or ()
+            room_bytes = runtime.store.room_bytes - taken_bytes
         runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key) or not self._claim(node_id, passage, key):
             return None
         nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
+        if nbytes <= room_bytes and self.fetched(key, passage, prefix, node_id):
+            return None
         return _Asked(node_id, passage, key, nbytes, room_bytes)
 
     def _claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
@@ -221,7 +248,13 @@ class Nodes:
         asked = computed.asked
         return len(asked.passage) if self._keep(asked.key, computed.chunk, asked.node_id) else 0
 
-    def _keep(self, key: ChunkKey, chunk: ChunkKV, node_id: str | None) -> bool:
+    def fetched(self, key: ChunkKey, passage: TokenIds, prefix: TokenIds, node_id: str | None = None) -> bool:
+        """Have others' KV of a passage here, where they share it and it comes in time."""
+        remote, geometry = self._runtime.store.remote, self._runtime.fingerprint.geometry
+        blob = None if remote is None else remote.fetch(Wanted(key, passage, geometry, len(prefix)))
+        return blob is not None and self._keep(key, blob, node_id)
+
+    def _keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
         """Store what was encoded, unless its node has lost the key: deleted is deleted, whoever still worked on it.
 
         Not in the device's turn: who deletes does not wait for the device behind an encode.
@@ -232,6 +265,8 @@ class Nodes:
                 holding = runtime.nodes.holding(self._scope, node_id, key)
                 if not stack.enter_context(holding):
                     return False
+            if isinstance(chunk, Blob):
+                return runtime.store.put_blob(chunk)
             return runtime.store.put(key, chunk, runtime.codec)
 
     @property

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
-from ragblend.engine.controller import Decision, Workload, decide
+from ragblend.engine.controller import Decision, Workload, decide, ttft_ms
 from ragblend.engine.device import free_bytes
 from ragblend.engine.fusion import Fusion, Spent
 from ragblend.engine.loader import LayerLoader, LostChunk
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.nodes import Nodes, TokenIds
 from ragblend.engine.order import Claim
 from ragblend.engine.paths import Computed, computed_in, grow, learn, path_of
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
@@ -27,11 +28,15 @@ from ragblend.engine.scheduler import Turn
 from ragblend.engine.selection import BLIND, Policy
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
+from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.codec import Part, Source
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import held_nbytes
+from ragblend.kvstore.remote import Remote, RemoteReader, Wanted
 from ragblend.kvstore.tree import match
 
 log = logging.getLogger("ragblend")
+Shared = Mapping[ChunkKey, RemoteReader]
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
             runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
     elif request.policy.follows and not runtime.chores.awaits(learn):
         runtime.chores.add(partial(learn, runtime, request.prompt, request.collection))
+    follow_arrivals(runtime, request, prefilled)
     if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
@@ -129,7 +135,8 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
         request = replace(request, policy=BLIND)
     with ExitStack() as readers:
         with recorder.part("lookup"):
-            plan, decision = _decided(runtime, request, _find(runtime, request, readers))
+            shared = _shared(runtime, request, readers)
+            plan, decision = _decided(runtime, request, _find(runtime, request, readers, shared))
         while True:
             try:
                 logits, cache, spent = _compute(runtime, request, plan, recorder, turn)
@@ -137,6 +144,9 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
             except LostChunk as lost:
                 log.warning("%s; it is computed in place", lost)
                 plan = plan.without(lost.span)
+                for span in plan.spans:  # each would have all begin again
+                    plan = plan.without(span) if span.reader is not None and span.reader.is_lost else plan
+        arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
     trace = recorder.finish()
@@ -146,10 +156,28 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     computed = list[Computed]()
     if request.policy.exact:
         computed = computed_in(cache, path_of(runtime, request.prompt, request.collection), plan.spans)
-    return Prefilled(request.prompt, logits, cache, report, computed)
+    return Prefilled(request.prompt, logits, cache, report, computed, arrived)
 
 
-def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span, ...]:
+def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> Shared:
+    """What others have of the chunks that are not stored here, asked for at once."""
+    store, geometry = runtime.store, runtime.decoder.geometry
+    if store.remote is None or request.policy.exact or request.policy.name == "full":
+        return {}
+    keys = list(_keys_of(runtime, request))
+    here = {(chunk.collection, chunk.encoded_ids) for chunk, _, key in keys if store.contains(key)}
+    wanted = {
+        key: Wanted(key, chunk.encoded_ids, geometry, len(prefix))
+        for chunk, prefix, key in keys
+        if (chunk.collection, chunk.encoded_ids) not in here
+    }
+    found = store.remote.find(list(wanted.values()))
+    for reader in found.values():
+        readers.enter_context(reader)
+    return found
+
+
+def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: Shared) -> tuple[Span, ...]:
     """What the session or the knowledge tree has of the prompt's beginning, and every chunk behind that: its place, and
     its stored KV, opened.
     """
@@ -172,7 +200,7 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span,
             spans.append(Span(offset, len(segment.token_ids), None))
             continue
         collection, skipped = segment.collection or request.collection, segment.skipped
-        reader, behind = _open(runtime, prefix, segment.encoded_ids, collection)
+        reader, behind = _open(runtime, prefix, segment.encoded_ids, collection, shared)
         exact = reader is not None and behind + segment.encoded_ids[:skipped] == everything[:offset]
         if reader is not None:
             if segment.whole is not None:
@@ -183,17 +211,20 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack) -> tuple[Span,
 
 
 def _open(
-    runtime: Runtime, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str
+    runtime: Runtime, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str, shared: Shared
 ) -> tuple[Source | None, tuple[int, ...]]:
-    """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one."""
+    """The chunk's KV encoded behind this prompt's prefix, or else behind the canonical one; here, or else shared."""
     store, geometry, canonical = runtime.store, runtime.decoder.geometry, runtime.canonical_prefix
     key = runtime.key_of(prefix, token_ids, collection)
     if prefix != canonical and store.contains(key):
         reader = store.open_chunk(key, token_ids, geometry, len(prefix))
         if reader is not None:
             return reader, prefix
-    key = runtime.key_of(canonical, token_ids, collection)
-    return store.open_chunk(key, token_ids, geometry, len(canonical)), canonical
+    canonical_key = runtime.key_of(canonical, token_ids, collection)
+    reader = store.open_chunk(canonical_key, token_ids, geometry, len(canonical))
+    if reader is None and key in shared:
+        return shared[key], prefix
+    return reader or shared.get(canonical_key), canonical
 
 
 def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
@@ -202,17 +233,51 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
     ids = torch.tensor(request.prompt.token_ids, device=decoder.device)
     layers = decoder.geometry.layers
     plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed)
-    loaded: dict[str, int] = {}
-    for span in policy.spans(plan):
-        assert span.reader is not None
-        loaded[span.reader.tier] = loaded.get(span.reader.tier, 0) + held_nbytes(span.reader)
-    work = Workload(plan.tokens, layers, loaded, lambda ratio: policy.passes(replace(plan, ratio=ratio)))
     asked = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
-    decision = decide(runtime.profile, work, asked, DEFAULT_RATIO)
+    profile, remote = runtime.profile, runtime.store.remote
+    if remote is not None:
+        plan = _in_time(plan, remote)
+        if profile is not None and (rate := remote.bytes_per_s) is not None:
+            profile, near = profile.beside(remote.name, rate), _without_remote(plan)
+            ratio = DEFAULT_RATIO if asked is None else asked
+            if ttft_ms(profile, _work(policy, near), ratio) < ttft_ms(profile, _work(policy, plan), ratio):
+                plan = near
+    decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
     # What a session holds is no reason to recompute more of the chunks that are new.
     held = sum(span.length for span in spans if span.held)
     share = 1 - held / plan.stored_tokens if held and policy.fixed_ratio is None else 1.0
     return replace(plan, ratio=decision.ratio * share), decision
+
+
+def _work(policy: Policy, plan: Plan) -> Workload:
+    """What the plan has a prompt load, and compute at a ratio."""
+    loaded: dict[str, int] = {}
+    for span in policy.spans(plan):
+        assert span.reader is not None
+        loaded[span.reader.tier] = loaded.get(span.reader.tier, 0) + held_nbytes(span.reader)
+    return Workload(plan.tokens, plan.layers, loaded, lambda ratio: policy.passes(replace(plan, ratio=ratio)))
+
+
+def _in_time(plan: Plan, remote: Remote) -> Plan:
+    """Without what would not come within the time-out, at the throughput that was measured lately."""
+    nbytes = 0
+    for span in _remote_spans(plan):
+        assert span.reader is not None
+        nbytes += held_nbytes(span.reader)
+        if not remote.fits(nbytes):
+            plan = plan.without(span)
+            nbytes -= held_nbytes(span.reader)
+    return plan
+
+
+def _without_remote(plan: Plan) -> Plan:
+    for span in _remote_spans(plan):
+        plan = plan.without(span)
+    return plan
+
+
+def _remote_spans(plan: Plan) -> list[Span]:
+    return [span for span in plan.spans if span.reader is not None and span.reader.tier == Remote.name]
 
 
 def _compute(
@@ -229,18 +294,36 @@ def _compute(
     return logits, cache, spent
 
 
+def follow_arrivals(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
+    """Have what came from the shared store kept here, unless others lie in memory for that."""
+    if prefilled.arrived and not runtime.chores.awaits(_keep_arrived):
+        runtime.chores.add(partial(_keep_arrived, runtime, request, prefilled.arrived))
+
+
+def _keep_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey, Blob]) -> None:
+    """Store here what a prompt read from the shared store."""
+    for chunk, _, key in _keys_of(runtime, request):
+        if key in arrived:
+            Nodes(runtime, chunk.collection or request.collection).keep_blob(chunk, arrived[key])
+
+
 def _promote(runtime: Runtime, request: Request) -> None:
     """Bring what was used one tier up."""
     prompt, geometry = request.prompt, runtime.fingerprint.geometry
     for node, _ in path_of(runtime, prompt, request.collection) if request.policy.follows else ():
         with runtime.use.turn():
             runtime.store.promote(node.key, node.token_ids, geometry, node.start, node.parent)
-    for chunk in () if request.policy.exact else prompt.chunks:
-        for prefix in {prompt.prefix_ids, runtime.canonical_prefix}:
-            if chunk.token_ids:
-                key = runtime.key_of(prefix, chunk.encoded_ids, chunk.collection or request.collection)
-                with runtime.use.turn():
-                    runtime.store.promote(key, chunk.encoded_ids, geometry, len(prefix))
+    for chunk, prefix, key in () if request.policy.exact else _keys_of(runtime, request):
+        with runtime.use.turn():
+            runtime.store.promote(key, chunk.encoded_ids, geometry, len(prefix))
+
+
+def _keys_of(runtime: Runtime, request: Request) -> Iterator[tuple[Chunk, TokenIds, ChunkKey]]:
+    """Every chunk with each prefix that its KV may have been encoded behind, and the key of that."""
+    for chunk in request.prompt.chunks:
+        for prefix in {request.prompt.prefix_ids, runtime.canonical_prefix} if chunk.token_ids else ():
+            collection = chunk.collection or request.collection
+            yield chunk, prefix, runtime.key_of(prefix, chunk.encoded_ids, collection)
 
 
 def _unfused(

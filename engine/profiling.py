@@ -107,7 +107,7 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
     keys = [ChunkKey(f"{number:064x}") for number in range(count)]  # of no real chunk
     try:
         for key in keys:
-            store.put(key, chunk)
+            store.put(key, chunk, shared=False)
         yield "disk", lambda number: _cold(store, keys[number], chunk)
     finally:
         for key in keys:

@@ -1,8 +1,8 @@
 """What the engine hands back."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ragblend.kvstore.keys import ChunkKey
 
 if TYPE_CHECKING:
     from ragblend.engine.paths import Computed
+    from ragblend.kvstore.blob import Blob
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Prefilled:
     """A prompt that has been read. logits (vocab,) float32 of its last row.
 
     cache: transformers' kind of cache; None for a model that cannot be fused. computed: what of it may be entered in
-    the knowledge tree.
+    the knowledge tree. arrived: values that were read from a shared store, to be kept here.
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class Prefilled:
     cache: Any
     report: Report
     computed: Sequence["Computed"] = ()
+    arrived: Mapping[ChunkKey, "Blob"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,13 @@ class Runtime:
         self._loading, self._light, self._rebuilding = threading.RLock(), threading.RLock(), threading.Lock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self._budgets: dict[str, int] = {}
+        self._remote: str | None = None
         self._digests = home / "models" / "digests.json"
         self._adopt(config)
 
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> "Runtime":
-        """The process's one for that model, url, device, dtype and home; an older one takes the budgets and codec."""
+        """The process's one for that model, url, device, dtype and home; an older one takes what `_adopt` says."""
         device = pick_device(config.device)
         key = (config.model, config.url, str(device), pick_dtype(device, config.dtype), home)
         with _sharing:
@@ -98,14 +99,15 @@ class Runtime:
             return _runtimes[key]
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Budgets and codec from now on (None: as before). What is too much goes with a tier's next puts.
+        """Budgets, codec and shared store from now on (None: as before). What is too much goes with a tier's next puts.
 
-        A tier that an open store does not have is there when it is opened again.
+        A tier that an open store does not have is there when it is opened again; so is another shared store.
         """
         budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
         wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
         with self._light:
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
+            self._remote = config.remote or self._remote
             if config.kv_codec is not None:
                 self.codec = codec_named(config.kv_codec)
             if "store" in vars(self):
@@ -249,7 +251,9 @@ class Runtime:
     def store(self) -> KVStore:
         policy, budgets = self.config.store_policy, self._budgets
         tiers = memory_tiers(self.device, budgets.get("memory"), budgets.get("device"), policy)
-        return KVStore.open(self.home / "kv", budgets.get("disk"), tiers, policy, self._token_cost)
+        return KVStore.open(
+            self.home / "kv", budgets.get("disk"), tiers, policy, self._token_cost, self._remote
+        )
 
     @light
     def nodes(self) -> NodeIndex:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder 
 
 import tiny_models
 from benches import Bench
+from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
 
 from ragblend import Engine
 

@@ -1,0 +1,315 @@
+"""Engines that share a store: what one encoded another fuses, and a bad server costs at most what it may."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from benches import largest_error, make_prompt, make_text
+from shared_servers import Proxy, RedisNames, proxy_to
+from test_controller import profile
+
+from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.prompt import Chunk, Literal, Prompt
+
+TEXTS = [make_text(seed, words=30) for seed in range(4)]
+PROMPT = make_prompt(TEXTS)
+PATIENT = "?timeout_s=60"
+WORKER = Path(__file__).parent / "sharing_worker.py"
+ALLOWED = 1e-4
+
+
+@pytest.fixture
+def redis(redis_server):
+    return redis_server()
+
+
+@pytest.fixture
+def local(llama):
+    """An engine that has all of it at home."""
+    llama.engine.encode(TEXTS)
+    return llama
+
+
+def share(bench, texts=TEXTS):
+    """Have these encoded by that engine, and at the server."""
+    keys = bench.engine.encode(texts).keys
+    assert bench.engine.runtime.store.remote.flush()
+    return keys
+
+
+def remote_of(bench):
+    return bench.engine.runtime.store.remote
+
+
+# --- what it is for
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_what_another_process_encoded_is_fused_here(kind, shared_of, fresh_bench_for, local, tmp_path):
+    url = shared_of(kind).url + PATIENT
+    other = [sys.executable, str(WORKER), str(local.folder), str(tmp_path / "other"), url, json.dumps(TEXTS)]
+    done = subprocess.run(other, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "4"
+    here, expected = fresh_bench_for(remote=url), local.engine.prefill(PROMPT)
+    found = here.engine.prefill(PROMPT)
+    assert torch.equal(found.logits, expected.logits)
+    assert found.report.tokens == expected.report.tokens and found.report.hits == 4
+    assert remote_of(here).stats().read_bytes > 0
+    assert here.engine.finish_background()
+    assert here.engine.runtime.store.stats().entries == 4  # kept
+    assert torch.equal(here.engine.prefill(PROMPT).logits, expected.logits)
+    assert remote_of(here).stats().hits == 4  # not read again
+
+
+def test_passages_that_others_encoded_are_fetched_and_not_computed(
+    redis, fresh_bench_for, local, monkeypatch
+):
+    share(fresh_bench_for(remote=redis.url() + PATIENT), TEXTS[:2])
+    here = fresh_bench_for(remote=redis.url() + PATIENT)
+    report = here.engine.encode(TEXTS, node_ids=[f"node{number}" for number in range(4)])
+    assert (report.encoded, report.skipped) == (2, 2)
+    assert torch.equal(here.engine.prefill(PROMPT).logits, local.engine.prefill(PROMPT).logits)
+    here.engine.enter(TEXTS, [f"later{number}" for number in range(4)])
+    assert list(here.engine.encode_nodes([f"later{number}" for number in range(4)])) == [0] * 4
+    assert remote_of(here).flush()
+    third = fresh_bench_for(remote=redis.url() + PATIENT)
+    third.engine.enter(TEXTS, [f"node{number}" for number in range(4)])
+    assert list(third.engine.encode_nodes([f"node{number}" for number in range(4)])) == [0] * 4
+    assert third.engine.runtime.store.stats().entries == 4
+
+
+def test_what_a_prompt_lacked_is_encoded_here_and_shared(redis, fresh_bench_for):
+    one, other = (fresh_bench_for(remote=redis.url() + PATIENT) for _ in range(2))
+    assert one.engine.prefill(PROMPT).report.misses == 4
+    assert one.engine.finish_background() and remote_of(one).flush()
+    assert other.engine.prefill(PROMPT).report.hits == 4
+
+
+def test_methods_that_load_nothing_ask_nobody(redis, fresh_bench_for):
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    here = fresh_bench_for(remote=redis.url() + PATIENT)
+    for method in ("full", "exact"):
+        here.engine.prefill(PROMPT, method=method)
+    assert remote_of(here).stats().state == "untried"
+
+
+# --- servers that are bad
+
+
+def assert_computed_in_place(bench, prompt=PROMPT):
+    """As if nothing had been stored."""
+    found = bench.engine.prefill(prompt)
+    assert found.report.tokens.reused == found.report.tokens.recomputed == 0
+    assert largest_error(found.logits, bench.logits(prompt)[-1]) < ALLOWED
+    return found.report
+
+
+def test_a_dead_server_is_asked_once_for_many_prompts(redis, fresh_bench_for):
+    redis.end()
+    here = fresh_bench_for(remote=redis.url())
+    for number in range(4):
+        assert_computed_in_place(here, make_prompt([make_text(10 * number + each) for each in range(3)]))
+    assert here.engine.finish_background()
+    assert remote_of(here).stats().errors == 1
+
+
+@pytest.mark.parametrize("most", [0, 30_000, 60_000])
+def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, most):
+    """At once, in the midst of the layers: a prompt goes on without what did not come, all of it in one go."""
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    with proxy_to(redis.port, most=most) as proxy:
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.5")
+        prompts = [PROMPT, make_prompt(TEXTS[::-1]), make_prompt(TEXTS[:2])]
+        found = here.engine.prefill(PROMPT)
+        if found.report.hits:
+            assert most
+        else:
+            assert largest_error(found.logits, here.logits(PROMPT)[-1]) < ALLOWED
+        for prompt in prompts[1:]:
+            here.engine.prefill(prompt)
+        stats = remote_of(here).stats()
+        assert stats.errors == 1 and not remote_of(here).is_available
+        assert stats.state == "no answer within 0.5 s"
+
+
+def test_readers_that_were_lost_are_left_out_together(redis, fresh_bench_for, caplog):
+    """Else each of them would have the prefill begin again."""
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    with proxy_to(redis.port, most=30_000, cuts=True) as proxy:  # behind the headers and some layers
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0{PATIENT}&retry_s=600")
+        with caplog.at_level(logging.WARNING):
+            assert_computed_in_place(here)
+        assert remote_of(here).stats().hits == 4
+    assert caplog.text.count("computed in place") == 1
+
+
+def test_over_a_slow_line_answers_go_on_and_what_does_not_fit_is_not_asked_for(redis, fresh_bench_for):
+    long = [make_text(seed, words=300) for seed in range(6)]  # half a megabyte each
+    share(fresh_bench_for(remote=redis.url() + PATIENT), long)
+    with proxy_to(redis.port, bytes_per_s=2e5) as proxy:
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=1&retry_s=0.01")
+        back = threading.Event()
+        remote_of(here).when_back(back.set)
+        assert_computed_in_place(here, make_prompt(long[:3]))
+        assert back.wait(60)  # it answers, slowly
+        assert_computed_in_place(here, make_prompt(long[3:]))
+
+
+@pytest.mark.parametrize("where", ["header", "first layer", "last layer", "shorter", "another's"])
+def test_a_damaged_value_is_computed_in_place_and_the_others_are_used(redis, fresh_bench_for, where):
+    one = fresh_bench_for(remote=redis.url() + PATIENT)
+    keys, names = share(one), RedisNames(redis)
+    by_digest = {name.rpartition(":")[2]: name for name in names.names()}
+    spoiled, other = (by_digest[keys[number].digest] for number in (1, 2))
+    raw = bytearray(names.get(spoiled))
+    if where == "shorter":
+        del raw[-1:]
+    elif where == "another's":
+        raw = bytearray(names.get(other))
+    else:
+        raw[{"header": 50, "first layer": len(raw) // 6, "last layer": -2}[where]] ^= 4
+    names.set(spoiled, bytes(raw))
+
+    lacking = fresh_bench_for()
+    lacking.engine.encode([TEXTS[0], *TEXTS[2:]])
+    here = fresh_bench_for(remote=redis.url() + PATIENT)
+    found, expected = here.engine.prefill(PROMPT), lacking.engine.prefill(PROMPT)
+    assert (found.report.hits, found.report.misses) == (3, 1)
+    assert torch.equal(found.logits, expected.logits)
+    stats = remote_of(here).stats()
+    assert stats.damaged and not stats.errors
+    assert here.engine.finish_background() and remote_of(here).flush()  # encoded anew, and shared
+    assert fresh_bench_for(remote=redis.url() + PATIENT).engine.prefill(PROMPT).report.hits == 4
+
+
+def test_a_part_of_a_passage_is_read_from_the_shared_store(redis, fresh_bench_for, local):
+    """As vLLM's prompts have them, whose edges may be tokenized otherwise."""
+    whole = tuple(local.engine.tokenize(Prompt([Chunk(TEXTS[0])])).token_ids)
+    prompt = Prompt([
+        Literal("", (5, 6)), Chunk(token_ids=whole[2:-2], whole=whole, skipped=2), Literal("", (7, 8, 9)),
+    ])  # fmt: skip
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    here = fresh_bench_for(remote=redis.url() + PATIENT)
+    found = here.engine.prefill(prompt)
+    assert found.report.hits == 1 and torch.equal(found.logits, local.engine.prefill(prompt).logits)
+    assert here.engine.finish_background() and here.engine.runtime.store.stats().entries == 1
+
+
+# --- what the controller says
+
+
+def test_the_controller_leaves_there_what_is_computed_sooner(redis, fresh_bench_for):
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    nbytes = 4 * 90 * 4 * 2 * 2 * 16 * 4  # of four passages of some 90 tokens
+    with proxy_to(redis.port) as proxy:
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
+        engine = here.engine
+        assert engine.prefill(make_prompt(TEXTS[:1])).report.hits == 1  # which measures it
+        assert engine.finish_background()
+        rate = remote_of(here).bytes_per_s
+        load_ms = nbytes / rate * 1e3
+        for row_ms, hits in ((load_ms / 1e5, 1), (load_ms, 4)):
+            engine.runtime.keep_profile(timed(row_ms))
+            report = engine.prefill(PROMPT).report
+            assert report.hits == hits, (row_ms, load_ms)
+            assert report.decision.predicted_ttft_ms is not None
+            assert engine.finish_background()
+            if hits == 1:
+                assert engine.runtime.store.stats().entries == 4  # each was encoded here
+                for key in list(engine.runtime.store.sizes())[1:]:
+                    engine.runtime.store.delete(key)
+
+
+def timed(row_ms: float) -> DeviceProfile:
+    from ragblend.kvstore.policy import PrefillProfile
+
+    grid = PrefillProfile.of("test", (0, 1000), (10, 1000), lambda cached, new: row_ms * new)
+    return DeviceProfile("test", grid, profile().tiers)
+
+
+# --- deleting
+
+
+def test_what_is_forgotten_is_nowhere(redis, fresh_bench_for):
+    here, names = fresh_bench_for(remote=redis.url() + PATIENT), RedisNames(redis)
+    here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
+    assert remote_of(here).flush() and len(names.names()) == 4
+    here.engine.forget(["a", "b", "c"])
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
+
+
+def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_is_back(
+    redis, fresh_bench_for, caplog
+):
+    names, proxy = RedisNames(redis), Proxy(redis.port)
+    here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=0.05")
+    here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
+    assert remote_of(here).flush()
+    proxy.end()
+    with caplog.at_level(logging.WARNING):
+        assert here.engine.forget(["a", "b", "c"]) > 0
+    assert "The KV of 3 deleted passages may be there still" in caplog.text
+    assert here.engine.runtime.store.stats().entries == 1  # here they are gone
+    assert len(here.engine.runtime.nodes.doomed()) == 3 and len(names.names()) == 4
+    back = threading.Event()
+    remote_of(here).when_back(back.set)
+    with proxy_to(redis.port, at=proxy.port):
+        assert back.wait(60) and here.engine.finish_background()
+        assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
+
+
+def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
+    redis, fresh_bench_for, local, tmp_path
+):
+    names, proxy = RedisNames(redis), Proxy(redis.port)
+    url = f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=600"
+    here = fresh_bench_for(home=tmp_path / "kept", remote=url)
+    here.engine.encode(TEXTS[:2], node_ids=["a", "b"])
+    assert remote_of(here).flush()
+    proxy.end()
+    here.engine.forget(["a"])
+    here.engine.close()
+    with proxy_to(redis.port, at=proxy.port):
+        again = fresh_bench_for(home=tmp_path / "kept", remote=url)
+        again.engine.forget(())
+        assert len(names.names()) == 1 and again.engine.runtime.nodes.doomed() == ()
+
+
+def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):
+    share(fresh_bench_for(remote=redis.url() + PATIENT), TEXTS[:2])
+    here = fresh_bench_for(remote=redis.url() + PATIENT)
+    engine = here.engine
+    engine.enter(TEXTS[:2], ["a", "b"])
+    held = threading.Event()
+    engine.runtime.chores.add(lambda: held.wait(60))
+    prompt = engine.tokenize(
+        Prompt(
+            [
+                Literal("Read: "),
+                Chunk(node_id="a", entered=True),
+                Chunk(node_id="b", entered=True),
+                Literal(" Now?"),
+            ]
+        )
+    )
+    assert engine.prefill(prompt).report.hits == 2
+    engine.forget(["a"])
+    held.set()
+    assert engine.finish_background()
+    assert engine.runtime.store.stats().entries == 1
+
+
+def test_fetching_in_the_background_evicts_nothing(redis, fresh_bench_for):
+    one = fresh_bench_for(remote=redis.url() + PATIENT)
+    share(one)
+    budget = one.engine.runtime.store.stats().bytes // 2
+    here = fresh_bench_for(remote=redis.url() + PATIENT, store_budget_bytes=budget)
+    here.engine.enter(TEXTS, ["a", "b", "c", "d"])
+    assert list(here.engine.encode_nodes(["a", "b", "c", "d"])) == [0, 0]
+    stats = here.engine.runtime.store.stats()
+    assert (stats.entries, stats.evictions) == (2, 0)
