@@ -100,6 +100,7 @@ class Cli:
     device: str | None = option(None, "cpu, cuda or mps [default: the best there is].")
     dtype: str | None = option(None, "float32, bfloat16 or float16 [default: what is fast].")
     vllm: str | None = option(None, "Address of a vLLM server that has the model [none: it is loaded here].")
+    remote: str | None = option(None, "URL of a KV store that machines share, such as redis://host:6379/0.")
     json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
     terminal: Terminal = field(default_factory=Terminal)
     shared: Any = None  # a `serve.commands.Shared`
@@ -110,7 +111,8 @@ class Cli:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        return {"model": self.model, "device": self.device, "dtype": self.dtype, "vllm": self.vllm}
+        names = ("model", "device", "dtype", "vllm", "remote")
+        return {name: getattr(self, name) for name in names}
 
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""

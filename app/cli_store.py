@@ -21,7 +21,7 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
     with cli.open_collection(collection) as workspace:
         name = workspace.settings.collection
-        value = stats_value(workspace.store)
+        value = stats_value(workspace.store if cli.shared is None else workspace.engine.store)
         holdings = {
             "documents": len(workspace.library.documents(name)),
             "passages": workspace.library.count_passages(name),
@@ -30,6 +30,8 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     documents, passages = plural(holdings["documents"], "document"), plural(holdings["passages"], "passage")
     text = f"{plural(value['entries'], 'KV value')}, {share}; {documents}, {passages}; evicts by {value['policy']}"
     lines = [f"{tier}: {_told(counts)}" for tier, counts in value["tiers"].items()]
+    if "remote" in value:
+        lines.append(_shared_told(value["remote"]))
     cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
 
 
@@ -40,14 +42,25 @@ def stats_value(kv: "KVStore") -> dict[str, Any]:
     """
     from ragblend.kvstore.uses import Counts
 
-    whole, here, none = kv.stats(), kv.stats_by_tier(), asdict(Counts())
+    whole, here, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
     tiers: dict[str, Any] = {}
     for tier, totals in kv.totals_by_tier().items():
-        now = asdict(here[tier]) if tier in here else dict(none)
-        process = {name: now.pop(name) for name in none}
-        tiers[tier] = now | asdict(totals) | {"this_process": process}
+        now = asdict(here[tier]) if tier in here else {}
+        process = {"this_process": asdict(counts.get(tier, Counts()))}
+        tiers[tier] = now | asdict(totals) | process
     held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
-    return held | {"policy": kv.policy, "tiers": tiers}
+    value = held | {"policy": kv.policy, "tiers": tiers}
+    if kv.remote is not None:
+        kv.remote.check()
+        value["remote"] = asdict(kv.remote.stats())
+    return value
+
+
+def _shared_told(remote: dict[str, Any]) -> str:
+    read, written = size(remote["read_bytes"]), size(remote["written_bytes"])
+    counts = ", ".join(f"{remote[name]:,} {name}" for name in ("errors", "waiting", "dropped", "refused"))
+    rate = "" if remote["bytes_per_s"] is None else f" at {size(int(remote['bytes_per_s']))}/s"
+    return f"{remote['where']}: {remote['state']}; this process read {read}{rate}, wrote {written}; {counts}"
 
 
 def _told(tier: dict[str, Any]) -> str:
@@ -97,8 +110,12 @@ def gc(cli: Cli) -> None:
         deleted = workspace.engine.forget(())  # what a kill left of an earlier deletion
         report = workspace.store.gc()
         workspace.index.erase()
+        remote = workspace.store.remote
+        shared = {} if remote is None else {"swept": remote.sweep()}
     freed = report.bytes + deleted
-    cli.result({"files": report.files, "bytes": freed}, f"{plural(report.files, 'file')}, {size(freed)}")
+    more = f"; {plural(shared['swept'], 'value')} of the shared store, past their time" if shared else ""
+    value = {"files": report.files, "bytes": freed} | shared
+    cli.result(value, f"{plural(report.files, 'file')}, {size(freed)}{more}")
 
 
 def doctor(

@@ -122,6 +122,15 @@ def _store(workspace: Workspace) -> tuple[str, str]:
     return "ok", f"{stats.entries} KV values, {stats.bytes / 1024**2:.1f} MiB, all sound"
 
 
+def _remote(workspace: Workspace) -> tuple[str, str]:
+    remote = workspace.store.remote
+    if remote is None:
+        return "ok", "none is set"
+    remote.check()
+    stats = remote.stats()
+    return "ok" if remote.is_available else "warning", f"{stats.where}: {stats.state}"
+
+
 def _index(workspace: Workspace) -> tuple[str, str]:
     vectors = 0
     for name in workspace.library.collections() or [workspace.settings.collection]:
@@ -135,5 +144,5 @@ def _index(workspace: Workspace) -> tuple[str, str]:
 CHECKS: dict[str, Check] = {
     "python": _python, "packages": _packages, "device": _device, "model": _model, "model gate": _gate,
     "embedder": _embedder, "home": _home, "disk": _disk, "library": _library, "kv store": _store,
-    "vector index": _index,
+    "shared store": _remote, "vector index": _index,
 }  # fmt: skip

@@ -24,6 +24,7 @@ from ragblend import __version__
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing
+from ragblend.kvstore.places import SECRETS
 
 NAME = "commands.sock"
 MOST_BYTES = 16 << 20  # of one line
@@ -135,7 +136,11 @@ def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out:
     shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
     with suppress(OSError):
         shown["COLUMNS"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
-    told = {name: text for name, text in os.environ.items() if name.startswith("RAGBLEND_")}
+    told = {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith("RAGBLEND_") and name not in SECRETS
+    }
     try:
         line.send(
             command=command, arguments=packed(arguments), folder=os.getcwd(), environment=told, shown=shown,

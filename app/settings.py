@@ -17,12 +17,14 @@ from typing import Any
 from ragblend.app.tuned import choice_for, tuned_file
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, VLLM_URL, is_server_url
 from ragblend.engine.controller import USD_PER_GB_MONTH
-from ragblend.kvstore.errors import SettingsError
+from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
+from ragblend.kvstore.places import SALT_VARIABLE, Place
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, PrefillProfile
 
 PREFIX = "RAGBLEND_"
-NOT_SETTINGS = {"HOME"}  # RAGBLEND_HOME says where the settings are, so it cannot be one of them
+# RAGBLEND_HOME says where the settings are, so it cannot be one of them; secrets are in no file.
+NOT_SETTINGS = {"HOME", SALT_VARIABLE.removeprefix(PREFIX)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Settings:
     text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
     store_budget_bytes bounds the KV on the disk (None: a quarter of what is free there), memory_budget_bytes and
     device_budget_bytes the copies of what is used, in host memory and on an accelerator (None: a quarter and a tenth of
-    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by. kv_codec `int8`
+    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by; remote is the URL
+    of a store that machines share. kv_codec `int8`
     halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
     one is the cheapest that adds no delay (`controller` in the answer's JSON).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
@@ -80,6 +83,7 @@ class Settings:
     device_budget_bytes: int | None = None
     store_policy: str = DEFAULT_POLICY
     kv_codec: str = "raw"
+    remote: str | None = None
     device_usd_per_gb_month: float = USD_PER_GB_MONTH["device"]
     memory_usd_per_gb_month: float = USD_PER_GB_MONTH["memory"]
     disk_usd_per_gb_month: float = USD_PER_GB_MONTH["disk"]
@@ -157,6 +161,16 @@ Rule = tuple[Callable[[Any], Any], str]  # whether a value holds, and what is ex
 _COUNT: Rule = (lambda count: count is None or count >= 1, "at least 1")
 _NOT_NEGATIVE: Rule = (lambda count: count is None or count >= 0, "0 or more")
 _PRICE: Rule = (lambda price: price >= 0, "a price of 0 USD or more")
+
+
+def _is_place(url: str | None) -> bool:
+    """Says itself what is wrong, and does not repeat what may hold a password."""
+    try:
+        return url is None or bool(Place.of(url))
+    except UsageError as error:
+        raise SettingsError(f"The setting remote: {error}.") from None
+
+
 RULES: dict[str, Rule] = {
     "model": (bool, "a model: default, a hub id, a folder or a .gguf file"),
     "device": (lambda name: DEVICE.fullmatch(name or "cpu"), "cpu, cuda or mps (cuda:1 is the second one)"),
@@ -177,6 +191,7 @@ RULES: dict[str, Rule] = {
     **{f"{tier}_usd_per_gb_month": _PRICE for tier in USD_PER_GB_MONTH},
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
+    "remote": (_is_place, "a URL"),
     "max_new_tokens": _COUNT,
     "keep_tokens": _COUNT,
     "temperature": (lambda value: 0 <= value <= 10, "a number from 0 to 10"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ENGINE_SETTINGS = (
     "model", "device", "dtype", "collection", "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
-    "store_policy", "kv_codec", "usd_per_gb_month",
+    "store_policy", "kv_codec", "usd_per_gb_month", "remote",
 )  # fmt: skip
 
 
@@ -254,8 +254,12 @@ class Workspace(Closing):
         """The KV store alone, for upkeep that needs no model."""
         from ragblend.kvstore.store import KVStore
 
-        budget, policy = self.settings.store_budget_bytes, self.settings.store_policy
-        return self.workspaces.file("store", lambda: KVStore.open(self.home.kv, budget, policy=policy))
+        budget, policy, remote = (
+            getattr(self.settings, name) for name in ("store_budget_bytes", "store_policy", "remote")
+        )
+        return self.workspaces.file(
+            "store", lambda: KVStore.open(self.home.kv, budget, policy=policy, remote=remote)
+        )
 
     @property
     def known_passages(self) -> "PassageRegistry":

@@ -177,8 +177,8 @@ def _hits(service: Service) -> Sequence[tuple[str, Labels, float]]:
     """By tier, of this process."""
     store = service.desk.workspaces.first.engine.store
     return [
-        (f"store_{what}_total", (("tier", tier),), getattr(stats, what))
-        for tier, stats in store.stats_by_tier().items()
+        (f"store_{what}_total", (("tier", tier),), getattr(counts, what))
+        for tier, counts in store.counts_by_tier().items()
         for what in ("hits", "misses", "evictions")
     ]
 

@@ -37,6 +37,7 @@ COMMON = (
     "dtype",
     "store_policy",
     "kv_codec",
+    "remote",
     *(name for name in TYPES if name.endswith(("_budget_bytes", "_usd_per_gb_month"))),
 )
 

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 from app_fakes import FakeEmbedder, FakeEngine
+from shared_servers import redis_server  # noqa: F401
 
 from ragblend.app.workspace import Workspace, Workspaces
 

@@ -123,3 +123,13 @@ def test_what_is_impossible_changes_nothing(path, changes):
         save_settings(path, changes)
     assert path.read_text() == "top_k = 3\n"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_shared_stores_url_is_a_setting_and_its_secrets_are_none(path):
+    environment = {"RAGBLEND_REMOTE": "rediss://host:6379/0?ttl_s=60", "RAGBLEND_REMOTE_SALT": "hunter2"}
+    settings = Settings.load(path, environment)
+    assert settings.remote == "rediss://host:6379/0?ttl_s=60" and "hunter2" not in repr(settings)
+    path.write_text('remote = "redis://:hunter2@host/0"\n')
+    with pytest.raises(SettingsError, match="environment") as refused:
+        Settings.load(path, {})
+    assert "hunter2" not in str(refused.value)

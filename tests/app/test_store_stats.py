@@ -12,6 +12,7 @@ from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.remote import Wanted
 from ragblend.kvstore.store import KVStore
 
 TINY = Geometry(layers=1, kv_heads=1, key_size=2, value_size=2, dtype="float32")
@@ -70,3 +71,25 @@ def test_a_disk_without_a_budget_gets_a_share_of_what_is_free(tmp_path):
     with Workspace.open(tmp_path) as workspace:
         free = disk_usage(tmp_path).free
         assert free // 8 < workspace.store.budget_bytes < free // 2
+
+
+def test_the_shared_store_is_told_with_its_counts_its_bytes_and_whether_it_answers(
+    tmp_path, chunk, redis_server, monkeypatch
+):
+    redis, key = redis_server(), ChunkKey("ab" * 32)
+    url = f"{redis.url()}?timeout_s=60"
+    with KVStore.open(tmp_path / "other", 1 << 20, remote=url) as other:
+        other.put(key, chunk)
+    with KVStore.open(tmp_path / "kv", 1 << 20, remote=url) as store:
+        assert store.remote.fetch(Wanted(key, chunk.token_ids, TINY, 0)) is not None
+        here = stats_value(store)
+    assert here["remote"]["read_bytes"] == chunk.nbytes and here["remote"]["state"] == "available"
+    assert here["tiers"]["remote"]["this_process"] == COUNTS | {"hits": 1}
+    monkeypatch.setenv("RAGBLEND_REMOTE", url)
+    runner = CliRunner()
+    said = json.loads(runner.invoke(app, ["store", "stats", "--json", "--home", str(tmp_path)]).stdout)
+    assert said["tiers"]["remote"] == COUNTS | {"hits": 1, "this_process": COUNTS}
+    assert said["remote"]["state"] == "available" and said["remote"]["where"] == redis.url()
+    redis.end()
+    text = runner.invoke(app, ["store", "stats", "--home", str(tmp_path)]).stdout
+    assert "ConnectionError" in text and "1 errors" in text
