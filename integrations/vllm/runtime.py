@@ -25,7 +25,7 @@ class VllmRuntime(Runtime):
         model = vllm_config.model_config
         device = vllm_config.device_config.device_type
         dtype = str(model.dtype).removeprefix("torch.")
-        config = EngineConfig(str(model.model), device, dtype, settings.collection)
+        config = EngineConfig(str(model.model), device, dtype, settings.collection, remote=settings.remote)
         super().__init__(config, resolve_home(settings.home))
         self._vllm_model = model
 

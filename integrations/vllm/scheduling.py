@@ -105,12 +105,14 @@ class SchedulerSide:
     def _stored(self, prompt: Prompt, wish: Wish) -> tuple[bool, ...]:
         """Of each passage whether there is KV of it, behind this prompt's beginning or the canonical one."""
         runtime, prefixes = self._runtime, {prompt.prefix_ids, self._runtime.canonical_prefix}
-
-        def there(ids: Ids) -> bool:
-            keys = (runtime.key_of(prefix, ids, wish.collection) for prefix in prefixes)
-            return any(runtime.store.contains(key) for key in keys)
-
-        return tuple(there(chunk.encoded_ids) for chunk in prompt.chunks)
+        keys = [
+            {runtime.key_of(prefix, chunk.encoded_ids, wish.collection) for prefix in prefixes}
+            for chunk in prompt.chunks
+        ]
+        there = {key for several in keys for key in several if runtime.store.contains(key)}
+        if runtime.store.remote is not None:
+            there |= runtime.store.remote.has(set().union(*keys) - there)
+        return tuple(bool(several & there) for several in keys)
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""

@@ -7,6 +7,7 @@ from typing import Any
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.engine.selection import Policy, policy_named
 from ragblend.kvstore.errors import UsageError, did_you_mean
+from ragblend.kvstore.places import Place
 
 LABEL, REPORT = "label", "report"  # a request's name for itself, and whose report a later one wants
 LONGEST_LABEL = 64
@@ -31,9 +32,12 @@ class Settings:
     step_tokens: int = 8192
     minimum_tokens: int = 64
     encode_missing: bool = True
+    remote: str | None = None
 
     def __post_init__(self) -> None:
         policy_named(self.method).checked(self.ratio)
+        if self.remote is not None:
+            Place.of(self.remote)
         for name in ("step_tokens", "minimum_tokens"):
             found = getattr(self, name)
             if not isinstance(found, int) or found < 1:

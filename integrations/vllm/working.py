@@ -13,7 +13,8 @@ import torch
 from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.gate import TEXT
-from ragblend.engine.prefill import Request, prefill
+from ragblend.engine.nodes import Nodes
+from ragblend.engine.prefill import Request, follow_arrivals, prefill
 from ragblend.engine.selection import policy_named
 from ragblend.integrations.vllm.finder import Ids
 from ragblend.integrations.vllm.gate import judged
@@ -129,6 +130,7 @@ class WorkerSide:
         written = time.perf_counter()
         self._note(order, prefilled.report, fused - begun, written - fused)
         self._runtime.chores.add(self._runtime.store.write_uses)
+        follow_arrivals(self._runtime, request, prefilled)
 
     def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
         tokens = report.tokens
@@ -179,7 +181,7 @@ class WorkerSide:
         try:
             runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
             key = runtime.key_of(prefix, passage, collection)
-            if runtime.store.contains(key):
+            if runtime.store.contains(key) or Nodes(runtime, collection).fetched(key, passage, prefix):
                 return
             if self._encoder is None:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)

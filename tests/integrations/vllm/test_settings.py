@@ -86,3 +86,10 @@ def test_what_makes_no_sense_is_named(said, named):
 def test_a_server_does_not_start_with_what_makes_no_sense(said):
     with pytest.raises(UsageError):
         Settings.of(said)
+
+
+def test_a_shared_store_is_named_by_its_url_alone():
+    assert Settings.of({"remote": "redis://host/0"}).remote == "redis://host/0"
+    with pytest.raises(UsageError, match="environment") as refused:
+        Settings.of({"remote": "redis://:hunter2@host/0"})
+    assert "hunter2" not in str(refused.value)
