@@ -21,7 +21,7 @@ from ragblend.kvstore.errors import CorruptBlobError, RemoteError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
 from ragblend.kvstore.memory import whole
-from ragblend.kvstore.places import Place
+from ragblend.kvstore.places import Place, told
 from ragblend.kvstore.remote import Remote, Wanted, name_at
 from ragblend.kvstore.store import KVStore
 
@@ -529,3 +529,10 @@ def test_closing_twice_is_fine_and_an_open_reader_says_so(redis, open_at, sample
         whole(reader)
     reader.close()
     assert list(value_files(other.root)) == []
+
+
+def test_what_is_told_of_an_error_holds_no_secret_of_the_environment(monkeypatch):
+    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
+    said = told(ValueError("could not log in as hunter2\nwith hunter2"))
+    assert said == "ValueError: could not log in as ***"
+    assert told(TimeoutError()) == "TimeoutError"

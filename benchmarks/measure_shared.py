@@ -1,0 +1,89 @@
+"""What a shared store is worth, and what a bad one costs: first tokens of one prompt, over a real Redis behind a line.
+
+    python -m benchmarks.measure_shared --limit 5
+
+Six passages of 512 tokens lie in redis-server on this machine (apt-get install redis-server), and none at home. For
+each line to it: the median time to the first token of the first prompt that meets it and of the next one, in
+milliseconds beyond full prefill's in the same turn, and that time itself; each way in turns.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure_ingest import texts
+from ragblend import Chunk, Engine
+from ragblend.kvstore.keys import ChunkKey
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for the server, and the line to it
+from shared_servers import Redis, proxy_to  # type: ignore[import-not-found]
+
+PASSAGES, PASSAGE_TOKENS, TIMEOUT_S = 6, 512, 2.0
+LINES: dict[str, dict[str, Any]] = {
+    "local": {},
+    "100 MB/s": {"bytes_per_s": 1e8},
+    "1 MB/s": {"bytes_per_s": 1e6},
+    "silent": {"most": 0},
+}
+
+
+def measured(model: str, home: str, url: str, passages: list[str], keys: list[ChunkKey]) -> Iterator[float]:
+    """Milliseconds of full prefill, then of the first prompt and the next one over that store."""
+    engine = Engine.open(model, home=home, remote=url)
+    prompt = engine.tokenize(
+        engine.chat_prompt(None, [Chunk(text) for text in passages], "Who mended a fence?")
+    )
+    for _ in range(2):  # the first warms up
+        full = engine.prefill(prompt, method="full").report
+    yield full.timings.ttft_ms
+    for _ in range(2):
+        for key in keys:
+            engine.runtime.store.delete(key)
+        report = engine.prefill(prompt).report
+        engine.finish_background()
+        yield report.timings.ttft_ms
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--home", help="where the model is converted already, or will be")
+    parser.add_argument("--limit", type=int, default=5, help="how often each is measured")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home, redis = given.home or folder, Redis()
+        try:
+            rows = list(_rows(given.model, home, redis, given.limit))
+        finally:
+            redis.end()
+    for line in LINES | {"dead": {}}:
+        fulls, firsts, nexts = zip(*(times for name, times in rows if name == line), strict=True)
+        beyond = [[after - full for after, full in zip(each, fulls, strict=True)] for each in (firsts, nexts)]
+        first, later = (f"{statistics.median(each):+,.0f}" for each in beyond)
+        said = f"first prompt {first} ms (at most {max(beyond[0]):+,.0f}), the next {later}"
+        print(f"{line}: full prefill {statistics.median(fulls):,.0f} ms, {said}")
+
+
+def _rows(model: str, home: str, redis: Redis, limit: int) -> Iterator[tuple[str, list[float]]]:
+    engine = Engine.open(model, home=home, remote=f"{redis.url()}?timeout_s=60")
+    passages = texts(engine, PASSAGES, PASSAGE_TOKENS)
+    keys = [key for key in engine.encode(passages).keys if key is not None]
+    engine.close()  # behind what waits to be shared
+    options = f"timeout_s={TIMEOUT_S:g}&retry_s=600"
+    for _ in range(limit):
+        for line, how in LINES.items():
+            with proxy_to(redis.port, **how) as proxy:
+                url = f"{redis.url(proxy.port)}?{options}"
+                yield line, list(measured(model, home, url, passages, keys))
+        yield "dead", list(measured(model, home, f"{redis.url(proxy.port)}?{options}", passages, keys))
+
+
+if __name__ == "__main__":
+    main()
