@@ -519,15 +519,18 @@ def test_names_hold_the_format_and_no_more_than_a_digest():
     assert name_at(Place.of("s3://b/x?namespace=team"), key) == f"team/v1/ab/{key.digest}"
 
 
-def test_closing_twice_is_fine_and_an_open_reader_says_so(redis, open_at, sample, root):
+def test_closing_twice_is_fine_and_whoever_reads_meanwhile_is_told(redis, open_at, sample):
     put(open_at(redis.url + PATIENT), sample(1))
-    other = open_at(redis.url + PATIENT)
-    reader = other.remote.find([wanted(*sample(1))])[sample(1)[0]]
-    other.close()
-    other.close()
-    with pytest.raises(RemoteError):
-        whole(reader)
-    reader.close()
+    with proxy_to(redis.port) as proxy:
+        other = open_at(f"redis://127.0.0.1:{proxy.port}/0{PATIENT}")
+        with other.remote.find([wanted(*sample(1))])[sample(1)[0]] as reader:
+            proxy.most = proxy.passed
+            reader.expect(0)  # which does not come
+            other.close()
+            other.close()
+            for _ in range(2):
+                with pytest.raises(RemoteError):
+                    whole(reader)
     assert list(value_files(other.root)) == []
 
 
