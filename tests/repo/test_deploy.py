@@ -1,0 +1,90 @@
+"""The files in deploy/: of a form that Kubernetes takes, and saying what vLLM's connector and the router understand."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from ragblend.integrations.vllm.settings import Settings
+from ragblend.kvstore.places import Place
+
+
+@pytest.fixture(scope="module")
+def compose(repo):
+    return yaml.safe_load((repo / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def manifests(repo):
+    text = (repo / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
+    return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)}
+
+
+def container(manifests, kind, name):
+    (found,) = manifests[kind, name]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def connector(arguments):
+    """The connector's settings, as vLLM would hand them over, and the host of the shared store."""
+    (said,) = (each for each in arguments if each.startswith("--kv-transfer-config="))
+    config = json.loads(said.partition("=")[2])
+    assert (config["kv_connector"], config["kv_role"]) == ("RAGBlendConnector", "kv_both")
+    settings = Settings.of(config["kv_connector_extra_config"])
+    return settings, Place.of(settings.remote).where.partition(":")[0]
+
+
+def workers(command):
+    return re.findall(r"http://([\w.-]+):8000", command)
+
+
+def test_kubernetes_takes_each_manifest(manifests):
+    for each in manifests.values():
+        kubernetes_validate.validate(each, "1.34", strict=True)
+    wrong = {**manifests["Service", "ragblend"], "spec": {"selectr": {}}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.34", strict=True)
+
+
+def test_compose_takes_its_file(repo):
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("no docker compose")
+    line = [docker, "compose", "-f", str(repo / "deploy" / "compose.yaml"), "config", "--quiet"]
+    done = subprocess.run(line, env={"REDIS_PASSWORD": "x", "MODEL": "y"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pods_name_what_is_there(manifests):
+    services = {name for kind, name in manifests if kind == "Service"}
+    vllm, router = (
+        container(manifests, "StatefulSet", "ragblend-vllm"),
+        container(manifests, "Deployment", "ragblend-router"),
+    )
+    settings, host = connector(vllm["args"])
+    assert host in services and settings.home in {each["mountPath"] for each in vllm["volumeMounts"]}
+    replicas = manifests["StatefulSet", "ragblend-vllm"]["spec"]["replicas"]
+    assert workers(router["args"][0]) == [f"ragblend-vllm-{n}.ragblend-vllm" for n in range(replicas)]
+    for (kind, name), each in manifests.items():
+        if kind == "Service":
+            labels = [
+                m["metadata"].get("labels")
+                for (k, _), m in manifests.items()
+                if k in ("StatefulSet", "Deployment")
+            ]
+            assert each["spec"]["selector"] in labels, name
+
+
+def test_services_of_compose_name_what_is_there(compose):
+    services = compose["services"]
+    for name in ("first", "second"):
+        settings, host = connector(services[name]["command"])
+        assert host in services and any(
+            each.endswith(f":{settings.home}") for each in services[name]["volumes"]
+        )
+    assert workers(services["router"]["command"][-1]) == ["first", "second"]
+    assert services["router"]["ports"] == ["127.0.0.1:8000:8000"] and "ports" not in services["kv"]
