@@ -206,7 +206,7 @@ class Proxy:
     """Passes bytes on to a port of this machine; from the server's side so many, no more, or slowly.
 
     passed: bytes that went to the client. most: after which nothing comes any more; bytes_per_s: of all connections
-    together; cuts: whether connections end behind `most`; connections: how many were made; at: the port to listen at.
+    together; cuts: whether connections end behind `most`; connections: how many were made.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class Proxy:
         most: int | None = None,
         bytes_per_s: float | None = None,
         cuts: bool = False,
-        at: int = 0,
     ) -> None:
         self._cuts, self._target, self.most, self.bytes_per_s = cuts, port, most, bytes_per_s
-        self._listening = socket.create_server(("127.0.0.1", at), backlog=64)
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port, self.passed, self.connections = self._listening.getsockname()[1], 0, 0
+        self._is_cut = False
         self._lock, self._open, self._ended = threading.Lock(), list[socket.socket](), threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -231,6 +231,8 @@ class Proxy:
             except OSError:
                 return
             try:
+                if self._is_cut:
+                    raise ConnectionRefusedError
                 server = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 client.close()
@@ -262,14 +264,21 @@ class Proxy:
             self.passed += nbytes
             return True
 
+    def cut(self) -> None:
+        """Break all connections, and each new one until `mend`."""
+        self._is_cut = True
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._is_cut = False
+
     def end(self) -> None:
-        """Cut all connections, and take no more."""
         self._ended.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
-        for each in self._open:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        self.cut()
         for thread in self._threads:
             thread.join()
         for each in (self._listening, *self._open):

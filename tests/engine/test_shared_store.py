@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
-from shared_servers import Proxy, RedisNames, proxy_to
+from shared_servers import RedisNames, proxy_to
 from test_controller import profile
 
 from ragblend.engine.controller import DeviceProfile
@@ -243,14 +243,22 @@ def test_what_is_forgotten_is_nowhere(redis, fresh_bench_for):
     assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
 
 
+@pytest.fixture
+def line(redis):
+    with proxy_to(redis.port) as proxy:
+        yield proxy
+
+
 def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_is_back(
-    redis, fresh_bench_for, caplog
+    redis, line, fresh_bench_for, caplog
 ):
-    names, proxy = RedisNames(redis), Proxy(redis.port)
-    here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=0.05")
+    here, names = (
+        fresh_bench_for(remote=f"{redis.url(line.port)}?timeout_s=60&retry_s=0.05"),
+        RedisNames(redis),
+    )
     here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
     assert remote_of(here).flush()
-    proxy.end()
+    line.cut()
     with caplog.at_level(logging.WARNING):
         assert here.engine.forget(["a", "b", "c"]) > 0
     assert "The KV of 3 deleted passages may be there still" in caplog.text
@@ -258,26 +266,25 @@ def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_i
     assert len(here.engine.runtime.nodes.doomed()) == 3 and len(names.names()) == 4
     back = threading.Event()
     remote_of(here).when_back(back.set)
-    with proxy_to(redis.port, at=proxy.port):
-        assert back.wait(60) and here.engine.finish_background()
-        assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
+    line.mend()
+    assert back.wait(60) and here.engine.finish_background()
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
 
 
 def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
-    redis, fresh_bench_for, local, tmp_path
+    redis, line, fresh_bench_for, tmp_path
 ):
-    names, proxy = RedisNames(redis), Proxy(redis.port)
-    url = f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=600"
+    url, names = f"{redis.url(line.port)}?timeout_s=60&retry_s=600", RedisNames(redis)
     here = fresh_bench_for(home=tmp_path / "kept", remote=url)
     here.engine.encode(TEXTS[:2], node_ids=["a", "b"])
     assert remote_of(here).flush()
-    proxy.end()
+    line.cut()
     here.engine.forget(["a"])
     here.engine.close()
-    with proxy_to(redis.port, at=proxy.port):
-        again = fresh_bench_for(home=tmp_path / "kept", remote=url)
-        again.engine.forget(())
-        assert len(names.names()) == 1 and again.engine.runtime.nodes.doomed() == ()
+    line.mend()
+    again = fresh_bench_for(home=tmp_path / "kept", remote=url)
+    again.engine.forget(())
+    assert len(names.names()) == 1 and again.engine.runtime.nodes.doomed() == ()
 
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):
