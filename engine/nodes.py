@@ -209,7 +209,7 @@ class Nodes:
         for passage in passages():
             runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
 
-    def _to_encode(self, node_id: str, prefix: TokenIds, taken_bytes: int) -> "_Asked | None":
+    def _to_encode(self, node_id: str, prefix: TokenIds, taken_bytes: int = 0) -> "_Asked | None":
         """None for a node that is there no more or has KV. Raises PromptTooLongError.
 
         taken_bytes: of the store's room, for what is not written yet.
