@@ -265,6 +265,7 @@ class Remote(Closing):
         with self._changed:
             was_away, self._away, self._state = self._away, True, why
             self._tally["errors"] += not was_away
+            self._changed.notify_all()
         if not was_away:
             said = "the shared store at %s is left alone for %.0f s: %s"
             log.warning(said, self.place, self.place.retry_s, why)
@@ -389,7 +390,7 @@ class Remote(Closing):
         """Wait until all is written that waits; False where it takes longer, or the server is left alone."""
 
         def over() -> bool:
-            return not self.is_available or (not self._waiting and self._writing is None)
+            return self._writing is None and not (self._waiting and self.is_available)
 
         with self._changed:
             return self._changed.wait_for(over, timeout_s) and not self._waiting
@@ -397,10 +398,11 @@ class Remote(Closing):
     def close(self) -> None:
         """Write what waits, for a while, and let go; closing twice is fine. Open readers raise RemoteError."""
         atexit.unregister(self.close)
-        if not self.flush():
-            log.warning(
-                "%d values were not written to the shared store at %s", len(self._waiting), self.place
-            )
+        if self.is_available:
+            self.flush()
+        if self._waiting:
+            said = "%d values were not written to the shared store at %s"
+            log.warning(said, len(self._waiting), self.place)
         with self._changed:
             if self._closed:
                 return
