@@ -38,6 +38,7 @@ BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them 
 TOKENS = 24  # of a stream's answer
 LEFT = 3  # of so many streams one is left
 UNREAD_S = 90.0
+IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
 SETTLED_S = (
     20.0  # until it is chosen how answers are computed: another order of sums is another greedy answer
 )
@@ -120,6 +121,7 @@ def timing(home: Path, model: str, requests: int) -> Json:
                 kv = ask("ada", texts.draw.sample(stored, len(stored)))
                 if len(kv["chunks"]) == len(stored) and not kv["missing"]:
                     break
+                time.sleep(IDLE_S)
             for name in clients:
                 for passage in texts.draw.sample(passages, BLOCK):
                     begun = time.perf_counter()

@@ -25,7 +25,7 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-OTHERS = {"demo", "load", "page", "peers", "speed"}  # pictures; the others are the methods'
+OTHERS = {"demo", "load", "open-webui", "page", "peers", "speed"}  # pictures; the others are the methods'
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
