@@ -4,6 +4,7 @@ python examples/with_llama_index.py            # the bundled SmolLM2; or a hub i
 """
 
 import sys
+from pathlib import Path
 
 from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
@@ -13,10 +14,13 @@ from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 
 
 def main() -> None:
-    documents = SimpleDirectoryReader(documents_folder(), required_exts=[".md"]).load_data()
+    # By name alone: with whole paths, where this is installed would decide what is cut where, and found.
+    reader = SimpleDirectoryReader(
+        documents_folder(), required_exts=[".md"], file_metadata=lambda path: {"file_name": Path(path).name}
+    )
     splitter = SentenceSplitter(chunk_size=256, chunk_overlap=0)
     index = VectorStoreIndex.from_documents(
-        documents, embed_model=RAGBlendEmbedding(), transformations=[splitter]
+        reader.load_data(), embed_model=RAGBlendEmbedding(), transformations=[splitter]
     )
 
     model = sys.argv[1] if len(sys.argv) > 1 else "default"

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "quickstart": "encoded 2, stored already 0",
     "own_policy": "tails: 30% computed again",
-    "with_llama_index": "nodes from the store: 2, read now: 0",
+    "with_llama_index": "nodes from the store: 1, read now: 1",
     "with_langchain": "documents from the store: 1",
     "fuse_in_200_lines": "KL from full prefill 0.00000",
 }
