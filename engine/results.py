@@ -11,7 +11,7 @@ from torch import Tensor
 from ragblend.engine.config import Report
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.scheduler import end_at_exit
-from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.errors import Cancelled, without_frames
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
 
@@ -150,4 +150,4 @@ def _produce(
     try:
         pieces.put(work(pieces.put, cancel))
     except BaseException as error:
-        pieces.put(error)
+        pieces.put(without_frames(error))

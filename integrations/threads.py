@@ -13,6 +13,8 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeVar
 
+from ragblend.kvstore.errors import without_frames
+
 Item = TypeVar("Item")
 Last = TypeVar("Last")
 NAME = "ragblend-request"
@@ -27,7 +29,7 @@ async def in_thread(work: Callable[[], Last]) -> Last:
         try:
             future.set_result(work())
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(without_frames(error))
 
     _start(run)
     return await asyncio.wrap_future(future)
@@ -51,7 +53,7 @@ async def items_of_thread(
         try:
             result: Last | BaseException = work(tell)
         except BaseException as error:
-            result = error
+            result = without_frames(error)
         with suppress(RuntimeError):  # the loop was closed, and nobody waits
             tell(result, last=True)
 

@@ -32,6 +32,9 @@ RagBlendError
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -41,6 +44,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class RagBlendError(Exception): ...
+
+
+def without_frames(error: Error) -> Error:
+    """The error, for another thread. One that was raised on purpose says all that there is to know, and lets go of the
+    frames that it came through: these hold a request's context for as long as it lives, which in a cycle is until
+    garbage is looked for.
+    """
+    chain: list[BaseException] = [error]
+    for each in chain:
+        chain += [one for one in (each.__cause__, each.__context__) if one is not None and one not in chain]
+    if any(isinstance(each, RagBlendError) for each in chain):
+        for each in chain:
+            each.__traceback__ = None
+    return error
 
 
 class UsageError(RagBlendError, ValueError): ...
