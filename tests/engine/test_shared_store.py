@@ -123,17 +123,18 @@ def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, m
     """At once, in the midst of the layers: a prompt goes on without what did not come, all of it in one go."""
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     with proxy_to(redis.port, most=most) as proxy:
-        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.5")
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.5&retry_s=600")
         prompts = [PROMPT, make_prompt(TEXTS[::-1]), make_prompt(TEXTS[:2])]
         found = here.engine.prefill(PROMPT)
         if found.report.hits:
             assert most
         else:
             assert largest_error(found.logits, here.logits(PROMPT)[-1]) < ALLOWED
+        connections = proxy.connections
         for prompt in prompts[1:]:
             here.engine.prefill(prompt)
         stats = remote_of(here).stats()
-        assert stats.errors == 1 and not remote_of(here).is_available
+        assert stats.errors == 1 and proxy.connections == connections and not remote_of(here).is_available
         assert stats.state == "no answer within 0.5 s"
 
 
