@@ -1,0 +1,120 @@
+"""Two vLLM servers over one Redis, behind vLLM's router, as `deploy/` has them."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from contextlib import ExitStack, suppress
+
+import pytest
+import tiny_models
+from shared_servers import free_port, redis_server  # noqa: F401
+from vllm_helpers import QUESTION, SHAPE, STORED, listening_on
+
+from ragblend.engine.engine import Engine
+
+LATEST_S = 120
+
+
+def until(condition):
+    give_up = time.monotonic() + LATEST_S
+    while not (found := condition()):
+        assert time.monotonic() < give_up, "it never came"
+        time.sleep(0.1)
+    return found
+
+
+def answered(url: str) -> float:
+    """Requests that a server has answered."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
+        counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    return sum(map(float, counts))
+
+
+@pytest.fixture
+def router_of(tmp_path):
+    command = shutil.which("vllm-router")
+    if command is None:
+        pytest.skip("no vllm-router: pip install vllm-router==0.1.17")
+    with ExitStack() as stack:
+
+        def begun(*workers: str) -> str:
+            port, log = free_port(), stack.enter_context((tmp_path / "router.log").open("wb"))
+            line = [command, "--host", "127.0.0.1", "--port", str(port), "--policy", "consistent_hash"]
+            line += ["--prometheus-port", str(free_port()), "--worker-urls", *workers]
+            process = subprocess.Popen(line, stdout=log, stderr=log)
+            stack.callback(process.wait, 60)
+            stack.callback(process.kill)
+
+            def is_ready() -> bool:
+                assert process.poll() is None, (tmp_path / "router.log").read_text()[-2000:]
+                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    return True
+                return False
+
+            until(is_ready)
+            return f"http://127.0.0.1:{port}"
+
+        yield begun
+
+
+def ask(url: str, session: str, content: str) -> dict:
+    message = {"role": "user", "content": content}
+    body = {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0}
+    headers = {"Content-Type": "application/json", "X-Session-ID": session}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=LATEST_S) as answer:
+        return json.load(answer)
+
+
+def who_answers(urls: list[str], router: str, session: str) -> str:
+    before = {url: answered(url) for url in urls}
+    ask(router, session, "Where?")
+    [where] = until(lambda: [url for url, count in before.items() if answered(url) > count])
+    return where
+
+
+def test_what_one_server_encoded_answers_a_question_at_the_other(
+    has_vllm,
+    redis_server,  # noqa: F811
+    router_of,
+    tmp_path,
+):
+    folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
+    store, names = f"{redis_server().url()}?timeout_s=60", [f"p{n}" for n in range(len(STORED))]
+    homes = [tmp_path / name / "home" for name in ("first", "second")]
+    for home in homes:  # both know the passages, none has KV
+        engine = Engine.open(str(folder), home, device="cpu", dtype="float32")
+        engine.enter(STORED, names)
+        engine.close()
+    options = ("--served-model-name", "tiny", "--block-size", "32")
+    with ExitStack() as stack:
+        urls = list[str]()
+        for home, encodes in zip(homes, (True, False), strict=True):
+            more = {"minimum_tokens": 32, "remote": store, "encode_missing": encodes}
+            urls.append(stack.enter_context(listening_on(folder, home, "float32", *options, **more)).url)
+        router = router_of(*urls)
+        at = dict[str, str]()  # a session for each server
+        for number in range(64):
+            at.setdefault(who_answers(urls, router, f"session-{number}"), f"session-{number}")
+            if len(at) == len(urls):
+                break
+        assert set(at) == set(urls), "sessions go to both"
+        content = "Passages:\n\n" + "\n\n".join(STORED) + "\n\n" + QUESTION
+        first, second = urls
+        assert not ask(router, at[first], content).get("kv_transfer_params"), "nothing is stored anywhere yet"
+
+        numbers = itertools.count()
+
+        def fused(url: str, session: str) -> dict:
+            """What became of a prompt of its own beginning: of one that was there before vLLM has all in its blocks."""
+            told = ask(url, session, f"{next(numbers)}. {content}").get("kv_transfer_params") or {}
+            report = told.get("ragblend", {})
+            return report if report.get("missing_tokens") == 0 else {}
+
+        until(lambda: fused(first, ""))  # encoded in its idle steps
+        report = until(lambda: fused(router, at[second]))  # written to the shared store behind that
+        assert report["reused_tokens"] > 100
