@@ -77,7 +77,11 @@ class Handler(BaseHTTPRequestHandler):
             code, said = server.status
             return self._json({"error": {"message": said}}, code)
         if body.get("stream"):
-            return self._stream(body)
+            try:
+                return self._stream(body)
+            except ConnectionError:  # it has gone before `hold`: its answer had ended
+                self.close_connection = True
+                return server.left.set()
         made = {"ragblend": {"missing_tokens": 0 if server.encodes else 9}}
         return self._json({"kv_transfer_params": server.about and made})
 
