@@ -103,14 +103,21 @@ class Nodes:
         encoder, tokens, encoded = _Encoder(self._runtime, prefix), 0, 0
         names: Sequence[str | None] = node_ids or [None] * len(passages)
         for number, (passage, key, name) in enumerate(zip(passages, keys, names, strict=True), start=1):
-            if key is not None and not self._is_stored(key) and not self.fetched(key, passage, prefix, name):
-                with self._runtime.queue.turn():
-                    chunk = encoder.encode(passage)
-                self._keep(key, chunk, name)
-                tokens, encoded = tokens + len(passage), encoded + 1
+            if key is not None and not self._is_stored(key):
+                new = self._encode_now(encoder, passage, key, name)
+                tokens, encoded = tokens + new, encoded + bool(new)
             if progress is not None:
                 progress(number, len(passages))
         return tokens, encoded
+
+    def _encode_now(self, encoder: "_Encoder", passage: TokenIds, key: ChunkKey, name: str | None) -> int:
+        """The tokens encoded; none where others had encoded them."""
+        if self.fetched(key, passage, encoder.prefix, name):
+            return 0
+        with self._runtime.queue.turn():
+            chunk = encoder.encode(passage)
+        self._keep(key, chunk, name)
+        return len(passage)
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
         """What of these nodes has no KV under this model, most asked first; loads no weights."""

@@ -191,17 +191,12 @@ class ServedNodes(Nodes):
         progress: Progress | None = None,
         node_ids: Sequence[str] | None = None,
     ) -> tuple[int, int]:
-        names: Sequence[str | None] = node_ids or [None] * len(passages)
-        tokens = encoded = 0
         if prefix != self._runtime.canonical_prefix:
             raise UsageError("a server encodes behind the canonical prefix alone; leave `prefix` out")
-        for number, (passage, key, name) in enumerate(zip(passages, keys, names, strict=True), start=1):
-            if key is not None and not self._is_stored(key):
-                new = self._encoded(passage, key, name)
-                tokens, encoded = tokens + new, encoded + bool(new)
-            if progress is not None:
-                progress(number, len(passages))
-        return tokens, encoded
+        return super().encode(passages, keys, prefix, progress, node_ids)
+
+    def _encode_now(self, encoder: object, passage: TokenIds, key: ChunkKey, name: str | None) -> int:
+        return self._encoded(passage, key, name)
 
     def encode_missing(self, node_ids: Sequence[str], leave: Leave) -> Iterator[int]:
         for node_id in node_ids:
