@@ -15,15 +15,15 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
 d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
 its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
-layer's input was. 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
+layer's input was, and what resembles what hardly changes from layer to layer: three take what the first of them says. 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
-beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 4 n C F and
-a system of C unknowns a layer; of more than MOST_FITTED computed rows as many are fitted, evenly.
+beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
+layer, in a third of them twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many are fitted, evenly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -39,6 +39,8 @@ LENGTH = 0.25
 SHRINK_SIZES = 0.5
 MOST_FITTED = 768
 MOST_AT_ONCE = 128
+# Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
+SHARED_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Run:
     computed: Tensor
     chunks: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
+    _latest: list["Similarity"] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def picked(self) -> Tensor:
@@ -73,6 +76,12 @@ class Run:
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
             found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
         return found
+
+    def similarity(self, change: "Change") -> "Similarity":
+        """By what this layer stored, or one of the SHARED_LAYERS - 1 before it."""
+        if not self._latest or change.layer >= self._latest[0].layer + SHARED_LAYERS:
+            self._latest[:] = [Similarity.of(change)]
+        return self._latest[0]
 
 
 @dataclass(frozen=True)
@@ -115,29 +124,46 @@ class KernelShift:
         run = change.run
         if run.computed.numel() < 2:
             return
+        similarity = run.similarity(change)
         observed = _flat(*(part[:, run.picked] for part in (change.keys, change.values)))
+        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
+        padded = pad((trust * observed).to(run.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
+        weights = similarity.inverse @ padded  # (C, F)
+        of_keys = change.keys.shape[0] * change.keys.shape[-1]
+        for (begin, _), near in zip(run.chunks, similarity.near, strict=True):
+            added = near @ weights  # (n, F)
+            keys, values = added[:, :of_keys], added[:, of_keys:]
+            yield Delta(begin, _by_head(keys, change.keys), _by_head(values, change.values))
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How rows resemble the fitted ones, by what `layer` stored for them.
+
+    inverse (C, C): (S + 0.3 I)^-1. near: of each chunk s(i, C) (n, C). C is an even number of columns, the last of which
+    may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+    """
+
+    layer: int
+    inverse: Tensor
+    near: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, change: Change) -> "Similarity":
+        run = change.run
         known = change.stored(run.fitted)
         scale = Scale.of(*known)
         fitted = scale.compared(*known)
-        others = _mirrored(fitted)
-        similarity = _similar(fitted, others).float()
+        others, odd = _mirrored(fitted), len(fitted) % 2
+        system, near = _similar(fitted, others).float(), list[Tensor]()
         for chunk, those, gain in run.nearness:
-            similarity[those, those].mul_(gain[run.fitted[those] - chunk.start])
-        similarity.diagonal().add_(NOISE)
-        trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
-        # An even number of them: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
-        odd = len(fitted) % 2
-        inverse = pad(_inverse(similarity).to(fitted), (0, odd, 0, odd))
-        weights = inverse @ pad((trust * observed).to(fitted), (0, 0, 0, odd))  # (C, F)
-        room = fitted.new_zeros(max(end - begin for begin, end in run.chunks), len(weights))
-        for chunk, those, gain in run.nearness:
-            keys, values = change.stored(chunk)
-            near = room[: len(gain)]
-            _similar(scale.compared(keys, values), others, near[:, : len(others)])
-            near[:, those].mul_(gain)
-            added = near @ weights  # (n, F)
-            of_keys = keys.shape[0] * keys.shape[-1]
-            yield Delta(chunk.start, _by_head(added[:, :of_keys], keys), _by_head(added[:, of_keys:], values))
+            system[those, those].mul_(gain[run.fitted[those] - chunk.start])
+            rows = fitted.new_zeros(len(gain), len(fitted) + odd)
+            _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
+            rows[:, those].mul_(gain)
+            near.append(rows)
+        system.diagonal().add_(NOISE)
+        return cls(change.layer, pad(_inverse(system).to(fitted), (0, odd, 0, odd)), near)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,16 @@ class LayerOne:
     """Layer 1 of a prompt: there the computed rows get full prefill's own KV, so that the sums need nothing of ours.
 
     truth, stale, found: keys and values (heads, tokens, D) as full prefill has them, as stored, and shifted.
+    below: as stored in layer 0, by which rows are compared; inv_freq, inv_freq_below: of the two layers.
     chunk: of each row that is of a chunk, its number; picked: the computed ones among them.
     """
 
     truth: tuple[torch.Tensor, torch.Tensor]
     stale: tuple[torch.Tensor, torch.Tensor]
     found: tuple[torch.Tensor, torch.Tensor]
+    below: tuple[torch.Tensor, torch.Tensor]
     inv_freq: torch.Tensor
+    inv_freq_below: torch.Tensor
     tokens: int
     chunk: dict[int, int]
     starts: list[int]
@@ -38,6 +41,10 @@ class LayerOne:
         """(heads, D): a row's stored keys (kind 0), un-rotated to position 0, or values (1)."""
         own = (self.stale if kv is None else kv)[kind][:, row]
         return own.double() if kind else rotated(own, -row, self.inv_freq)
+
+    def compared(self, row, kind):
+        own = self.below[kind][:, row].double()
+        return own if kind else rotated(own, -row, self.inv_freq_below)
 
     def change(self, row, kind):
         return self.held(row, kind, self.truth) - self.held(row, kind)
@@ -81,7 +88,9 @@ def shifted(bench, monkeypatch):
             truth=bench.kv(prompt.token_ids)[1],
             stale=reused.span(1, 0, tokens),
             found=found.span(1, 0, tokens),
+            below=reused.span(0, 0, tokens),
             inv_freq=decoder.ropes[decoder.layer_types[1]],
+            inv_freq_below=decoder.ropes[decoder.layer_types[0]],
             tokens=tokens,
             chunk=chunk,
             starts=[start for start, _ in places],
@@ -103,9 +112,9 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
     def features(row):
         parts = []
         for kind in (0, 1):
-            known = torch.stack([layer.held(each, kind) for each in picked])
+            known = torch.stack([layer.compared(each, kind) for each in picked])
             mean = known.mean(0)
-            parts.append((layer.held(row, kind) - mean).flatten() / (known - mean).square().mean().sqrt())
+            parts.append((layer.compared(row, kind) - mean).flatten() / (known - mean).square().mean().sqrt())
         return torch.cat(parts)
 
     feature = {row: features(row) for row in {*picked, *left}}
@@ -130,6 +139,29 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
             likeness = torch.tensor([alike(row, each) for each in picked], dtype=torch.float64)
             layer.assert_shifted(row, kind, strength * (likeness @ weights).view_as(changes[0]))
             layer.assert_moved(row, kind, by_more_than=1e-4)
+
+
+def test_three_layers_compare_rows_by_what_the_first_of_them_stored():
+    torch.manual_seed(0)
+    layers = [(torch.randn(2, 60, 16), torch.randn(2, 60, 16), torch.randn(2, 2, 20, 16)) for _ in range(7)]
+
+    def shifted(run, layer, compared=None):
+        """compared: by that layer's stored rows, in a run of its own."""
+        keys, values, _ = layers[layer if compared is None else compared]
+        changes = layers[layer][2]
+        change = Change(layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+        [delta] = KernelShift().deltas(change)
+        return torch.cat([delta.keys, delta.values])
+
+    def new_run():
+        return Run(torch.arange(0, 60, 3), [(0, 60)])
+
+    run = new_run()
+    for layer, compared in enumerate([0, 0, 0, 3, 3, 3, 6]):
+        assert torch.equal(shifted(run, layer), shifted(new_run(), layer, compared)), layer
+    run = new_run()  # rows that were narrowed between have a run that begins anywhere
+    for layer, compared in zip(range(2, 7), [2, 2, 2, 5, 5], strict=True):
+        assert torch.equal(shifted(run, layer), shifted(new_run(), layer, compared)), layer
 
 
 @pytest.mark.parametrize("seed", range(5))
