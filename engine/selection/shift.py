@@ -15,11 +15,13 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
 d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
 its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
-layer's input was, and what resembles what hardly changes from layer to layer: three take what the first of them says. 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
+layer's input was, and what resembles what hardly changes from layer to layer: three take what the first of them says.
+1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
 beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
-layer, in a third of them twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many are fitted, evenly.
+layer, in a third of them twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many are
+fitted, evenly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -140,8 +142,8 @@ class KernelShift:
 class Similarity:
     """How rows resemble the fitted ones, by what `layer` stored for them.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: of each chunk s(i, C) (n, C). C is an even number of columns, the last of which
-    may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+    inverse (C, C): (S + 0.3 I)^-1. near: of each chunk s(i, C) (n, C). C is an even number, and the last may be of
+    zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
     """
 
     layer: int
