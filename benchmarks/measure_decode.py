@@ -1,11 +1,13 @@
 """How long a token of an answer takes, by the model's own forward and by our loop, in turns.
 
     python -m benchmarks.measure_decode --model default --context 500,3000
+    python -m benchmarks.measure_decode --model default --context 500,3000 --streams 1,2,4,8
     python -m benchmarks.measure_decode --model default --data musique.json --limit 20
 
 Prints, for each length of context, milliseconds a token (medians of five), their ratio, and how far the two are apart:
 mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same best token. With questions,
 the divergence over their answers of each from the same weights in float32, and what guessing tokens gains over ten.
+With streams, tokens a second of so many in all by our loop, one after the other and in one pass.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, Packed, pack_weights
+from ragblend.engine.few_rows import FewRows, Packed, Read, pack_weights
 from ragblend.engine.fourbit import FourBit
 from ragblend.engine.results import Prefilled
 from ragblend.engine.steps import ModelSteps, Steps
@@ -47,6 +50,36 @@ def measured(prefilled: Prefilled, ways: dict[str, Steps], follow: tuple[int, ..
     ratio = statistics.median(m / r for m, r in zip(times["model"], times["rows"], strict=True))
     spent = " ".join(f"{name} {statistics.median(each):.1f} ms" for name, each in times.items())
     return f"{spent} ratio {ratio:.2f} KL {divergence:.1e} same {same:.0%}"
+
+
+def shared(prefilled: Sequence[Prefilled], rows: FewRows, follow: Sequence[tuple[int, ...]]) -> str:
+    """One line about a token of each stream at a time, alone and together."""
+    caches = [each.cache for each in prefilled]
+
+    def alone(reads: list[Read]) -> list[torch.Tensor]:
+        return [rows.run(*read) for read in reads]
+
+    times: dict[str, list[float]] = {"alone": [], "together": []}
+    told: dict[str, torch.Tensor] = {}
+    for _ in range(REPEATS):
+        for (name, spent), run in zip(times.items(), (alone, rows.run_together), strict=True):
+            for cache in caches:
+                cache.truncate()
+            steps: list[list[Read]] = [
+                [(cache, [token]) for cache, token in zip(caches, each, strict=True)]
+                for each in zip(*follow, strict=True)
+            ]
+            begun = time.perf_counter()
+            logits = [each for step in steps for each in run(step)]
+            spent.append(len(logits) / (time.perf_counter() - begun))
+            told[name] = torch.cat(logits).log_softmax(-1)
+    one, many = told["alone"], told["together"]
+    divergence = float((one.exp() * (one - many)).sum(-1).mean())
+    same = float((one.argmax(-1) == many.argmax(-1)).float().mean())
+    ratio = statistics.median(m / o for o, m in zip(*times.values(), strict=True))
+    rates = " ".join(f"{name} {statistics.median(each):.0f} tokens/s" for name, each in times.items())
+    bits = "the same bits" if torch.equal(one, many) else f"KL {divergence:.1e} same {same:.0%}"
+    return f"{len(caches)} streams: {rates} ratio {ratio:.2f} {bits}"
 
 
 def diverging(engine: Engine, exact: Engine, ways: dict[str, Steps], entries: list[Any]) -> str:
@@ -99,6 +132,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--home")
     parser.add_argument("--dtype")
     parser.add_argument("--context", default="500,3000", help="tokens in front of the answer")
+    parser.add_argument("--streams", help="how many at once, 1,2,4,8 say")
     parser.add_argument("--data", help="questions with passages, as `ragblend bench quality` takes them")
     parser.add_argument("--limit", type=int, default=20, help="of the questions")
     asked = parser.parse_args(arguments)
@@ -130,12 +164,21 @@ def main(arguments: list[str]) -> int:
         print(diverging(engine, exact, ways, entries), guessing(engine, rows, entries[:10]), sep="\n")
         return 0
     contexts = [int(each) for each in asked.context.split(",")]
-    text = " ".join(itertools.islice(sentences(random.Random(0)), max(contexts) // 8 + TOKENS))
+    text = " ".join(itertools.islice(sentences(random.Random(0)), max(contexts) // 8 + TOKENS * 8))
     ids = tuple(engine.tokenizer.encode(text))
+    streams = [int(each) for each in (asked.streams or "1").split(",")]
     for tokens in contexts:
-        assert tokens + TOKENS <= len(ids), "a sentence has eight tokens at least"
-        prefilled = engine.prefill(Prompt([Literal(token_ids=ids[:tokens])]), method="full")
-        print(tokens, measured(prefilled, ways, ids[tokens : tokens + TOKENS]), flush=True)
+        assert tokens + TOKENS * max(streams) <= len(ids), "a sentence has eight tokens at least"
+        begins = range(0, TOKENS * max(streams), TOKENS)  # each stream reads another part of the text
+        follow = [ids[begin + tokens : begin + tokens + TOKENS] for begin in begins]
+        prefilled = [
+            engine.prefill(Prompt([Literal(token_ids=ids[begin : begin + tokens])]), method="full")
+            for begin in begins
+        ]
+        if not asked.streams:
+            print(tokens, measured(prefilled[0], ways, follow[0]), flush=True)
+        for count in streams if asked.streams else ():
+            print(tokens, shared(prefilled[:count], rows, follow[:count]), flush=True)
     return 0
 
 

@@ -2,11 +2,13 @@
 
     python -m benchmarks.measure_server timing --home /tmp/server
     python -m benchmarks.measure_server soak --home /tmp/server
+    python -m benchmarks.measure_server rate --home /tmp/server --streams 8
 
 timing: one key has half of the passages; another asks about all of them, and so does the first then. How well does the
 time of an answer tell which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn nothing.
 soak: streams of many keys at once, a third of them left, beside a client that never reads. Answers are compared with
 those that the same keys had alone; memory, threads and open files late in the run with those early in it.
+rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
 """
 
 import argparse
@@ -42,6 +44,7 @@ IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
 SETTLED_S = (
     20.0  # until it is chosen how answers are computed: another order of sums is another greedy answer
 )
+RATE_TOKENS, RATE_ROUNDS = 64, 5  # of a stream's answer where tokens are counted, medians of so many
 EARLY, LATE = (0.2, 0.3), (0.9, 1.0)  # of the run, compared: minute three and the last of ten
 Json = dict[str, Any]
 
@@ -49,14 +52,14 @@ Json = dict[str, Any]
 class Server:
     """`ragblend serve` over a new home, in a process of its own, with a key for each name."""
 
-    def __init__(self, home: Path, model: str, names: Sequence[str]) -> None:
+    def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
         with Desk.open(home, model=model) as desk:
             known = Keys(desk.workspaces.home.root)
             for name in names:
                 desk.workspaces.create(name)
             self._keys = {name: known.add(Client(name, (name,))) for name in names}
         command = [sys.executable, "-m", "ragblend.app.cli", "serve", "--json", "--port", "0"]
-        command += ["--home", str(home), "--model", model, "--device", "cpu", "--dtype", "float32"]
+        command += ["--home", str(home), "--model", model, "--device", "cpu", "--dtype", dtype]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         ready = json.loads(self.process.stdout.readline())
@@ -73,8 +76,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(home: Path, model: str, names: Sequence[str]) -> Iterator[Server]:
-    server = Server(home, model, names)
+def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[Server]:
+    server = Server(home, model, names, dtype)
     try:
         yield server
     finally:
@@ -277,6 +280,41 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
     }
 
 
+def rate(home: Path, model: str, streams: int) -> Json:
+    """Tokens a second in all, medians, from the first request to the last token."""
+    users, texts = names(random.Random(0), streams), Texts()
+    prompts = {name: f"{texts.passage()}\n\nTell a long story of {name}." for name in users}
+
+    async def asked(client: httpx.AsyncClient, name: str) -> int:
+        more: Json = {
+            "method": "full",
+            "learn_from_prompts": False,
+            "stream_options": {"include_usage": True},
+        }
+        body = server.body(prompts[name], max_tokens=RATE_TOKENS, stream=True, **more)
+        sent = client.stream("POST", "chat/completions", json=body, headers=server.headers(name))
+        async with sent as answer:
+            answer.raise_for_status()
+            told = [value["usage"] async for value in events(answer) if value.get("usage")]
+        return int(told[-1]["completion_tokens"])
+
+    async def run() -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {1: [], streams: []}
+        async with httpx.AsyncClient(base_url=server.url, timeout=WAIT_S) as client:
+            await asked(client, users[0])
+            await asyncio.sleep(SETTLED_S)
+            for _ in range(RATE_ROUNDS):
+                for count, rates in found.items():
+                    begun = time.perf_counter()
+                    tokens = sum(await asyncio.gather(*(asked(client, name) for name in users[:count])))
+                    rates.append(tokens / (time.perf_counter() - begun))
+        return found
+
+    with serving(home, model, users, "bfloat16") as server:
+        found = asyncio.run(run())
+    return {str(count): round(statistics.median(rates), 1) for count, rates in found.items()}
+
+
 def change(rows: Sequence[Json], name: str) -> Json:
     """Means of an early and of the last part of the run."""
     whole = rows[-1]["at"]
@@ -289,7 +327,7 @@ def change(rows: Sequence[Json], name: str) -> Json:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("timing", "soak"))
+    parser.add_argument("what", choices=("timing", "soak", "rate"))
     parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home that is not there yet")
     parser.add_argument("--model", default="default")
     parser.add_argument("--requests", type=int, default=2000)
@@ -298,6 +336,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.what == "timing":
         found = timing(given.home, given.model, given.requests)
+    elif given.what == "rate":
+        found = rate(given.home, given.model, given.streams)
     else:
         found = soak(given.home, given.model, given.streams, given.minutes)
     print(json.dumps(found, indent=1))

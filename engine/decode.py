@@ -28,12 +28,12 @@ def answered(
     runtime: Runtime,
     prefilled: Prefilled,
     options: DecodeOptions,
+    turn: Turn,
     on_text: OnText | None = None,
     cancel: threading.Event | None = None,
     begun: float | None = None,
-    turn: Turn | None = None,
 ) -> Result:
-    """Decode from a prefilled prompt. begun: of which ttft_ms is counted; turn: gives way to others between two tokens.
+    """Decode from a prefilled prompt. turn: gives way to others between two tokens; begun: of which ttft_ms is counted.
 
     Raises Cancelled if that was asked for.
     """
@@ -64,14 +64,10 @@ def answered(
             evict(runtime.decoder, prompt, cache, options.keep_tokens)
 
     def halted() -> bool:
-        if stream.stopped or (cancel is not None and cancel.is_set()):
-            return True
-        if turn is not None:
-            turn.between_tokens()
-        return False
+        return stream.stopped or (cancel is not None and cancel.is_set())
 
     processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
-    given = prefilled, options.max_new_tokens, processors, on_token, halted
+    given = prefilled, options.max_new_tokens, processors, on_token, halted, turn
     ids = _decoded(runtime, *given) if cache is not None else _generated(model, tokenizer, *given)
     if cancel is not None and cancel.is_set():
         raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
@@ -99,6 +95,7 @@ def _decoded(
     processors: Any,
     on_token: OnToken,
     halted: Callable[[], bool],
+    turn: Turn,
 ) -> list[int]:
     """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them."""
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
@@ -126,7 +123,7 @@ def _decoded(
             steps = runtime.choice.steps  # one for all of an answer
             lookup = Lookup(steps.guessed, (*prompt, token))
         guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]
-        rows = steps.run(cache, [token, *guesses])
+        rows = turn.share(steps, (cache, [token, *guesses]))
 
 
 def _generated(
@@ -137,13 +134,16 @@ def _generated(
     processors: Any,
     on_token: OnToken,
     halted: Callable[[], bool],
+    turn: Turn,
 ) -> list[int]:
     """The same for a model that is not fused, by transformers' `generate`, which reads the prompt too."""
     from transformers import StoppingCriteriaList
 
     # transformers' own `stop_strings` compares with the vocabulary's entries: it misses parts of characters.
     def stops(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), halted(), dtype=torch.bool, device=input_ids.device)
+        if not (is_halted := halted()):
+            turn.between_tokens()
+        return torch.full((input_ids.shape[0],), is_halted, dtype=torch.bool, device=input_ids.device)
 
     ids = torch.tensor([prefilled.prompt.token_ids], device=model.device)
     with torch.inference_mode():

@@ -351,8 +351,8 @@ class Engine:
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
         chosen = DecodeOptions.of(options)
-        with self.runtime.queue.turn():
-            return answered(self.runtime, prefilled, chosen)
+        with self.runtime.queue.turn() as turn:
+            return answered(self.runtime, prefilled, chosen, turn)
 
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
@@ -411,7 +411,7 @@ class Engine:
                 begun, answer = time.perf_counter(), tuple[int, ...]()
                 prefilled = read or prefill(self.runtime, request, turn, answering=True)
                 try:
-                    result = answered(self.runtime, prefilled, options, on_text, cancel, begun, turn)
+                    result = answered(self.runtime, prefilled, options, turn, on_text, cancel, begun)
                     answer = result.token_ids
                     return result
                 finally:  # also of an answer that was stopped: its prompt has been read

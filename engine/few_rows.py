@@ -23,6 +23,7 @@ from ragblend.engine.decoder import FULL, Decoder, TransformersDecoder, regime_t
 from ragblend.engine.device import available_bytes
 from ragblend.engine.eightbit import EightBit, eight_bit
 from ragblend.engine.fourbit import FourBit, four_bit, multiplies_four_bit
+from ragblend.engine.order import MOST_BEGUN
 from ragblend.engine.rope import HALF
 from ragblend.kvstore.errors import Cancelled
 
@@ -30,6 +31,7 @@ MOST_OF_FREE_MEMORY = 0.25
 Product = Callable[[Tensor], Tensor]
 Packed = FourBit | EightBit
 PackedWeights = dict[str, Packed]  # by layer and name
+Read = tuple[FusedCache, Sequence[int]]  # what a cache is to read next
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION, _HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -66,6 +68,7 @@ class FewRows:
     """A decoder's layers, taken apart; the weights that are not four-bit ones are the decoder's own."""
 
     guessed: ClassVar[int] = 3
+    together: ClassVar[int] = MOST_BEGUN
 
     def __init__(self, decoder: TransformersDecoder, found: PackedWeights) -> None:
         """A decoder that it `knows`; found: its weights that were packed."""
@@ -81,46 +84,77 @@ class FewRows:
         known = known and set(decoder.layouts) == {HALF} and regime_tokens(decoder.config) is None
         return known and all(_is_known(layer, decoder) for layer in decoder.layers)
 
-    @torch.inference_mode()
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
         """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
-        decoder, begin = self.decoder, cache.get_seq_length()
-        hidden = decoder.embed(torch.tensor(token_ids))[0]  # (R, hidden)
-        positions = torch.arange(begin, begin + len(token_ids))
-        cos, sin = decoder.rotary(FULL, positions, hidden)
+        return self.run_together([(cache, token_ids)])[0]
+
+    @torch.inference_mode()
+    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+        """The same for several answers in one pass: rows share the products, and each answer has its own attention.
+
+        Where it fails, the caches hold what they held.
+        """
+        begins = [cache.get_seq_length() for cache, _ in reads]
+        try:
+            return self._passed(reads, begins)
+        except BaseException:
+            for (cache, _), begin in zip(reads, begins, strict=True):
+                cache.truncate(begin - cache.prompt_tokens)
+            raise
+
+    def _passed(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
+        decoder, counts = self.decoder, [len(token_ids) for _, token_ids in reads]
+        hidden = decoder.embed(torch.tensor([token for _, token_ids in reads for token in token_ids]))[0]
+        places = [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        cos, sin = decoder.rotary(FULL, torch.tensor([each for place in places for each in place]), hidden)
         sin[..., : sin.shape[-1] // 2].neg_()  # by halves: they are swapped, and the first is taken off
         rotary = cos[0, :, None], sin[0, :, None]
-        for part, held in zip(self.layers, cache.fused, strict=True):
-            hidden = hidden + _attended(part, held, part.before(hidden), rotary)
+        for number, part in enumerate(self.layers):
+            held = [cache.fused[number] for cache, _ in reads]
+            hidden = hidden + _attended(part, held, counts, part.before(hidden), rotary)
             gate, up = part.gated(part.between(hidden)).chunk(2, -1)
             hidden = hidden + part.down(part.activation(gate) * up)
-        return decoder.head(hidden[None])
+        return list(decoder.head(hidden[None]).split(counts))
 
 
-def _attended(part: RowLayer, held: FusedLayer, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """(R, hidden) -> (R, hidden)."""
-    heads, size = held.keys.shape[1], held.keys.shape[3]
-    count, (cos, sin) = rows.shape[0], rotary
-    qkv = part.qkv(rows).view(count, -1, size)  # (R, N + 2 H, D)
+def _attended(
+    part: RowLayer,
+    held: Sequence[FusedLayer],
+    counts: Sequence[int],
+    rows: Tensor,
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    """(R, hidden) -> (R, hidden); of the rows so many are each one's whose KV is held."""
+    heads, size = held[0].keys.shape[1], held[0].keys.shape[3]
+    cos, sin = rotary
+    qkv = part.qkv(rows).view(rows.shape[0], -1, size)  # (R, N + 2 H, D)
     if part.query_norm is not None and part.key_norm is not None:
         queries, keys = qkv[:, : -2 * heads], qkv[:, -2 * heads : -heads]
         both = torch.cat([part.query_norm(queries), part.key_norm(keys)], 1)
     else:
         both = qkv[:, :-heads]
     both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin)
-    held.update(both[None, :, -heads:].transpose(1, 2), qkv[None, :, -heads:].transpose(1, 2))
+    each = zip(held, both.split(counts), qkv[:, -heads:].split(counts), strict=True)
+    attended = [_attended_alone(part.scaling, *given) for given in each]
+    return part.out(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+
+def _attended_alone(scaling: float, held: FusedLayer, both: Tensor, values: Tensor) -> Tensor:
+    """Queries and keys (R, N + H, D), values (R, H, D) of one answer's rows -> (R, N * D), its KV held."""
+    count, heads, size = values.shape
+    held.update(both[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
     tokens = held.keys.shape[2]
     queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
     # Of the whole buffers: products over a part are four times slower in bfloat16, and of a new shape each time.
     products = torch.bmm(queries, held.key_buffer[0].transpose(1, 2))  # (H, G * R, capacity)
-    scores = products[..., :tokens].float().mul_(part.scaling)
+    scores = products[..., :tokens].float().mul_(scaling)
     if count > 1:
         later = torch.full((count, count), -math.inf).triu_(1)
         scores.view(heads, -1, count, tokens)[..., -count:].add_(later)
     weights = torch.zeros_like(products)
     weights[..., :tokens] = scores.softmax(-1)
     attended = torch.bmm(weights, held.value_buffer[0])
-    return part.out(attended.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1))
+    return attended.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1)
 
 
 def _is_known(layer: nn.Module, decoder: Decoder) -> bool:

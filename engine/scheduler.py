@@ -1,4 +1,7 @@
-"""The queue before the device: one request has it at a time, and gives way to others; chores when nobody waits."""
+"""The queue before the device: one request has it at a time, and gives way to others; chores when nobody waits.
+
+Answers that wait for their next token have it computed in one pass, by whichever of them has the device first.
+"""
 
 import atexit
 import logging
@@ -7,8 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,6 +47,26 @@ class Cancel(Protocol):
     def is_set(self) -> bool: ...
 
 
+class Passes(Protocol):
+    """What computes something for several requests at once. together: for how many at most."""
+
+    @property
+    def together(self) -> int: ...
+
+    def run_together(self, reads: Sequence[Any], /) -> Sequence[Any]: ...
+
+
+@dataclass(eq=False)
+class _Part:
+    """What a request wants of a pass, and what was found. is_taken: it is being computed, in whoever's turn."""
+
+    ticket: Ticket
+    passes: Passes
+    read: Any
+    found: Any = None
+    is_taken: bool = False
+
+
 class Turn:
     """The device in the hands of one request."""
 
@@ -59,6 +83,15 @@ class Turn:
         """The prompt has been read: the next one may be begun, and the others have a token, or a slice, in between."""
         self._ticket.is_reading = False
         self._queue.give_way(self._ticket, self._cancel, 0.0)
+
+    def share(self, passes: Passes, read: Any) -> Any:
+        """What a pass finds for `read`, after giving way as `between_tokens` does.
+
+        Whoever has the device takes in one pass what all want who gave way for the same, and waits for nobody to come.
+        Where such a pass fails each is computed alone. Raises Cancelled, but not while `read` is in a pass.
+        """
+        self._ticket.is_reading = False
+        return self._queue.share(_Part(self._ticket, passes, read), self._cancel)
 
 
 class DeviceQueue:
@@ -77,6 +110,7 @@ class DeviceQueue:
         self._since = 0.0  # since when
         self._moved_at: float | None = None  # when it last came to the end of a layer or a token, if it did
         self._ring: deque[Ticket] = deque()  # begun ones that gave way
+        self._parts: dict[Ticket, _Part] = {}  # what those of them want that wait for a pass
         self._left_at = -PAUSE_S  # when the last request left
 
     @contextmanager
@@ -114,6 +148,49 @@ class DeviceQueue:
                 self._pass_on()
                 self._await(ticket, cancel)
             self._moved_at = time.monotonic()
+
+    def share(self, part: _Part, cancel: Cancel | None) -> Any:
+        """What a pass finds for it, in this turn or in another's. Raises Cancelled as `turn` does."""
+        with self._lock:
+            self._parts[part.ticket] = part
+        try:
+            self.give_way(part.ticket, cancel, 0.0)
+        finally:
+            with self._lock:
+                while part.is_taken:  # or whoever gives up would use what the pass still writes to
+                    self._calls[part.ticket].wait(_POLL_S)
+                del self._parts[part.ticket]
+        if part.found is None:
+            self._compute(part)
+        return part.found
+
+    def _compute(self, mine: _Part) -> None:
+        """With the device in hand: this part, and those that go with it. Each is charged its share of the time."""
+        with self._lock:
+            waiting = [self._parts[ticket] for ticket in self._ring if ticket in self._parts]
+            others = [part for part in waiting if part.passes is mine.passes]
+            parts = [mine, *others][: mine.passes.together]
+            for part in parts:
+                assert part.found is None, "whoever has a result stands before all who have none"
+                part.is_taken = True
+        begun, found = time.monotonic(), list[Any]()
+        try:
+            found = list(mine.passes.run_together([part.read for part in parts]))
+        except Exception:
+            if len(parts) == 1:
+                raise
+            log.warning("a pass over %d answers failed; each is computed alone", len(parts), exc_info=True)
+        finally:
+            with self._lock:
+                spent = time.monotonic() - begun
+                self._since += spent  # which is charged here
+                for part in parts:
+                    part.is_taken = False
+                    self.order.charge(part.ticket, spent / len(parts))
+        for part, each in zip(parts, found, strict=False):
+            part.found = each
+        if mine.found is None:
+            (mine.found,) = mine.passes.run_together([mine.read])
 
     @property
     def still_s(self) -> float:

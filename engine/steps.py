@@ -24,7 +24,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, Packed, PackedWeights, pack_weights
+from ragblend.engine.few_rows import FewRows, Packed, PackedWeights, Read, pack_weights
 from ragblend.engine.fourbit import FourBit
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
@@ -38,26 +38,37 @@ Leave = Callable[[], bool]
 
 
 class Steps(Protocol):
-    """What goes on behind a prompt's KV, a few tokens at a time. guessed: how many more rows cost little."""
+    """What goes on behind a prompt's KV, a few tokens at a time.
+
+    guessed: how many more rows cost little; together: how many answers may have theirs in one pass.
+    """
 
     guessed: ClassVar[int]
+    together: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
         """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
 
+    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+        """The same for several caches; where it fails, they hold what they held."""
+
 
 @dataclass(frozen=True)
 class ModelSteps:
-    """By the model's own forward."""
+    """By the model's own forward, which takes one cache at a time: it knows no lengths that differ without padding."""
 
     model: Any
     guessed: ClassVar[int] = 0
+    together: ClassVar[int] = 1
 
     @torch.inference_mode()
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self.model.device)
         logits: Tensor = self.model(ids, past_key_values=cache, use_cache=True).logits
         return logits[0].float()
+
+    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [self.run(*read) for read in reads]
 
 
 @dataclass(frozen=True)

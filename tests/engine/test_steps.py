@@ -310,8 +310,8 @@ def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
     assert engine.runtime.token_grammars  # which want to know how answers end
     monkeypatch.setattr(engine.runtime.choice, "steps", rows)
     monkeypatch.setattr(engine.runtime.loaded.model.generation_config, "eos_token_id", None)
-    read = rows.run
-    monkeypatch.setattr(rows, "run", lambda cache, ids: passes.append(len(ids)) or read(cache, ids))
+    read = rows.run_together
+    monkeypatch.setattr(rows, "run_together", lambda reads: passes.append(len(reads[0][1])) or read(reads))
     told, held = [], []
     for count in (0, 3):
         monkeypatch.setattr(FewRows, "guessed", count)

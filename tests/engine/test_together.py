@@ -1,0 +1,349 @@
+"""Answers computed in one pass: each says what it says alone, whoever comes, goes or fails beside it."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from benches import largest_error, make_prompt, make_text
+
+from ragblend.engine.few_rows import FewRows
+from ragblend.engine.grammar import json_grammar
+from ragblend.engine.order import Claim
+from ragblend.engine.scheduler import DeviceQueue
+from ragblend.kvstore.errors import Cancelled, DeviceError
+
+TEXTS = [make_text(seed) for seed in range(6)]
+KNOWN = ("llama", "llama-yarn", "qwen2", "qwen3")
+SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+
+
+def until(condition, timeout_s=30.0):
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert condition()
+
+
+# --- the queue, without a device
+
+
+@dataclass(eq=False)
+class Squares:
+    """Passes over numbers. bad: which fail, with all that go with them; entered, go: the next one waits in it."""
+
+    together: int = 8
+    bad: tuple[int, ...] = ()
+    seen: list[list[int]] = field(default_factory=list)
+    entered: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def run_together(self, reads):
+        self.seen.append(list(reads))
+        self.entered.set()
+        assert self.go.wait(30)
+        if set(reads) & set(self.bad):
+            raise RuntimeError("bad")
+        return [each * each for each in reads]
+
+
+@pytest.fixture
+def ask():
+    """ask(passes of each, cancels): who came in that order and then wants a pass for its number; what each got."""
+
+    def ask(*passes, cancels=(), clients=None):
+        queue, found = DeviceQueue(), {}
+        cancels = dict(cancels)
+
+        def work(number):
+            claim = Claim(shares=True, client=str(number))
+            try:
+                with queue.turn(cancels.get(number), claim=claim) as turn:
+                    while len(queue.order.begun) < len(passes) and not passes[0].seen:
+                        turn.between_tokens()  # all of them are at their first token
+                    found[number] = turn.share(passes[number], number)
+            except (RuntimeError, Cancelled) as error:
+                found[number] = error
+
+        threads = []
+        with queue.turn():
+            for number in range(len(passes)):
+                threads.append(threading.Thread(target=work, args=(number,)))
+                threads[-1].start()
+                until(lambda: queue.inside == len(threads) + 1)
+        return queue, threads, found
+
+    def joined(*given, **more):
+        queue, threads, found = ask(*given, **more)
+        for each in {id(passes): passes for passes in given}.values():
+            each.go.set()
+        for thread in threads:
+            thread.join(30)
+        return queue, found
+
+    ask.joined = joined
+    return ask
+
+
+def test_what_waits_for_a_pass_goes_into_the_next_one_and_nobody_waits_for_others(ask):
+    squares = Squares()
+    queue, found = ask.joined(*[squares] * 5)
+    assert found == {number: number * number for number in range(5)}
+    assert sorted(number for numbers in squares.seen for number in numbers) == list(range(5))
+    assert max(map(len, squares.seen)) >= 4 and not queue.inside
+
+
+def test_no_more_go_into_a_pass_than_it_takes(ask):
+    squares = Squares(together=2)
+    _, found = ask.joined(*[squares] * 5)
+    assert found == {number: number * number for number in range(5)}
+    assert max(map(len, squares.seen)) == 2
+
+
+def test_passes_of_another_kind_are_left_to_their_own_turn(ask):
+    one, other = Squares(), Squares()
+    _, found = ask.joined(one, other, one, other)
+    assert found == {number: number * number for number in range(4)}
+    assert {number % 2 for numbers in one.seen for number in numbers} == {0}
+    assert {number % 2 for numbers in other.seen for number in numbers} == {1}
+
+
+def test_one_whose_part_fails_takes_nobody_with_it(ask, caplog):
+    squares = Squares(bad=(2,))
+    queue, found = ask.joined(*[squares] * 4)
+    assert isinstance(found.pop(2), RuntimeError) and found == {0: 0, 1: 1, 3: 9}
+    assert max(map(len, squares.seen)) > 1 and "each is computed alone" in caplog.text
+    assert not queue.inside
+
+
+def test_whoever_is_cancelled_in_a_pass_leaves_when_it_has_ended(ask):
+    """Its cache is written to until then: a conversation would have kept half a token of it."""
+    squares, cancel = Squares(), {number: threading.Event() for number in range(3)}
+    queue, threads, found = ask(*[squares] * 3, cancels=cancel)
+    assert squares.entered.wait(30)
+    (numbers,) = squares.seen
+    assert len(numbers) > 1
+    for number in numbers[1:]:
+        cancel[number].set()
+    threads[numbers[1]].join(0.3)
+    assert not found
+    squares.go.set()
+    for thread in threads:
+        thread.join(30)
+    assert found[numbers[0]] == numbers[0] ** 2
+    assert all(isinstance(found[number], Cancelled) for number in numbers[1:]) and not queue.inside
+
+
+def test_each_is_charged_for_its_share_of_a_pass(ask, monkeypatch):
+    """Whoever happened to have the device was: a client whose requests lead would have come last."""
+    charged, squares = {}, Squares()
+    queue, threads, _ = ask(*[squares] * 4)
+    charge = queue.order.charge
+
+    def noting(ticket, seconds):
+        charged[ticket.claim.client] = charged.get(ticket.claim.client, 0.0) + seconds
+        charge(ticket, seconds)
+
+    assert squares.entered.wait(30)
+    monkeypatch.setattr(queue.order, "charge", noting)
+    threads[0].join(0.2)
+    squares.go.set()
+    for thread in threads:
+        thread.join(30)
+    shares = [charged[str(number)] for number in squares.seen[0]]
+    assert len(shares) > 1 and min(shares) > 0.15 / len(shares)
+
+
+# --- the layers
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_rows_of_several_say_what_they_say_alone(stored_for, kind):
+    """Contexts of several lengths, one or more tokens of each, one of them thinned out, and all beyond their room."""
+    engine = stored_for(kind).engine
+    rows = FewRows(engine.runtime.decoder, {})
+    prefilled = [engine.prefill(make_prompt(TEXTS[:count]), "full") for count in (1, 3, 5)]
+    engine.decode(prefilled[2], max_new_tokens=2, keep_tokens=30)
+    draw = random.Random(0)
+    asked = [
+        [[draw.randrange(5, 300) for _ in range(draw.choice((1, 1, 4)))] for _ in range(3)] for _ in range(70)
+    ]
+    caches, told = [each.cache for each in prefilled], []
+    for is_together in (False, True):
+        for cache in caches:
+            cache.truncate()
+        found = []
+        for ids in asked:
+            reads = list(zip(caches, ids, strict=True))
+            found += rows.run_together(reads) if is_together else [rows.run(*read) for read in reads]
+        kept = [part.clone() for cache in caches for held in cache.fused for part in (held.keys, held.values)]
+        told.append((torch.cat(found), kept))
+    assert largest_error(told[1][0], told[0][0]) < 1e-4
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(told[0][1], told[1][1], strict=True))
+
+
+def test_a_pass_that_fails_leaves_the_caches_as_they_were(stored):
+    engine = stored.engine
+    rows = FewRows(engine.runtime.decoder, {})
+    prefilled = [engine.prefill(make_prompt(TEXTS[:count]), "full") for count in (2, 3)]
+    reads = [(each.cache, [7, 8]) for each in prefilled]
+    for each in prefilled:
+        each.cache.truncate()
+    rows.run_together(reads)
+    expected = [each.clone() for each in rows.run_together(reads)]
+    for each in prefilled:
+        each.cache.truncate(2)
+
+    def gone(*_):
+        raise RuntimeError("gone")
+
+    held = rows.layers
+    rows.layers = [*held[:2], replace(held[2], down=gone), *held[3:]]
+    with pytest.raises(RuntimeError):
+        rows.run_together(reads)
+    rows.layers = held
+    assert all(cache.get_seq_length() == cache.prompt_tokens + 2 for cache, _ in reads)
+    assert all(map(torch.equal, rows.run_together(reads), expected))
+
+
+# --- answers
+
+
+@pytest.fixture
+def rows(stored, monkeypatch):
+    """The loop, taken for every answer; sizes: of its passes."""
+    runtime = stored.engine.runtime
+    rows, sizes = FewRows(runtime.decoder, {}), []
+    monkeypatch.setattr(runtime.choice, "steps", rows)
+    monkeypatch.setattr(runtime.choice, "is_open", False)
+    run = rows.run_together
+    monkeypatch.setattr(rows, "run_together", lambda reads: sizes.append(len(reads)) or run(reads))
+    rows.sizes = sizes
+    return rows
+
+
+OPTIONS = [
+    {},
+    {"temperature": 1.2, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"grammar": SCHEMA},
+    {"keep_tokens": 20},
+    {"logprobs": 2},
+    {"stop": ["the"]},
+]
+
+
+def asked_of(number):
+    """(prompt, options) of one of the requests."""
+    texts = [TEXTS[(number + each) % 6] for each in range(1 + number % 4)]
+    return make_prompt(texts, suffix=f" Who {number}?"), {"method": "full", **OPTIONS[number % len(OPTIONS)]}
+
+
+def test_an_answer_alone_has_passes_of_its_own(stored, rows):
+    stored.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=30)
+    assert set(rows.sizes) == {1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_that_each_has_alone_whoever_comes_and_goes(stored, rows, seed):
+    """Twelve requests begin, end and are cancelled at random, at most eight of them at once."""
+    engine, draw, told = stored.engine, random.Random(seed), []
+    lengths = [draw.randrange(12, 40) for _ in range(12)]
+    cancelled = {number: draw.randrange(1, 12) for number in draw.sample(range(12), 4)}
+    begins = sorted(draw.randrange(60) for _ in range(12))
+
+    def ask(number, cancels=True):
+        prompt, options = asked_of(number)
+        cancel, pieces = threading.Event(), []
+
+        def on_text(piece):
+            pieces.append(piece)
+            told.append(number)
+            if cancels and len(pieces) == cancelled.get(number):
+                cancel.set()
+
+        try:
+            given = {"max_new_tokens": lengths[number], "on_text": on_text, "cancel": cancel}
+            return engine.generate(prompt, **given, **options).token_ids
+        except Cancelled:
+            return "".join(pieces)
+
+    alone = [ask(number, cancels=False) for number in range(12)]
+    rows.sizes.clear()
+    told.clear()
+    with ThreadPoolExecutor(12) as pool:
+        work = []
+        for number, begin in enumerate(begins):
+            until(lambda begin=begin: len(told) >= begin or all(each.done() for each in work))
+            work.append(pool.submit(ask, number))
+        together = [each.result(60) for each in work]
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in alone]
+    for number, found in enumerate(together):
+        if isinstance(found, str):
+            assert number in cancelled and texts[number].startswith(found.rstrip("\ufffd"))
+        else:
+            assert found == alone[number]
+    assert max(rows.sizes) >= 3 and engine.runtime.queue.inside == 0
+
+
+def test_a_stream_that_nobody_reads_stalls_nobody(stored, rows):
+    engine = stored.engine
+    prompt, options = asked_of(0)
+    expected = engine.generate(prompt, max_new_tokens=20, **options).text
+    unread = engine.stream(make_prompt(TEXTS), "full", max_new_tokens=1500)
+    for _ in range(3):
+        assert "".join(engine.stream(prompt, max_new_tokens=20, **options)) == expected
+    assert 2 in rows.sizes
+    unread.close()
+    assert not engine.runtime.queue.inside
+
+
+def ask_four(engine, tokens=30):
+    """Four answers at once, and the errors of those that failed."""
+
+    def ask(number):
+        prompt, options = asked_of(number)
+        try:
+            return engine.generate(prompt, max_new_tokens=tokens, on_text=lambda _: None, **options).token_ids
+        except DeviceError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        with engine.runtime.queue.turn():
+            work = [pool.submit(ask, number) for number in range(4)]
+            until(lambda: engine.runtime.queue.inside == 5)
+        return [each.result(60) for each in work]
+
+
+def test_a_pass_that_fails_once_costs_no_answer(stored, rows, monkeypatch):
+    """All four of it would have been told that the device failed, in the middle of their answers."""
+    engine, left = stored.engine, [3]
+    expected = [
+        engine.generate(asked_of(n)[0], max_new_tokens=30, **asked_of(n)[1]).token_ids for n in range(4)
+    ]
+    run = rows.run_together
+
+    def failing(reads):
+        if len(reads) > 1 and left.pop() if left else False:
+            raise MemoryError("gone")
+        return run(reads)
+
+    monkeypatch.setattr(rows, "run_together", failing)
+    assert ask_four(engine) == expected and not left and 4 in rows.sizes
+
+
+def test_a_device_that_fails_for_good_is_told_to_each(stored, rows, monkeypatch):
+    """Each has shown a word already; what is asked next is answered by the model that is there."""
+    engine, run = stored.engine, rows.run_together
+
+    def failing(reads):
+        if rows.sizes.count(4) > 1:
+            raise RuntimeError("gone")
+        return run(reads)
+
+    monkeypatch.setattr(rows, "run_together", failing)
+    found = ask_four(engine)
+    assert all(isinstance(each, DeviceError) and "in the middle" in str(each) for each in found)
+    assert not engine.runtime.queue.inside
