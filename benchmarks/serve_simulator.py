@@ -2,7 +2,7 @@
 
 `Order` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a prompt
 then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that of
-`engine/scheduler.py`, with a clock that is a number.
+`engine/scheduler.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
 """
 
 import tempfile
