@@ -1,19 +1,22 @@
-"""Peak memory of one answer beyond the weights, seen from outside: run by test_smollm2 in a process of its own.
+"""Memory of one answer beyond the weights: run by test_smollm2 in a process of its own.
 
-Arguments: home, method. Prints JSON: peak_bytes beyond what was resident before, kv_bytes of the fused sequence, counts
-of tokens.
+Arguments: home, method. Prints JSON. allocated_bytes: the most that tensors took at a time, and left_bytes what they
+still take when the answer is there; resident_bytes: how far the process grew, seen from outside, for a first answer of
+100 tokens and for a second one; kv_bytes of the fused sequence, and counts.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from torch.profiler import ProfilerActivity, profile
+
 from ragblend import Chunk, Engine, Literal, Prompt
 
 
-def status_kib(field: str) -> int:
+def status_bytes(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
+    return int(line.split()[1]) * 1024
 
 
 def main(home: str, method: str) -> None:
@@ -28,13 +31,24 @@ def main(home: str, method: str) -> None:
     engine.finish_background()  # and what computes answers is chosen
     prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], "Which one?"))
     kv_bytes = len(prompt.token_ids) * engine.runtime.decoder.geometry.token_bytes
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident
-    before = status_kib("VmRSS")
-    result = engine.generate(prompt, method=method, max_new_tokens=100)
-    peak = (status_kib("VmHWM") - before) * 1024
-    generated = result.report.tokens.generated
-    found = {"peak_bytes": peak, "kv_bytes": kv_bytes, "generated": generated}
-    print(json.dumps(found | {"hits": result.report.hits, "tokens": len(prompt.token_ids)}))
+    resident = []
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the high-water mark starts again from what is resident
+        before = status_bytes("VmRSS")
+        result = engine.generate(prompt, method=method, max_new_tokens=100)
+        resident.append(status_bytes("VmHWM") - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        engine.generate(prompt, method=method, max_new_tokens=8)
+    held, most = 0, 0
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    found = {"allocated_bytes": most, "left_bytes": held, "resident_bytes": resident, "kv_bytes": kv_bytes}
+    counts = {"generated": result.report.tokens.generated, "hits": result.report.hits}
+    print(json.dumps(found | counts | {"tokens": len(prompt.token_ids)}))
 
 
 if __name__ == "__main__":
