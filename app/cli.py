@@ -25,6 +25,7 @@ from ragblend.app import (
 )
 from ragblend.app.bench.cli import bench_app
 from ragblend.app.cli_common import Cli, command, plural
+from ragblend.app.waiting import set_waiting
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -136,9 +137,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         atexit.register(gc.freeze)
-    # Read when torch is loaded: with OpenMP threads that spin while they wait, as they do by default, one other busy
-    # process on the machine makes everything ten times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_waiting()
     umask, collected = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*COLLECTED)
     try:

@@ -1,0 +1,51 @@
+"""Threads spin a moment for each other only where nobody else needs the cores; the user's own word stays."""
+
+import os
+
+import pytest
+
+from ragblend.app.waiting import SPINS, set_waiting
+
+NAMES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    count = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(count))
+    return count
+
+
+@pytest.mark.parametrize(
+    ("load", "spins"),
+    [("0.10 0.10 0.10 1/200 42", SPINS), ("0.10 0.10 0.10 2/200 42", None), ("no numbers", None), ("", None)],
+)
+def test_threads_spin_where_no_one_else_computes(tmp_path, cores, load, spins):
+    (tmp_path / "loadavg").write_text(load)
+    set_waiting(tmp_path / "loadavg")
+    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", spins]
+
+
+def test_a_core_that_is_left_is_enough(tmp_path, cores, monkeypatch):
+    if cores < 2:
+        pytest.skip("one core")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores - 1))
+    (tmp_path / "loadavg").write_text("0.10 0.10 0.10 2/200 42")
+    set_waiting(tmp_path / "loadavg")
+    assert os.environ["GOMP_SPINCOUNT"] == SPINS
+
+
+@pytest.mark.parametrize("load", ["", "0 0 0 1/2 3"])
+def test_what_the_user_says_stays(tmp_path, cores, monkeypatch, load):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    (tmp_path / "loadavg").write_text(load)
+    set_waiting(tmp_path / "loadavg")
+    assert [os.environ.get(name) for name in NAMES] == ["ACTIVE", None]
+
+
+def test_a_system_that_does_not_say_has_them_sleep(tmp_path, cores):
+    set_waiting(tmp_path / "none")
+    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
