@@ -7,18 +7,16 @@ neighbours and before other questions; beside each the same prompt where nothing
 time. Then LlamaIndex's citation engine, the program whose passages are learnt in most pieces.
 """
 
-import argparse
 import json
 import random
 import resource
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.common import Home, run
 from benchmarks.filler import sentences
 from benchmarks.measure_programs import QUESTIONS, llama_index, made
 from ragblend.engine.prompt import Prompt
@@ -59,15 +57,10 @@ def batched(passages: list[str]) -> list[list[str]]:
     return [passages[at : at + TOGETHER] for at in range(0, len(passages), TOGETHER)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home")
-    parser.add_argument("--prompts", type=int, default=10_000)
-    given = parser.parse_args()
-    home = str(given.home)
-    print(json.dumps(many(home, given.prompts), indent=1), flush=True)
-    print(json.dumps(citations(home), indent=1))
-    return 0
+def main(home: Home, prompts: int = 10_000) -> None:
+    """Measure, and print two objects."""
+    print(json.dumps(many(str(home), prompts), indent=1), flush=True)
+    print(json.dumps(citations(str(home)), indent=1))
 
 
 def many(home: str, count: int) -> dict[str, Any]:
@@ -128,4 +121,4 @@ def citations(home: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

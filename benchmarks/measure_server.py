@@ -11,7 +11,6 @@ those that the same keys had alone; memory, threads and open files late in the r
 rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -23,14 +22,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+import typer
 from scipy.stats import mannwhitneyu
 
+from benchmarks.common import Model
+from benchmarks.common import run as run_script
 from benchmarks.filler import names, sentences
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
@@ -325,24 +327,24 @@ def change(rows: Sequence[Json], name: str) -> Json:
     return {"early": round(early, 1), "late": round(late, 1), "change": f"{late / early - 1:+.1%}"}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("timing", "soak", "rate"))
-    parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home that is not there yet")
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=10)
-    given = parser.parse_args()
-    if given.what == "timing":
-        found = timing(given.home, given.model, given.requests)
-    elif given.what == "rate":
-        found = rate(given.home, given.model, given.streams)
-    else:
-        found = soak(given.home, given.model, given.streams, given.minutes)
-    print(json.dumps(found, indent=1))
-    return 0
+def main(
+    what: Annotated[str, typer.Argument(help="timing, soak or rate.")],
+    home: Annotated[Path, typer.Option(help="A RAGBlend home that is not there yet.")],
+    model: Model = "default",
+    requests: int = 2000,
+    streams: int = 50,
+    minutes: float = 10,
+) -> None:
+    """Measure, and print the figures."""
+    found: dict[str, Callable[[], Json]] = {
+        "timing": lambda: timing(home, model, requests),
+        "soak": lambda: soak(home, model, streams, minutes),
+        "rate": lambda: rate(home, model, streams),
+    }
+    if what not in found:
+        raise typer.BadParameter(f"there are {', '.join(found)}")
+    print(json.dumps(found[what](), indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, __doc__)
