@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ABOUT = "Measure: does the fused answer agree with full prefill, and how much sooner does it start?"
 OUTPUT = Path("bench-results")
-Output = Annotated[Path, typer.Option(help="Folder for the results.")]
 WAY_OUT = {
     "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",
     "--format": "`python -m benchmarks.questions --data FILE --format NAME --out FILE` makes a file for --data",
