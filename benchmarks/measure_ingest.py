@@ -38,9 +38,11 @@ def main(
         base(input_ids=torch.tensor(batch), use_cache=False)
 
     def rate(at_once: int) -> float:
-        length = min(map(len, ids))
-        batches = [[each[:length] for each in ids[at : at + at_once]] for at in range(0, 8, at_once)]
-        return 8 * length / spent(lambda: [own(batch) for batch in batches])[0]
+        count, length = min(8, chunks), min(map(len, ids))
+        batches = [
+            [each[:length] for each in ids[:count][at : at + at_once]] for at in range(0, count, at_once)
+        ]
+        return count * length / spent(lambda: [own(batch) for batch in batches])[0]
 
     engine.enter(passages, names)
     encoding = engine.encode_nodes(names)
