@@ -20,7 +20,7 @@ from ragblend.kvstore.lock import writer_lock
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.integrations.chroma import VectorIndex
-    from ragblend.integrations.embeddings import Embedder
+    from ragblend.integrations.embeddings import MiniLMEmbedder
     from ragblend.integrations.passages import PassageRegistry
     from ragblend.kvstore.store import KVStore
 
@@ -66,7 +66,7 @@ class Workspaces(Closing):
         return self.file("chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes)))
 
     @cached_property
-    def embedder(self) -> "Embedder":
+    def embedder(self) -> "MiniLMEmbedder":
         from ragblend.integrations.embeddings import MiniLMEmbedder
 
         return MiniLMEmbedder()
@@ -177,7 +177,7 @@ class _Lent(Workspaces):
         self._owner = owner
 
     @property
-    def embedder(self) -> "Embedder":
+    def embedder(self) -> "MiniLMEmbedder":
         return self._owner.embedder
 
     def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
@@ -239,7 +239,7 @@ class Workspace(Closing):
         return self.workspaces.file("index", lambda: VectorIndex(self.home.chroma, name), name)
 
     @property
-    def embedder(self) -> "Embedder":
+    def embedder(self) -> "MiniLMEmbedder":
         return self.workspaces.embedder
 
     @cached_property

@@ -4,6 +4,7 @@ Made from small lists by a seeded generator, so that any length can be had offli
 taken for an answer: sentences hold no digits, no capitals but their first, and none of the keys and names.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -57,6 +58,21 @@ def sentences(draw: random.Random) -> Iterator[str]:
         if draw.random() < 0.5:
             words.append(draw.choice(THEN))
         yield " ".join(words).capitalize() + "."
+
+
+class Notes:
+    """Sentences that never come twice by themselves: each says its number."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self._numbers, self._said = draw, itertools.count(1), sentences(draw)
+
+    def passage(self, count: int) -> str:
+        """So many of them."""
+        said = itertools.islice(self._said, count)
+        return " ".join(f"{each[:-1]}, says note {next(self._numbers)}." for each in said)
+
+    def question(self) -> str:
+        return f"Question {next(self._numbers)}: who was seen?"
 
 
 def keys(draw: random.Random, count: int) -> list[str]:

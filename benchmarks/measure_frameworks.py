@@ -8,50 +8,46 @@ same weights and dtype, and the same questions in the same order; retrieval is p
 them twice. A question counts as a later one if every passage that it retrieves was retrieved before.
 """
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from benchmarks.common import Home, Model, Row, run
 from ragblend.app import samples
 
 ANSWER_TOKENS = 32
 WARM_UP = "What is a tramway?"  # not counted: the process' first question pays for threads and kernels
 QUESTIONS = [each.question for each in samples.questions()[:11]]
 Ask = Callable[[str], Iterator[str]]
-Row = dict[str, Any]
 
 
-def main() -> int:
-    """Run what was asked for, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
-    )
-    parser.add_argument("--model", default="default", help="as in `ragblend --model`; both LLMs load it")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    given = parser.parse_args()
+def main(
+    home: Home,
+    model: Model = "default",
+    output: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
+) -> None:
+    """Run both, print a table of each, write the JSON."""
     warnings.simplefilter("ignore")
-    folder = weights_folder(given.home, given.model)
+    folder = weights_folder(home, model)
     runs = {"llama-index": llama_index, "langchain": langchain}
     figures = {
-        name: dict(zip(("theirs", "ours"), runs[name](given.home, folder), strict=True)) for name in runs
+        name: dict(zip(("theirs", "ours"), each(home, folder), strict=True)) for name, each in runs.items()
     }
     for name, found in figures.items():
         report(name, found["theirs"], found["ours"])
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1))
-    return 0
+    if output:
+        output.write_text(json.dumps(figures, indent=1))
 
 
 def weights_folder(home: Path, model: str) -> str:
@@ -182,4 +178,4 @@ def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

@@ -7,19 +7,17 @@ neighbours and before other questions; beside each the same prompt where nothing
 time. Then LlamaIndex's citation engine, the program whose passages are learnt in most pieces.
 """
 
-import argparse
 import json
 import random
 import resource
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.filler import sentences
+from benchmarks.common import Home, run
+from benchmarks.filler import Notes
 from benchmarks.measure_programs import QUESTIONS, llama_index, made
 from ragblend.engine.prompt import Prompt
 from ragblend.integrations.backend import Backend, Turn
@@ -30,11 +28,11 @@ PARAGRAPHS, LONG = 17, 4  # of a prompt of 2,000 tokens, a passage having three;
 
 
 class Prompts:
-    """Texts of sentences that never come twice by themselves; turns: the passages that each prompt holds."""
+    """turns: the passages that each prompt holds, of paragraphs that never come twice by themselves."""
 
     def __init__(self, count: int) -> None:
         self.draw = random.Random(0)
-        self.written, self.said = 0, sentences(self.draw)
+        self.notes = Notes(self.draw)
         self.passages = [self.paragraphs(3) for _ in range(count // 10 * TOGETHER // TIMES)]
         self.turns: list[list[str]] = [[] for _ in range(count - count // 10)]
         for _ in range(TIMES):
@@ -43,31 +41,22 @@ class Prompts:
         self.draw.shuffle(self.turns)
 
     def paragraphs(self, count: int) -> str:
-        return "\n\n".join(" ".join(self.sentence() for _ in range(LONG)) for _ in range(count))
-
-    def sentence(self) -> str:
-        self.written += 1
-        return f"{next(self.said)[:-1]}, says note {self.written}."
+        return "\n\n".join(self.notes.passage(LONG) for _ in range(count))
 
     def text(self, passages: list[str]) -> str:
         parts = [*passages, *(self.paragraphs(1) for _ in range(PARAGRAPHS - 3 * len(passages)))]
         self.draw.shuffle(parts)
-        return "\n\n".join([*parts, f"Question: what does note {self.written} say?"])
+        return "\n\n".join([*parts, self.notes.question()])
 
 
 def batched(passages: list[str]) -> list[list[str]]:
     return [passages[at : at + TOGETHER] for at in range(0, len(passages), TOGETHER)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home")
-    parser.add_argument("--prompts", type=int, default=10_000)
-    given = parser.parse_args()
-    home = str(given.home)
-    print(json.dumps(many(home, given.prompts), indent=1), flush=True)
-    print(json.dumps(citations(home), indent=1))
-    return 0
+def main(home: Home, prompts: int = 10_000) -> None:
+    """Measure, and print two objects."""
+    print(json.dumps(many(str(home), prompts), indent=1), flush=True)
+    print(json.dumps(citations(str(home)), indent=1))
 
 
 def many(home: str, count: int) -> dict[str, Any]:
@@ -128,4 +117,4 @@ def citations(home: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

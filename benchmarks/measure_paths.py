@@ -6,36 +6,26 @@ Prints, for each way, the median time to read a prompt as a share of full prefil
 mean KL divergence of the first token from full prefill. Each question's ways are measured one after the other.
 """
 
-import argparse
-import json
-import statistics
-import sys
 import tempfile
-from pathlib import Path
+from collections import defaultdict
+from statistics import fmean, median
 
+from benchmarks.common import Data, Limit, Model, agreement, run
 from ragblend import Chunk, Engine
-from ragblend.app.bench.metrics import kl_divergence
+from ragblend.app.bench.data import load
 
 PASSAGES, KNOWN = 6, 3
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="default")
-    parser.add_argument(
-        "--data", required=True, help="questions with passages, as `ragblend bench quality` takes them"
-    )
-    parser.add_argument("--limit", type=int, default=12, help="of the questions")
-    asked = parser.parse_args(arguments)
-    ways: dict[str, list[tuple[float, float, float]]] = {}
+def main(data: Data, model: Model = "default", limit: Limit = 12) -> None:
+    """Measure, and print a line a way."""
+    ways = defaultdict[str, list[tuple[float, float, float]]](list)
     with tempfile.TemporaryDirectory() as home:
-        engine = Engine.open(asked.model, home=home)
-        for number, entry in enumerate(json.loads(Path(asked.data).read_text())[: asked.limit]):
-            texts = [each["text"] for each in entry["ctxs"][:PASSAGES]]
+        engine = Engine.open(model, home=home)
+        for number, question in enumerate(load(data).questions[:limit]):
+            texts = question.passages[:PASSAGES]
             prompt, beginning = (
-                engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in those], entry["question"]))
+                engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in those], question.text))
                 for those in (texts, texts[:KNOWN])
             )
             engine.encode(texts)
@@ -47,15 +37,14 @@ def main(arguments: list[str]) -> int:
                 engine.finish_background()
                 if way:
                     share = found.report.timings.prefill_ms / full.report.timings.prefill_ms
-                    apart = kl_divergence(full.logits[None], found.logits[None])
-                    ways.setdefault(way, []).append((share, found.report.computed_fraction, apart))
+                    apart, _ = agreement(full.logits[None], found.logits[None])
+                    ways[way].append((share, found.report.computed_fraction, apart))
         engine.close()
     for way, rows in ways.items():
-        shares, computed, divergences = (list(each) for each in zip(*rows, strict=True))
-        told = f"{statistics.median(shares):.3f} of the time, {statistics.mean(computed):.3f} of the rows"
-        print(f"{way}: {told}, KL {statistics.mean(divergences):.4f}")
-    return 0
+        shares, computed, divergences = zip(*rows, strict=True)
+        told = f"{median(shares):.3f} of the time, {fmean(computed):.3f} of the rows"
+        print(f"{way}: {told}, KL {fmean(divergences):.4f}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, __doc__)

@@ -9,24 +9,23 @@ medians: `first` by the clock, and `first_cpu` of processor time until the answe
 what is recorded of the others is left.
 """
 
-import argparse
 import gc
 import json
 import os
-import statistics
-import sys
 import time
 import warnings
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from benchmarks.common import Home, Row, dumped, medians, read_json, run, spent
 from benchmarks.matrix import Ask, Program, results_of, served, watched
-from benchmarks.results import FRAMEWORKS, PROGRAMS, with_programs
+from benchmarks.results import PROGRAMS, show_programs
 from ragblend.app import samples
 from ragblend.app.readers import read_document
 
@@ -37,7 +36,6 @@ QUESTIONS = (
     "How was the clapper of the bell lost?",
 )
 PLAIN = {"method": "full", "learn_from_prompts": False, "register_retrieved": False}
-Row = dict[str, Any]
 
 
 class Framework(NamedTuple):
@@ -79,45 +77,38 @@ def texts() -> dict[str, str]:
     return {path.name: "\n\n".join(part.text for part in read_document(path)) for path in paths}
 
 
-def main() -> int:
+def main(
+    home: Home,
+    repeats: Annotated[int, typer.Option(help="First questions that are timed, of each kind.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="A program; may be given several times.")] = None,
+) -> None:
     """Run what was asked for, record it, write the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
-    )
-    parser.add_argument("--repeats", type=int, default=0, help="first questions that are timed, of each kind")
-    parser.add_argument("--only", nargs="*", default=[], metavar="PROGRAM", help="programs by their names")
-    given = parser.parse_args()
     warnings.simplefilter("ignore")
-    recorded: dict[str, list[Row]] = (
-        json.loads(PROGRAMS.read_text(encoding="utf-8")) if PROGRAMS.exists() else {}
-    )
+    recorded: dict[str, list[Row]] = read_json(PROGRAMS)
     for name, make in {"langchain": langchain, "llama-index": llama_index}.items():
         framework = make()
         known = {row["program"]: row for row in recorded.get(name, [])}
         for program in framework.programs:
-            if given.only and program.name not in given.only:
+            if only and program.name not in only:
                 continue
             row = known.get(program.name, {}) | {"program": program.name, "source": program.source}
-            known[program.name] = row | measured(framework, program, str(given.home), given.repeats)
+            known[program.name] = row | measured(framework, program, str(home), repeats)
             print(json.dumps(known[program.name]), flush=True)
             recorded[name] = [known[each.name] for each in framework.programs if each.name in known]
-            lines = json.dumps(recorded, indent=1).replace("\n   ", " ").replace("\n  }", " }")
-            PROGRAMS.write_text(lines + "\n", encoding="utf-8")
-    FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), recorded), encoding="utf-8")
-    return 0
+            PROGRAMS.write_text(dumped(recorded, 2), encoding="utf-8")
+    show_programs(recorded)
 
 
 def measured(framework: Framework, program: Program, home: str, repeats: int) -> Row:
     """What is to be recorded. home: where nothing of this run's collections is stored yet."""
     if not repeats:
         return third(framework, program, home)
-    kinds: list[Row] = [{}, PLAIN]
-    times = [[first(framework, program, home, options) for options in kinds] for _ in range(repeats)]
-    ours, full = (
-        [statistics.median(each) for each in zip(*spent, strict=True)] for spent in zip(*times, strict=True)
-    )
-    return {name: round(ours[at] / full[at], 3) for at, name in enumerate(("first", "first_cpu"))}
+    turns = [
+        [each for options in ({}, PLAIN) for each in first(framework, program, home, options)]
+        for _ in range(repeats)
+    ]
+    clock, processor, full_clock, full_processor = medians(turns)
+    return {"first": round(clock / full_clock, 3), "first_cpu": round(processor / full_processor, 3)}
 
 
 def made(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
@@ -133,11 +124,9 @@ def made(framework: Framework, program: Program, home: str, options: Row) -> tup
 def first(framework: Framework, program: Program, home: str, options: Row) -> tuple[float, float]:
     """Seconds that the first question takes: by the clock, and of processor time."""
     ask, engine = made(framework, program, home, options)
-    begun = time.perf_counter(), time.process_time()
-    ask(QUESTIONS[0])
-    spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
+    found = spent(lambda: ask(QUESTIONS[0]))
     engine.finish_background()
-    return spent
+    return found
 
 
 def third(framework: Framework, program: Program, home: str) -> Row:
@@ -151,4 +140,4 @@ def third(framework: Framework, program: Program, home: str) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

@@ -10,31 +10,29 @@ processor time, with one thread computing: what others do on the machine does no
 request takes no time. Writes `serve.json` beside this file, the tables of docs/load.md and a picture.
 """
 
-import argparse
 import json
 import math
 import random
-import re
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
+import typer
 
-from benchmarks.measure_speed import texts_of
-from benchmarks.results import MARKS, REPO
+from benchmarks.common import DOCS, FIGURES, Row, between_marks, dumped, markdown, read_json, run, texts
 from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Outcome, Request, System, simulator
-from benchmarks.store_traces import Trace, make_trace
+from benchmarks.traces import make_trace
 from ragblend import Chunk, Engine
 from ragblend.app.bench.prefilling import cpu_name
 from ragblend.engine import engine as engine_module
@@ -45,11 +43,10 @@ from ragblend.engine.scheduler import PAUSE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.keys import ChunkKey
 
-RECORDED, PAGE = REPO / "benchmarks" / "serve.json", REPO / "docs" / "load.md"
-PICTURE = REPO / "docs" / "pictures" / "load.svg"
+RECORDED, PAGE, PICTURE = FIGURES / "serve.json", DOCS / "load.md", DOCS / "pictures" / "load.svg"
 # RAGCache section 3.2: 3% of the documents make 60% of MMLU's requests. Its other traces are flatter: zipf 0.9, in
 # which 3% make 40 to 50% here. Answers: one token of MMLU's letters, some of NQ's names (section 7.1).
-TRACES = {"mmlu": ("mmlu", 1), "nq": ("zipf:0.9", 6)}
+TRACES = {"mmlu": (None, 1), "nq": (0.9, 6)}
 PASSAGES = 4  # a request
 SLO = 5.0  # times the unloaded time to first token
 # The real engine: documents, and requests by run
@@ -71,7 +68,6 @@ AHEAD, AHEAD_LOADS = 20, (0.9,)
 # windows of 64 word pieces by MiniLM in 54 clusters, 14 probed, by `staged.in_stages`.
 SETTLED = (0.88, 0.96, 0.99, 1.0)
 SELDOM = 1e-3  # so that nobody waits
-Row = dict[str, Any]
 
 
 def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
@@ -189,57 +185,61 @@ def served(engine: Engine, window: int, at: Sequence[float], ask: Ask) -> Row:
     }
 
 
+@contextmanager
+def opened(home: str, **options: Any) -> Iterator[Engine]:
+    """The home's model on one thread, with a store of its own."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(Path(home) / "models")
+        engine = Engine.open(home=folder, **options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
 class Corpus:
     """The passages of a trace as texts, and its requests as prompts."""
 
     def __init__(self, trace: str) -> None:
-        kind, self.answer_tokens = TRACES[trace]
+        exponent, self.answer_tokens = TRACES[trace]
         count = WARM + ALONE + (len(LOADS) + 2) * COUNT
-        self.trace: Trace = make_trace(kind, "passages", DOCUMENTS, count * PASSAGES, PASSAGES, seed=0)
+        self.trace = make_trace(exponent, "passages", DOCUMENTS, count, PASSAGES, seed=0)
 
     def texts(self, engine: Engine) -> list[str]:
-        return [
-            texts_of(engine, 1, tokens, first=number)[0] for number, tokens in enumerate(self.trace.tokens)
-        ]
+        return [texts(engine, 1, tokens, number)[0] for number, tokens in enumerate(self.trace.tokens)]
 
-    def prompts(self, engine: Engine, texts: Sequence[str], first: int, count: int) -> list[Prompt]:
+    def prompts(self, engine: Engine, known: Sequence[str], first: int, count: int) -> list[Prompt]:
         return [
-            engine.tokenize(
-                engine.chat_prompt(
-                    None, [Chunk(texts[each]) for each in request], f"What is told in {number}?"
-                )
-            )
+            prompt_of(engine, [known[each] for each in request], f"What is told in {number}?")
             for number, request in enumerate(self.trace.requests[first : first + count], start=first)
         ]
 
 
+def prompt_of(engine: Engine, passages: Sequence[str], question: str = "What is told?") -> Prompt:
+    return engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in passages], question))
+
+
 def measured(system: System, trace: str, alone_full_s: float | None, home: str) -> Row:
     """One system on the real engine: alone, at the common rate, and at its own loads, each on requests of its own."""
-    torch.set_num_threads(1)
     corpus = Corpus(trace)
-    source = Engine.open(home=home)
-    texts = corpus.texts(source)
-    total = sum(
-        file_nbytes(source.runtime.fingerprint.geometry, tokens, source.runtime.codec)
-        for tokens in corpus.trace.tokens
-    )
-    source.close()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "models").symlink_to(Path(home) / "models")
-        engine = Engine.open(home=folder, store_policy=system.policy, store_budget_bytes=int(BUDGET * total))
+    with opened(home) as engine:
+        passages, shape = corpus.texts(engine), engine.runtime.fingerprint.geometry
+        total = sum(file_nbytes(shape, tokens, engine.runtime.codec) for tokens in corpus.trace.tokens)
+    with opened(home, store_policy=system.policy, store_budget_bytes=int(BUDGET * total)) as engine:
         if system.fuses:
-            engine.encode(texts)
+            engine.encode(passages)
         else:
-            engine.prefill(corpus.prompts(engine, texts, 0, 1)[0], method="full")
+            engine.prefill(corpus.prompts(engine, passages, 0, 1)[0], method="full")
         if system.paths or system.fuses:
-            for prompt in corpus.prompts(engine, texts, 0, WARM):
+            for prompt in corpus.prompts(engine, passages, 0, WARM):
                 engine.generate(prompt, system.method, max_new_tokens=1)
                 engine.finish_background()
         begin = WARM
 
-        def run(count: int, rate: float) -> Row:
+        def at_rate(count: int, rate: float) -> Row:
             nonlocal begin
-            prompts = corpus.prompts(engine, texts, begin, count)
+            prompts = corpus.prompts(engine, passages, begin, count)
             begin += count
 
             def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
@@ -252,12 +252,11 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
             print(f"{system.name}, {trace}: {json.dumps(row)}", flush=True)
             return row
 
-        alone = run(ALONE, SELDOM)
+        alone = at_rate(ALONE, SELDOM)
         full_s = alone_full_s or alone["mean_s"]
-        rows = [run(COUNT, COMMON / full_s)]
-        rows += [run(COUNT, load / alone["mean_s"]) for load in LOADS]
-        engine.close()
-    about = f"{engine.model_name} on one core of {cpu_name()}, {engine.dtype}"
+        rows = [at_rate(COUNT, COMMON / full_s)]
+        rows += [at_rate(COUNT, load / alone["mean_s"]) for load in LOADS]
+        about = f"{engine.model_name} on one core of {cpu_name()}, {engine.dtype}"
     return under_load(alone["mean_s"], rows) | {"about": about}
 
 
@@ -266,14 +265,11 @@ def read_ahead(home: str) -> list[Row]:
 
     SETTLED says after which stage the passages are the final ones; before it they are another request's.
     """
-    torch.set_num_threads(1)
     corpus, rows = Corpus("mmlu"), list[Row]()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "models").symlink_to(Path(home) / "models")
-        engine = Engine.open(home=folder)
-        texts = corpus.texts(engine)
-        engine.encode([texts[each] for each in sorted({*chain(*corpus.trace.requests[:AHEAD])})])
-        prompts = corpus.prompts(engine, texts, 0, AHEAD)
+    with opened(home) as engine:
+        passages = corpus.texts(engine)
+        engine.encode([passages[each] for each in sorted({*chain(*corpus.trace.requests[:AHEAD])})])
+        prompts = corpus.prompts(engine, passages, 0, AHEAD)
         for prompt in prompts[:2]:
             engine.generate(prompt, max_new_tokens=1)
             engine.finish_background()
@@ -307,22 +303,16 @@ def read_ahead(home: str) -> list[Row]:
                 | {"without": served(engine, WINDOW, at, waits), "with": served(engine, WINDOW, at, reads)}
             )
             print(json.dumps(rows[-1]), flush=True)
-        engine.close()
     return rows
 
 
 def calibrated(home: str) -> Row:
     """What prompts take, by how many of their passages are on a path, stored alone, and neither."""
-    torch.set_num_threads(1)
     samples, draw, used = list[tuple[Found, float]](), random.Random(0), 0
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "models").symlink_to(Path(home) / "models")
-        engine = Engine.open(home=folder)
+    with opened(home) as engine:
 
-        def timed(texts: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
-            prompt = engine.tokenize(
-                engine.chat_prompt(None, [Chunk(text) for text in texts], "What is told?")
-            )
+        def timed(passages: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
+            prompt = prompt_of(engine, passages)
             begun = time.process_time()
             counts = engine.prefill(prompt, method=method).report.tokens
             spent = time.process_time() - begun
@@ -334,26 +324,24 @@ def calibrated(home: str) -> Row:
         for count in (1, 2, 3, 4) * 2:
             for known in range(count + 1):
                 numbers = range(used, used := used + count)
-                texts = [texts_of(engine, 1, draw.randrange(64, 513), first=each)[0] for each in numbers]
+                passages = [texts(engine, 1, draw.randrange(64, 513), each)[0] for each in numbers]
                 if not samples:
-                    timed(texts, "full", 0)
+                    timed(passages, "full", 0)
                     samples.clear()
-                timed(texts, "full", 0)
-                engine.encode(texts[:known])
-                timed(texts, "probe-shift", min(known, 1))
+                timed(passages, "full", 0)
+                engine.encode(passages[:known])
+                timed(passages, "probe-shift", min(known, 1))
                 if known:
-                    begins = [Chunk(text) for text in texts[:known]]
-                    engine.prefill(engine.chat_prompt(None, begins, "What is told?"), method="exact")
+                    engine.prefill(prompt_of(engine, passages[:known]), method="exact")
                     engine.finish_background()
-                timed(texts, "auto", known)
-                timed(texts, "exact", known, 1 + count - known)
-        prefilled = engine.prefill(engine.chat_prompt(None, [Chunk(text) for text in texts], "What is told?"))
+                timed(passages, "auto", known)
+                timed(passages, "exact", known, 1 + count - known)
+        prefilled = engine.prefill(prompt_of(engine, passages))
         engine.decode(prefilled, max_new_tokens=4)
         engine.finish_background()  # which loop computes answers is measured after the first one
         begun = time.process_time()
         answer = engine.decode(prefilled, max_new_tokens=24, temperature=0.0).token_ids
         token_s = (time.process_time() - begun) / len(answer)
-        engine.close()
     return asdict(Costs.fitted(samples, token_s)) | {"samples": len(samples)}
 
 
@@ -364,11 +352,10 @@ class Large:
     """The requests of one large trace, of which each run takes the next ones."""
 
     def __init__(self, trace: str, costs: Costs, shape: tuple[str, int] = ("passages", PASSAGES)) -> None:
-        kind, self.answer_tokens = TRACES[trace]
+        exponent, self.answer_tokens = TRACES[trace]
         self.costs, (lengths, each) = costs, shape
-        runs = 2 + len(LARGE_LOADS)
-        count = (LARGE_WARM + runs * LARGE_COUNT) * each
-        self.trace = make_trace(kind, lengths, LARGE, count, each, seed=0)
+        count = LARGE_WARM + (2 + len(LARGE_LOADS)) * LARGE_COUNT
+        self.trace = make_trace(exponent, lengths, LARGE, count, each, seed=0)
 
     def requests(self, run: int, rate: float) -> list[Request]:
         """Those of a run, the first of which is to warm up."""
@@ -442,9 +429,9 @@ def simulated(case: tuple[str, Costs]) -> Row:
     return {"systems": systems, "policies": policies, "orders": orders}
 
 
-def compared(rows: dict[str, Row]) -> str:
+def compared(systems: dict[str, Row]) -> str:
     """A row a system: what it takes alone and at the common rate, and how many a second it serves within the SLO."""
-    heads = (
+    head = [
         "system",
         "alone",
         "mean",
@@ -453,59 +440,57 @@ def compared(rows: dict[str, Row]) -> str:
         "of full's",
         "passed",
         "scheduling",
-    )
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    full = rows["full"]["throughput"]
-    for name, row in rows.items():
+    ]
+    rows, full = list[Sequence[str]](), systems["full"]["throughput"]
+    for name, row in systems.items():
         at, last = row["common"], row["loads"][-1]
         more = "" if last["mean_s"] > SLO * row["alone_s"] else "at least "
         spent = max((each.get("scheduling_ms", 0.0) for each in row["loads"]), default=0.0)
-        cells = (
+        rows.append((
             name, *(f"{each:.2f} s" for each in (row["alone_s"], at["mean_s"], at["p99_s"])),
             f"{more}{row['throughput']:.2f}", f"{row['throughput'] / full:.2f}",
             str(max(each["passed"] for each in row["loads"])), f"{spent:.1f} ms" if spent else "",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ))  # fmt: skip
+    return markdown(head, rows)
 
 
 def evictions(rows: list[Row]) -> str:
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    lines = [f"| passages | room for | {' | '.join(policies)} |", "|" + "---|" * (2 + len(policies))]
-    for lengths, budget in dict.fromkeys((row["lengths"], row["budget"]) for row in rows):
-        cells = [
-            f"{row['mean_s']:.2f} s, {row['on_paths']:.1%}"
-            for row in rows
-            if (row["lengths"], row["budget"]) == (lengths, budget)
-        ]
-        lines.append(f"| {SHAPES[lengths]} | {budget:.0%} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    found: dict[tuple[str, float], dict[str, str]] = {}
+    for row in rows:
+        cell = f"{row['mean_s']:.2f} s, {row['on_paths']:.1%}"
+        found.setdefault((row["lengths"], row["budget"]), {})[row["policy"]] = cell
+    lines = [(SHAPES[lengths], f"{share:.0%}", *cells.values()) for (lengths, share), cells in found.items()]
+    return markdown(("passages", "room for", *dict.fromkeys(row["policy"] for row in rows)), lines)
 
 
 def ordered(rows: list[Row]) -> str:
-    heads = ("passages", "system", "load", "as they come", "in order", "lower by")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for first, least in zip(rows[::2], rows[1::2], strict=True):
-        cells = (
-            SHAPES[first["lengths"]], first["system"], f"{first['load']:.1f}",
-            *(f"{row['mean_s']:.1f} s, p99 {row['p99_s']:.0f}" for row in (first, least)),
-            f"{first['mean_s'] / least['mean_s']:.2f} times",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        (
+            SHAPES[first["lengths"]],
+            first["system"],
+            f"{first['load']:.1f}",
+            *_side_by_side(first, least, 1, 0),
+        )
+        for first, least in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    return markdown(("passages", "system", "load", "as they come", "in order", "lower by"), lines)
 
 
 def ahead(rows: list[Row]) -> str:
-    lines = ["| load | retrieval | when it has ended | while it goes on | lower by |", "|" + "---|" * 5]
-    for row in rows:
-        ways = [row[name] for name in ("without", "with")]
-        cells = (
+    lines = [
+        (
             f"{row['load']:.1f}" if row["load"] else "nobody waits", f"{row['retrieval_s']:.2f} s",
-            *(f"{way['mean_s']:.2f} s, p99 {way['p99_s']:.2f}" for way in ways),
-            f"{ways[0]['mean_s'] / ways[1]['mean_s']:.2f} times",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            *_side_by_side(row["without"], row["with"], 2, 2),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return markdown(("load", "retrieval", "when it has ended", "while it goes on", "lower by"), lines)
+
+
+def _side_by_side(before: Row, after: Row, digits: int, tail_digits: int) -> tuple[str, ...]:
+    """Two runs, and by how much the mean of the second is lower."""
+    cells = [f"{row['mean_s']:.{digits}f} s, p99 {row['p99_s']:.{tail_digits}f}" for row in (before, after)]
+    return *cells, f"{before['mean_s'] / after['mean_s']:.2f} times"
 
 
 def page(found: Row) -> str:
@@ -529,7 +514,7 @@ def page(found: Row) -> str:
             f"**{trace}, order**:",
             ordered(rows["orders"]),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
 def picture(found: Row) -> None:
@@ -550,59 +535,51 @@ def picture(found: Row) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def render(found: Row) -> str:
+def page_with(found: Row) -> str:
     """docs/load.md with the tables as recorded."""
-    return MARKS.sub(lambda _: page(found), PAGE.read_text(encoding="utf-8"), count=1)
+    return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(found))
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--home", help="where the model is")
-    parser.add_argument("--trace", choices=TRACES, default="mmlu", help="of the real engine")
-    parser.add_argument("--parts", default=f"calibrate,{','.join(NAMES)},ahead,simulate")
-    parser.add_argument("--render", action="store_true", help="nothing is measured")
-    asked = parser.parse_args(arguments)
-    home = asked.home or str(resolve_home(None))
-    for part in () if asked.render else asked.parts.split(","):
-        if part == "calibrate":
-            keep(calibrated(home), "costs")
-        elif part == "ahead":
-            rows = read_ahead(home)
-            keep({"rows": rows}, "ahead")
-        elif part == "simulate":
-            given = recorded()["costs"]
-            costs = Costs(tuple(given["weights"]), given["token_s"], given["error"])
-            with ProcessPoolExecutor(2) as pool:
-                found = pool.map(simulated, [(trace, costs) for trace in TRACES])
-                keep(dict(zip(TRACES, found, strict=True)), "simulated")
-        else:
-            real = recorded().get("real", {}).get(asked.trace, {})
-            alone_s = real["full"]["alone_s"] if "full" in real else None
-            row = measured(SYSTEMS[NAMES.index(part)], asked.trace, alone_s, home)
-            keep(row, "real", asked.trace, part)
-    everything = recorded()
-    if {"costs", "real", "simulated"} <= everything.keys():
-        PAGE.write_text(render(everything), encoding="utf-8")
-        picture(everything)
-    return 0
+def main(
+    home: Annotated[str | None, typer.Option(help="Where the model is.")] = None,
+    trace: Annotated[str, typer.Option(help="Of the real engine: mmlu or nq.")] = "mmlu",
+    parts: Annotated[str, typer.Option(help="By commas.")] = f"calibrate,{','.join(NAMES)},ahead,simulate",
+    render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
+) -> None:
+    """Measure, and write what was found beside what was found before."""
+    for part in () if render else parts.split(","):
+        measure(part, trace, home or str(resolve_home(None)))
+    found = read_json(RECORDED)
+    if {"costs", "real", "simulated"} <= found.keys():
+        PAGE.write_text(page_with(found), encoding="utf-8")
+        picture(found)
 
 
-def recorded() -> Row:
-    found: Row = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
-    return found
+def measure(part: str, trace: str, home: str) -> None:
+    if part == "calibrate":
+        keep(calibrated(home), "costs")
+    elif part == "ahead":
+        keep({"rows": read_ahead(home)}, "ahead")
+    elif part == "simulate":
+        given = read_json(RECORDED)["costs"]
+        costs = Costs(tuple(given["weights"]), given["token_s"], given["error"])
+        with ProcessPoolExecutor(2) as pool:
+            found = pool.map(simulated, [(each, costs) for each in TRACES])
+            keep(dict(zip(TRACES, found, strict=True)), "simulated")
+    else:
+        real = read_json(RECORDED).get("real", {}).get(trace, {})
+        alone_s = real["full"]["alone_s"] if "full" in real else None
+        keep(measured(SYSTEMS[NAMES.index(part)], trace, alone_s, home), "real", trace, part)
 
 
 def keep(row: Row, *names: str) -> None:
     """In the recorded file, under these names."""
-    everything = place = recorded()
+    everything = place = read_json(RECORDED)
     for name in names[:-1]:
         place = place.setdefault(name, {})
     place[names[-1]] = row
-    text = re.sub(r"\n {5,}", " ", json.dumps(everything, indent=1))
-    RECORDED.write_text(re.sub(r"\n {4}([]}])", r" \1", text) + "\n", encoding="utf-8")
+    RECORDED.write_text(dumped(everything, 4), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, __doc__)

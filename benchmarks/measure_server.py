@@ -11,10 +11,8 @@ those that the same keys had alone; memory, threads and open files late in the r
 rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
 """
 
-import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import signal
@@ -23,15 +21,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+import typer
 from scipy.stats import mannwhitneyu
 
-from benchmarks.filler import names, sentences
+from benchmarks.common import Model
+from benchmarks.common import run as run_script
+from benchmarks.filler import Notes, names
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
 
@@ -85,24 +86,9 @@ def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32"
         server.process.wait(WAIT_S)
 
 
-class Texts:
-    """Passages whose sentences never come twice by themselves."""
-
-    def __init__(self) -> None:
-        self.draw, self._written = random.Random(0), itertools.count()
-        self._said = sentences(self.draw)
-
-    def passage(self) -> str:
-        said = itertools.islice(self._said, SENTENCES)
-        return " ".join(f"{each[:-1]}, says note {next(self._written)}." for each in said)
-
-    def question(self) -> str:
-        return f"Question {next(self._written)}: who was seen?"
-
-
 def timing(home: Path, model: str, requests: int) -> Json:
     """Medians in ms and AUC, for the key that never saw any of the passages, and for the one that has half of them."""
-    texts = Texts()
+    texts = Notes(random.Random(0))
     took: dict[tuple[str, bool], list[float]] = {}
     with serving(home, model, ("ada", "bob")) as server:
         clients = {
@@ -118,7 +104,7 @@ def timing(home: Path, model: str, requests: int) -> Json:
             return found
 
         for block in range(1 + requests // BLOCK):
-            passages = [texts.passage() for _ in range(BLOCK)]
+            passages = [texts.passage(SENTENCES) for _ in range(BLOCK)]
             stored = passages[: BLOCK // 2]
             while True:  # met twice, known; then encoded when nobody asks
                 kv = ask("ada", texts.draw.sample(stored, len(stored)))
@@ -154,7 +140,7 @@ class Soak:
     """Many keys ask at once. What each says stands in no other's prompts, and answers are checked."""
 
     def __init__(self, server: Server, users: Sequence[str]) -> None:
-        self.server, self.users, self.texts = server, users, Texts()
+        self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
         self.exact = {name: self._prompt(name) for name in users}
         self.fused = {name: self._prompt(name) for name in users}
@@ -162,7 +148,7 @@ class Soak:
         self.found: dict[str, set[str]] = {name: set() for name in users}
 
     def _prompt(self, name: str) -> str:
-        return f"{self.texts.passage()}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+        return f"{self.texts.passage(SENTENCES)}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
     async def run(self, seconds: float) -> list[Json]:
         """The server process once a second."""
@@ -282,8 +268,8 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
 
 def rate(home: Path, model: str, streams: int) -> Json:
     """Tokens a second in all, medians, from the first request to the last token."""
-    users, texts = names(random.Random(0), streams), Texts()
-    prompts = {name: f"{texts.passage()}\n\nTell a long story of {name}." for name in users}
+    users, texts = names(random.Random(0), streams), Notes(random.Random(0))
+    prompts = {name: f"{texts.passage(SENTENCES)}\n\nTell a long story of {name}." for name in users}
 
     async def asked(client: httpx.AsyncClient, name: str) -> int:
         more: Json = {
@@ -325,24 +311,24 @@ def change(rows: Sequence[Json], name: str) -> Json:
     return {"early": round(early, 1), "late": round(late, 1), "change": f"{late / early - 1:+.1%}"}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("timing", "soak", "rate"))
-    parser.add_argument("--home", type=Path, required=True, help="a RAGBlend home that is not there yet")
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=10)
-    given = parser.parse_args()
-    if given.what == "timing":
-        found = timing(given.home, given.model, given.requests)
-    elif given.what == "rate":
-        found = rate(given.home, given.model, given.streams)
-    else:
-        found = soak(given.home, given.model, given.streams, given.minutes)
-    print(json.dumps(found, indent=1))
-    return 0
+def main(
+    what: Annotated[str, typer.Argument(help="timing, soak or rate.")],
+    home: Annotated[Path, typer.Option(help="A RAGBlend home that is not there yet.")],
+    model: Model = "default",
+    requests: int = 2000,
+    streams: int = 50,
+    minutes: float = 10,
+) -> None:
+    """Measure, and print the figures."""
+    found: dict[str, Callable[[], Json]] = {
+        "timing": lambda: timing(home, model, requests),
+        "soak": lambda: soak(home, model, streams, minutes),
+        "rate": lambda: rate(home, model, streams),
+    }
+    if what not in found:
+        raise typer.BadParameter(f"there are {', '.join(found)}")
+    print(json.dumps(found[what](), indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, __doc__)

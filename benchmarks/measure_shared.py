@@ -7,15 +7,15 @@ each line to it: the median time to the first token of the first prompt that mee
 milliseconds beyond full prefill's in the same turn, and that time itself; each way in turns.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure_ingest import texts
+from benchmarks.common import AnyHome, Limit, Model, run, texts
 from ragblend import Chunk, Engine
 from ragblend.kvstore.keys import ChunkKey
 
@@ -49,18 +49,12 @@ def measured(model: str, home: str, url: str, passages: list[str], keys: list[Ch
     engine.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--home", help="where the model is converted already, or will be")
-    parser.add_argument("--limit", type=int, default=5, help="how often each is measured")
-    given = parser.parse_args()
+def main(model: Model = "default", home: AnyHome = None, limit: Limit = 5) -> None:
+    """Measure each way so often, and print a line a way."""
     with tempfile.TemporaryDirectory() as folder:
-        home, redis = given.home or folder, Redis()
+        redis = Redis()
         try:
-            rows = list(_rows(given.model, home, redis, given.limit))
+            rows = list(_rows(model, str(home or folder), redis, limit))
         finally:
             redis.end()
     for line in LINES | {"dead": {}}:
@@ -73,7 +67,7 @@ def main() -> None:
 
 def _rows(model: str, home: str, redis: Redis, limit: int) -> Iterator[tuple[str, list[float]]]:
     engine = Engine.open(model, home=home, remote=f"{redis.url()}?timeout_s=60")
-    passages = texts(engine, PASSAGES, PASSAGE_TOKENS)
+    passages = texts(engine, PASSAGES, PASSAGE_TOKENS, first=time.time_ns())
     keys = [key for key in engine.encode(passages).keys if key is not None]
     engine.close()  # behind what waits to be shared
     options = f"timeout_s={TIMEOUT_S:g}&retry_s=600"
@@ -86,4 +80,4 @@ def _rows(model: str, home: str, redis: Redis, limit: int) -> Iterator[tuple[str
 
 
 if __name__ == "__main__":
-    main()
+    run(main, __doc__)

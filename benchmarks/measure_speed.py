@@ -9,7 +9,6 @@ or its bytes at the rate of reading memory, whichever takes longer. Writes `spee
 docs/speed.md and a picture of the profile.
 """
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -20,16 +19,26 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
-from random import Random
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
+import typer
 
-from benchmarks.filler import sentences
-from benchmarks.results import MARKS, REPO
+from benchmarks.common import (
+    DOCS,
+    FIGURES,
+    AnyHome,
+    Row,
+    between_marks,
+    counts,
+    markdown,
+    read_json,
+    run,
+    spent,
+    texts,
+)
 from ragblend import Engine
 from ragblend.app.bench.prefilling import cpu_name
 from ragblend.app.bench.ttft import encoded
@@ -39,21 +48,15 @@ from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.trace import Recorder
 
-RECORDED, PAGE = REPO / "benchmarks" / "speed.json", REPO / "docs" / "speed.md"
-PICTURE = REPO / "docs" / "pictures" / "speed.svg"
+RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "speed.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
 LONG_LAYERS = 4  # of the random model: what grows with the length grows in each of them
-Row = dict[str, Any]
+WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
 
 def median_s(once: Callable[[], object], repeats: int = 9) -> float:
     once()
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return statistics.median(spent(once)[0] for _ in range(repeats))
 
 
 class Machine:
@@ -238,9 +241,8 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
 
     token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
     read = weights + len(prompt.token_ids) * geometry.token_bytes
-    texts = iter(texts_of(engine, REPEATS + 1, TOKENS, first=CHUNKS))
-    keys = []
-    ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(texts)]).keys), REPEATS)
+    new, keys = iter(texts(engine, REPEATS + 1, TOKENS, first=CHUNKS)), []
+    ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(new)]).keys), REPEATS)
     for key in filter(None, keys):
         engine.store.delete(key)
     flop = (
@@ -262,24 +264,13 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
     return [{"phase": name, "ms": ms, "bound_ms": bound} for name, ms, bound in found]
 
 
-def texts_of(engine: Engine, count: int, tokens: int, first: int = 0) -> list[str]:
-    """So many different texts of about so many tokens, from number `first` on."""
-    found = []
-    for number in range(first, first + count):
-        words = " ".join(islice(sentences(Random(number)), tokens // 6))
-        ids = engine.tokenizer(words, add_special_tokens=False)["input_ids"][:tokens]
-        found.append(engine.tokenizer.decode(ids))
-    return found
-
-
 def measured(engine: Engine) -> Row:
     """The machine, the phases of three methods, and what is no prefill."""
-    with encoded(engine, texts_of(engine, CHUNKS, TOKENS)) as subject:
+    with encoded(engine, texts(engine, CHUNKS, TOKENS)) as subject:
         prompt = subject.prompt
         machine = Machine(engine, len(prompt.token_ids))
-        ways = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
         methods = []
-        for method, how in ways.items():
+        for method, how in WAYS.items():
             found, prefilled = phases_ms(engine, prompt, REPEATS, method=method, **how)
             bounds = bounds_ms(engine, machine, prefilled)
             rows = [{"phase": name, "ms": ms, "bound_ms": bounds.get(name)} for name, ms in found.items()]
@@ -299,9 +290,9 @@ def grown(engine: Engine, thousands: list[int]) -> list[Row]:
     """Milliseconds, and bytes a token, by length of the prompt: of a random model whose window is that long."""
     rows = []
     for length in thousands:
-        with encoded(engine, texts_of(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
+        with encoded(engine, texts(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
             tokens, row = len(subject.prompt.token_ids), Row()
-            for method, how in (("full", {}), ("reuse", {}), ("probe-shift", {"ratio": RATIO})):
+            for method, how in WAYS.items():
                 found, prefilled = phases_ms(engine, subject.prompt, 1, method=method, **how)
                 row[method] = found.pop("all")
             attended = found["attention"] + found.get("probe: attention", 0.0)
@@ -343,13 +334,13 @@ def random_model(longest: int) -> Iterator[Engine]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| phase | ms | bound | reached |", "|---|---|---|---|"]
+    lines = []
     for row in rows:
         bound = row["bound_ms"]
         told = ("", "") if bound is None else (f"{bound:,.1f}", f"{bound / row['ms']:.0%}")
         if row["ms"] >= 0.5:
-            lines.append(f"| {row['phase']} | {row['ms']:,.1f} | {told[0]} | {told[1]} |")
-    return "\n".join(lines)
+            lines.append((row["phase"], f"{row['ms']:,.1f}", *told))
+    return markdown(("phase", "ms", "bound", "reached"), lines).rstrip()
 
 
 def page(recorded: Row) -> str:
@@ -374,26 +365,12 @@ def page(recorded: Row) -> str:
     )
     parts += ["What is no prefill:", table(now["others"])]
     if grown := recorded.get("long"):
-        names = (
-            "tokens",
-            "full",
-            "reuse",
-            "probe-shift",
-            "attention",
-            "shift",
-            "select",
-            "lookup",
-            "rest",
-            "memory",
-            "disk",
-        )
-        lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-        lines += ["| " + " | ".join(f"{row[name]:,.0f}" for name in names) + " |" for row in grown]
+        names = ["tokens", *WAYS, "attention", "shift", "select", "lookup", "rest", "memory", "disk"]
         parts += [
             f"By length, with a random model of these shapes in {LONG_LAYERS} layers and a window stretched by YaRN: "
             "milliseconds, those from attention on of `probe-shift`, and bytes a token of the fused KV in memory and "
             "of the stored KV on disk.",
-            "\n".join(lines),
+            markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown]).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -423,34 +400,30 @@ def picture(recorded: Row) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def render(recorded: Row) -> str:
+def page_with(recorded: Row) -> str:
     """docs/speed.md with the tables as recorded."""
-    return MARKS.sub(lambda _: page(recorded), PAGE.read_text(encoding="utf-8"), count=1)
+    return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(recorded))
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--home")
-    parser.add_argument(
-        "--long", help="thousands of tokens: how time and memory grow, in place of the phases"
-    )
-    parser.add_argument("--render", action="store_true", help="nothing is measured")
-    asked = parser.parse_args(arguments)
-    recorded: Row = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
-    if asked.long:
-        lengths = [int(each) for each in asked.long.split(",")]
-        with random_model(1024 * max(lengths) + TOKENS) as engine:
-            recorded["long"] = grown(engine, lengths)
-    elif not asked.render:
-        recorded["phases"] = measured(Engine.open(home=asked.home))
+def main(
+    home: AnyHome = None,
+    long: Annotated[
+        str, typer.Option(help="Thousands of tokens: how time and memory grow, not the phases.")
+    ] = "",
+    render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
+) -> None:
+    """Measure, record, and write the document and its picture."""
+    recorded: Row = read_json(RECORDED)
+    if long:
+        with random_model(1024 * max(counts(long)) + TOKENS) as engine:
+            recorded["long"] = grown(engine, counts(long))
+    elif not render:
+        recorded["phases"] = measured(Engine.open(home=home))
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(render(recorded), encoding="utf-8")
+    PAGE.write_text(page_with(recorded), encoding="utf-8")
     picture(recorded)
     print(page(recorded))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, __doc__)

@@ -6,7 +6,6 @@ Three short paragraphs of the sample documents, a question that needs all three,
 from outside. Nothing is drawn by hand; the same code over the same model draws the same pictures.
 """
 
-import argparse
 import contextlib
 import os
 import tempfile
@@ -21,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 
+from benchmarks.common import DOCS, REPO, AnyHome, run
 from ragblend.app.bench.plots import figure_of
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompt import Prompt
 
-REPO = Path(__file__).parents[1]
 # In so short a prompt 15% would hardly pay for a probe.
 RATIO = 0.25
 # Document, and how the paragraph begins.
@@ -71,21 +70,16 @@ LOOKS = {
 }
 
 
-def main() -> int:
-    """Draw every method of the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "pictures")
-    parser.add_argument("--home", type=Path, help="where a converted model is kept; a new folder by default")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
+    """Draw every method of the table, over a new home if none is named."""
+    out.mkdir(parents=True, exist_ok=True)
     by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short to be asked about
-    with tempfile.TemporaryDirectory() as folder, opened(given.home or Path(folder)) as (engine, prompt):
+    with tempfile.TemporaryDirectory() as folder, opened(home or Path(folder)) as (engine, prompt):
         for name in PICTURED:
-            path = given.out / f"{name}.png"
+            path = out / f"{name}.png"
             # Without the version of who wrote it, so that equal pictures are equal files.
             picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
-    return 0
 
 
 @contextlib.contextmanager
@@ -272,4 +266,4 @@ def colour(state: State) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main, __doc__)

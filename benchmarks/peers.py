@@ -29,8 +29,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TOKENS, PASSAGES, PASSAGE_TOKENS, WORDS = 100, 6, 512, 30
-WINDOW = (PASSAGES + 1) * PASSAGE_TOKENS + TOKENS
+TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
 QUESTION = "Tell in detail what these passages say."
 OURS = "ragblend"
 PYTHONS = {
@@ -223,15 +222,12 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     Left in the home: the model converted.
     """
     from ragblend import Chunk, Engine
-    from ragblend.app import samples
     from ragblend.app.bench.prefilling import environment
-    from ragblend.app.readers import read_document
+    from ragblend.app.bench.sources import sample_source
     from ragblend.engine.files import find_model
 
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
-    files = sorted(samples.documents_folder().iterdir())
-    text = "\n\n".join(part.text for path in files for part in read_document(path))
-    ids = engine.runtime.tokenizing.passage_ids(text)
+    ids = engine.runtime.tokenizing.passage_ids(sample_source())
     cuts = [ids[number * PASSAGE_TOKENS :][:PASSAGE_TOKENS] for number in range(PASSAGES)]
     assert len(cuts[-1]) == PASSAGE_TOKENS, "the samples are too short"
     texts = [engine.tokenizer.decode(cut) for cut in cuts]
@@ -244,14 +240,15 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
         prompt = engine.chat_prompt(None, [Chunk(texts[number]) for number in order], QUESTION)
         prompts.append({"order": order, "ids": list(engine.tokenize(prompt).token_ids)})
     assert engine.gate.passed
-    window = max(len(prompt["ids"]) for prompt in prompts) + TOKENS + 16
     plan: Row = {
         "model": model,
         "home": str(home),
         "folder": str(engine.runtime.folder),
         "gguf": str(find_model(model)),
+        "texts": texts,
+        "prompts": prompts,
+        "window": max(len(prompt["ids"]) for prompt in prompts) + TOKENS + 16,
     }
-    plan |= {"texts": texts, "prompts": prompts, "window": window}
     machine = environment(engine)
     engine.close()
     return plan, machine
@@ -259,43 +256,42 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 
 def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:
     """Medians by program, as JSON and as a picture."""
+    rows = [_summary(name, asked[name]) for name in PYTHONS if asked.get(name)]
+    settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": TOKENS}
+    everything = {"environment": machine, "settings": settings, "rows": rows}
+    (output / "peers.json").write_text(json.dumps(everything, indent=1) + "\n")
+    _draw(rows, output / "peers.png")
+    return rows
+
+
+def _summary(name: str, answers: list[Row]) -> Row:
+    medians = {
+        key: statistics.median(row[key] for row in answers) for key in ("ttft_ms", "last_ms", "ingest_tokens")
+    }
+    token_ms = statistics.median((row["last_ms"] - row["ttft_ms"]) / (TOKENS - 1) for row in answers)
+    return {
+        "case": name,
+        "answers": len(answers),
+        **medians,
+        "tokens_per_s": 1e3 / token_ms,
+        "peak_mb": max(row["peak"] for row in answers) / 1e6,
+        "disk_mb": answers[0]["disk"] / 1e6,
+    }
+
+
+def _draw(rows: list[Row], path: Path) -> None:
     from ragblend.app.bench.plots import figure_of
 
-    rows = []
-    for name in (each for each in PYTHONS if asked.get(each)):
-        found = {
-            key: statistics.median(row[key] for row in asked[name])
-            for key in ("ttft_ms", "last_ms", "ingest_tokens")
-        }
-        token = statistics.median((row["last_ms"] - row["ttft_ms"]) / (TOKENS - 1) for row in asked[name])
-        sizes = {
-            "peak_mb": max(row["peak"] for row in asked[name]) / 1e6,
-            "disk_mb": asked[name][0]["disk"] / 1e6,
-        }
-        rows.append(
-            {"case": name, "answers": len(asked[name]), **found, "tokens_per_s": 1e3 / token, **sizes}
-        )
-    write = output / "peers.json"
-    settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": TOKENS}
-    write.write_text(
-        json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1) + "\n"
-    )
     figure = figure_of(8.0, 0.5 * len(rows) + 1.2)
     axes, names = figure.subplots(), [row["case"] for row in rows]
     first = [row["ttft_ms"] / 1e3 for row in rows]
+    others = [(row["last_ms"] - row["ttft_ms"]) / 1e3 for row in rows]
     axes.barh(names, first, color="#1f77b4", label="to the first token")
-    axes.barh(
-        names,
-        [row["last_ms"] / 1e3 - begin for row, begin in zip(rows, first, strict=True)],
-        left=first,
-        color="#c7c7c7",
-        label=f"to token {TOKENS}",
-    )
+    axes.barh(names, others, left=first, color="#c7c7c7", label=f"to token {TOKENS}")
     axes.invert_yaxis()
     axes.set(xlabel="seconds")
     axes.legend(loc="lower right")
-    figure.savefig(output / "peers.png", dpi=120)
-    return rows
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ Both are the real thing: the command in a process of its own, the page in the sy
 unless --home names one whose model is converted already.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,7 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+from benchmarks.common import DOCS, AnyHome, run
+
+PICTURES = DOCS / "pictures"
 COLUMNS = 100
 QUESTION = "How long is the causeway under water at every high tide?"
 SOURCE = "visitor-guide.html"
@@ -90,17 +91,12 @@ def _answered(page: Any) -> None:
     page.wait_for_selector("#rb-live .rb-turns", state="detached")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--home", type=Path, help="an existing home; else a new one, removed at the end")
-    chosen = parser.parse_args()
+def main(home: AnyHome = None) -> None:
+    """Take both, of a new home if none is named."""
     with tempfile.TemporaryDirectory() as folder:
-        home = chosen.home or Path(folder)
-        demo_picture(home)
-        page_picture(home)
+        demo_picture(home or Path(folder))
+        page_picture(home or Path(folder))
 
 
 if __name__ == "__main__":
-    main()
+    run(main, __doc__)

@@ -8,19 +8,16 @@ that it names, into `recorded.json` beside this file. Figures are never typed in
 and compares.
 """
 
-import argparse
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-REPO = Path(__file__).parents[1]
-RECORDED = REPO / "benchmarks" / "recorded.json"
-RESULTS = REPO / "docs" / "results.md"
-README = REPO / "README.md"
-PROGRAMS = REPO / "benchmarks" / "programs.json"
-FRAMEWORKS = REPO / "docs" / "frameworks.md"
+import typer
+
+from benchmarks.common import DOCS, FIGURES, REPO, between_marks, dumped, markdown, read_json, run
+
+RECORDED, PROGRAMS = FIGURES / "recorded.json", FIGURES / "programs.json"
+RESULTS, README, FRAMEWORKS = DOCS / "results.md", REPO / "README.md", DOCS / "frameworks.md"
 Run = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -44,7 +41,6 @@ method's.
 README_RUN = "MuSiQue, Qwen2.5-Coder-1.5B"
 README_RATIOS = (None, 0.15)
 README_COLUMNS = ("method", "kl", "exact_match", "speedup")
-MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 
 
 def percent(value: float) -> str:
@@ -97,9 +93,9 @@ def table(rows: Iterable[Row], columns: Iterable[str] = tuple(COLUMNS)) -> str:
     """In Markdown, the columns of which any row has a value."""
     kept = list(rows)
     shown = [name for name in columns if any(row.get(name) is not None for row in kept)]
-    lines = [[COLUMNS[name][0] for name in shown], ["---"] * len(shown)]
-    lines += [[_cell(row, name) for name in shown] for row in kept]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown(
+        [COLUMNS[name][0] for name in shown], [[_cell(row, name) for name in shown] for row in kept]
+    )
 
 
 def _cell(row: Row, name: str) -> str:
@@ -129,26 +125,19 @@ def readme_table(runs: list[Run]) -> str:
 
 def with_table(readme: str, runs: list[Run]) -> str:
     """The README with its table as it is recorded. Raises ValueError where the marks are missing."""
-    text, found = MARKS.subn(lambda _: readme_table(runs), readme)
-    if found != 1:
-        raise ValueError(f"{README.name} must hold one `<!-- results -->` and one `<!-- end of results -->`")
-    return text
+    return between_marks(readme, lambda: readme_table(runs))
 
 
 def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
     """docs/frameworks.md with a table of each framework's programs. Raises ValueError where the marks are missing."""
     for framework, rows in recorded.items():
-        marks = re.compile(
-            rf"(?<=<!-- programs of {framework} -->\n).*?(?=<!-- end of programs -->)", re.DOTALL
-        )
+        begin, end = f"<!-- programs of {framework} -->\n", "<!-- end of programs -->"
+        before, _, after = text.partition(begin)
+        if end not in after:
+            raise ValueError(f"{FRAMEWORKS.name} must hold `{begin.strip()}` and, behind it, `{end}`")
         kept = [_of_program(row) for row in rows]
-        lines = [list(kept[0]), ["---"] * len(kept[0]), *(list(row.values()) for row in kept)]
-        shown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        text, found = marks.subn(shown.replace("\\", r"\\"), text, count=1)
-        if found != 1:
-            raise ValueError(
-                f"{FRAMEWORKS.name} must hold one `<!-- programs of {framework} -->` and an end of it"
-            )
+        shown = markdown(list(kept[0]), [list(row.values()) for row in kept])
+        text = before + begin + shown + after[after.index(end) :]
     return text
 
 
@@ -169,7 +158,7 @@ def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
         raise FileNotFoundError(
             f"{folder} holds neither quality.json nor ttft.json nor peers.json: is it a bench's --output?"
         )
-    return [_run(json.loads(path.read_text(encoding="utf-8")), title, command, says) for path in found]
+    return [_run(read_json(path), title, command, says) for path in found]
 
 
 def _run(report: Run, title: str, command: str, says: str) -> Run:
@@ -188,33 +177,28 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def dumped(runs: list[Run]) -> str:
-    """The runs as JSON, a row a line."""
-    text = re.sub(r"\n {4,}", " ", json.dumps(runs, indent=1))
-    return re.sub(r"\n {3}\}", " }", text) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--add", type=Path, metavar="FOLDER", help="a bench's output folder")
-    parser.add_argument("--title", default="", help="replaces the recorded run of that title")
-    parser.add_argument("--command", default="", help="what was run")
-    parser.add_argument("--says", default="", help="what a reader must know beside the figures")
-    chosen = parser.parse_args()
-    runs: list[Run] = json.loads(RECORDED.read_text(encoding="utf-8"))
-    if chosen.add is not None:
-        if not chosen.title or not chosen.command:
-            parser.error("--add needs --title and --command")
-        runs = [run for run in runs if run["title"] != chosen.title]
-        runs += taken(chosen.add, chosen.title, chosen.command, chosen.says)
-        RECORDED.write_text(dumped(runs), encoding="utf-8")
+def main(
+    add: Annotated[Path | None, typer.Option(help="A bench's output folder.")] = None,
+    title: Annotated[str, typer.Option(help="Replaces the recorded run of that title.")] = "",
+    command: Annotated[str, typer.Option(help="What was run.")] = "",
+    says: Annotated[str, typer.Option(help="What a reader must know beside the figures.")] = "",
+) -> None:
+    """Record a run, if one is named, and write the documents."""
+    runs: list[Run] = read_json(RECORDED)
+    if add is not None:
+        if not title or not command:
+            raise typer.BadParameter("--add needs --title and --command")
+        runs = [each for each in runs if each["title"] != title] + taken(add, title, command, says)
+        RECORDED.write_text(dumped(runs, 3), encoding="utf-8")
     RESULTS.write_text(results_page(runs), encoding="utf-8")
-    programs = json.loads(PROGRAMS.read_text(encoding="utf-8"))
-    FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), programs), encoding="utf-8")
+    show_programs(read_json(PROGRAMS))
     README.write_text(with_table(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 
+def show_programs(recorded: Mapping[str, Iterable[Row]]) -> None:
+    """Write them into docs/frameworks.md."""
+    FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), recorded), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main()
+    run(main, __doc__)

@@ -9,11 +9,10 @@ the longer of T B / W and r T f / F.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.results import MARKS
+from benchmarks.common import DOCS, between_marks, markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = DOCS / "scale.md"
 CHUNK, PASSAGES, RATIO = 512, 6, 0.15
 PROMPT = CHUNK * PASSAGES
 REACHED = 0.5  # of a GPU's peak, in a prefill
@@ -127,15 +126,15 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
-def table(rows: Iterable[Sequence[str]]) -> str:
-    head, *others = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *others))
-
-
 def rendered(page: str) -> str:
     """The page with its four tables, in order, made again."""
     made = iter([sizes, rates, waits, prices])
-    return MARKS.sub(lambda _: table(next(made)()) + "\n", page)
+
+    def table() -> str:
+        head, *rows = next(made)()
+        return markdown(head, rows)
+
+    return between_marks(page, table)
 
 
 if __name__ == "__main__":

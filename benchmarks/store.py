@@ -1,212 +1,203 @@
-"""The store's eviction policies on made-up traces, and what the store's bookkeeping costs.
+"""What the store's bookkeeping costs a request when it knows N chunks.
 
-python -m benchmarks.store --policies lru,pgdsf       # hit rates, byte hit rates, simulated TTFT
-python -m benchmarks.store --overhead 100000          # lookups, admission and opening with so many chunks
+python -m benchmarks.store --overhead 100000
+
+Run in a process of its own, which has done nothing before: opening both indices, looking six chunks up, and admitting
+six new ones, each of which evicts another. What is not bookkeeping is left out of admission: no KV is packed, summed
+up or written, and no victim's file is unlinked; the lock, the new row, the counts of uses, the choice of a victim, the
+removal of its row and the commit are in it, six times.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from hashlib import sha256
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from benchmarks.store_replay import (
-    POLICIES,
-    Machine,
-    Outcome,
-    PolicyCache,
-    TreeCache,
-    default_profile,
-    oracle,
-    replay,
-)
-from benchmarks.store_traces import LENGTHS, Trace, check_kind, make_trace
-from ragblend.app.bench.cli import OUTPUT, Output, finish
-from ragblend.app.bench.quality import Progress
-from ragblend.app.bench.records import make_folder, write_json
-from ragblend.app.bench.summary import mean_interval
-from ragblend.app.bench.table import Column, Table, ends, number, share, table_of, text
-from ragblend.app.bench.variants import parse_choices, parse_counts
-from ragblend.app.cli import main
-from ragblend.app.cli_common import Cli, command
+from benchmarks.common import Row, run, spent
+from ragblend.app.bench.memory import HostMeter
 from ragblend.app.cli_progress import progress_bar
-from ragblend.engine.controller import DeviceProfile
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore import store as kvstore_store
+from ragblend.kvstore.blob import Blob, BlobHeader
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.layout import LEDGER_NAME, VALUES_FOLDER, ValueFile
+from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.sqlite import connect, transaction
+from ragblend.kvstore.store import KVStore
 
-app = typer.Typer(name="store", rich_markup_mode=None, pretty_exceptions_enable=False)
-Row = dict[str, Any]
-TRACES = "zipf:0.7,zipf:0.9,zipf:1.1,mmlu,drift"
-REUSES = ("anywhere", "prefix")
-AGAINST = {"lru": 1.05, "gdsf": 1.0, "gdsf-size": 1.0}  # the hit rate to reach, as a multiple of theirs
-OUTCOMES: tuple[Column, ...] = (
-    ("top-k", text("top_k")), ("budget", lambda row: f"{row['budget']}%"), ("policy", text("policy")),
-    ("hit rate", share("hit_rate")), ("interval", lambda row: ends(row["hit_rate_ci"], 3)),
-    ("byte hit rate", share("byte_hit_rate")), ("TTFT ms", number("ttft_ms", 0)),
-)  # fmt: skip
-COMPARED: tuple[Column, ...] = (
-    ("trace", text("trace")), ("budget", lambda row: f"{row['budget']}%"), ("policy", text("policy")),
-    ("against", text("against")), ("hit rate as a multiple", number("ratio", 3)),
-    ("interval", lambda row: ends(row["ratio_ci"], 3)), ("target", number("target", 2)), ("holds", text("holds")),
-)  # fmt: skip
+CHUNKS_A_REQUEST, REQUESTS, OPENINGS, TOKENS = 6, 500, 5, 512
+# One small layer: a lookup reads the header, whose size is that of the token ids; the bytes behind it do not matter.
+SHAPE = Geometry(layers=1, kv_heads=1, key_size=8, value_size=8, dtype="float32")
+SCOPE = Scope("bench", "ab" * 32)
+NO_LIMIT = 1 << 60
+BATCH = 1_000
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to replay; prefix: stored KV serves behind the same prefix only, not anywhere."""
-
-    kinds: tuple[str, ...]
-    top_k: tuple[int, ...]
-    budgets: tuple[int, ...]
-    policies: tuple[str, ...]
-    lengths: str
-    prefix: bool
-    documents: int
-    retrievals: int
-    seeds: int
-    half_life: float
-    machine: Machine
+def main(overhead: Annotated[int, typer.Option(min=100, help="So many chunks.")] = 100_000) -> None:
+    """Make such a store in a temporary folder, measure it, and print the figures: milliseconds a request."""
+    with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as home:
+        make_large_home(Path(home), overhead)
+        os.sync()  # what was just written would else be written back while the clock runs
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            print(json.dumps(other.submit(measure, Path(home), overhead).result(), indent=1))
 
 
-@command(app, "store")
-def store(
-    cli: Cli,
-    traces: Annotated[str, typer.Option(help="mmlu, drift, zipf:EXPONENT.")] = TRACES,
-    top_k: Annotated[str, typer.Option(help="How many documents a request.")] = "1,3,5",
-    budgets: Annotated[str, typer.Option(help="Percent of the corpus that fits.")] = "4,8,16,32,64",
-    policies: Annotated[str, typer.Option(help="Eviction policies.")] = ",".join(POLICIES),
-    lengths: Annotated[str, typer.Option(help="documents, or passages cut at 512.")] = "documents",
-    reuse: Annotated[str, typer.Option(help="Stored KV serves anywhere, or behind one prefix.")] = "anywhere",
-    documents: Annotated[int, typer.Option(min=10, help="How many there are.")] = 1_000,
-    retrievals: Annotated[int, typer.Option(min=40, help="Documents retrieved in all requests.")] = 6_000,
-    seeds: Annotated[int, typer.Option(min=1, help="How many traces of each kind.")] = 3,
-    half_life: Annotated[float, typer.Option(min=1, help="Retrievals until one counts half.")] = 4_096,
-    profile: Annotated[Path | None, typer.Option(help="Measured prefill times; else an estimate.")] = None,
-    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of one token.")] = 23_040,
-    load_mb_per_s: Annotated[float, typer.Option(min=0.001, help="How fast KV is loaded.")] = 1_000,
-    overhead: Annotated[int | None, typer.Option(min=100, help="Instead: bookkeeping, of N chunks.")] = None,
-    output: Output = OUTPUT,
-) -> None:
-    """Replay made-up traces through the store's eviction policies, and write store.json."""
-    if overhead is not None:
-        from benchmarks.store_overhead import overhead_table, report_overhead
-
-        row = report_overhead(overhead)
-        finish(cli, [overhead_table(row)], row, {})
-        return
-    if max(parse_counts(budgets, "--budgets")) > 100:
-        raise UsageError("--budgets: more than 100 percent of the corpus")
-    if max(parse_counts(top_k, "--top-k")) > min(documents // 10, retrievals // 40):
-        raise UsageError("--top-k: give 10 --documents and 40 --retrievals for each of the largest")
-    found = DeviceProfile.read(profile) if profile is not None else None
-    if profile is not None and found is None:
-        raise UsageError(f"there is no profile at {profile}; `ragblend doctor --profile` makes one")
-    measured = default_profile() if found is None else found.prefill
-    plan = Plan(
-        kinds=tuple(dict.fromkeys(check_kind(kind.strip()) for kind in traces.split(","))),
-        top_k=parse_counts(top_k, "--top-k"),
-        budgets=parse_counts(budgets, "--budgets"),
-        policies=parse_choices(policies, "--policies", tuple(POLICIES)),
-        lengths=_one(lengths, "--lengths", LENGTHS),
-        prefix=_one(reuse, "--reuse", REUSES) == "prefix",
-        documents=documents,
-        retrievals=retrievals,
-        seeds=seeds,
-        half_life=half_life,
-        machine=Machine(measured, bytes_per_token, load_mb_per_s * 1e3),
-    )
-    folder = make_folder(output)
-    with progress_bar("replaying") as progress:
-        rows = run(plan, progress)
-    results = {"rows": rows, "comparisons": compare(rows), "settings": {"profile": asdict(measured)}}
-    write_json(folder / "store.json", results)
-    finish(cli, tables(results), results, {"json": str(folder / "store.json")})
+def measure(home: Path, chunks: int) -> Row:
+    """Each in milliseconds: median and 99th percentile by the clock, and the median of processor time."""
+    with KVStore.open(home / "kv", NO_LIMIT) as store:  # and whatever is imported or computed at first use
+        budget_bytes = store.stats().bytes
+    # Before any admission: what is admitted here has no files, and an opening would stop to remove the rows.
+    openings = _openings(lambda: KVStore.open(home / "kv", budget_bytes))
+    node_openings = _openings(lambda: NodeIndex.open(home / "nodes.sqlite"))
+    meter, seeded = HostMeter(), random.Random(1)
+    store, nodes = KVStore.open(home / "kv", budget_bytes), NodeIndex.open(home / "nodes.sqlite")
+    lookups, node_lookups, admissions = [], [], []
+    for _ in range(REQUESTS):
+        numbers = seeded.sample(range(chunks), CHUNKS_A_REQUEST)
+        asked = [(key_of(number), token_ids_of(number)) for number in numbers]
+        lookups.append(spent(partial(_look_up, store, asked)))
+        node_lookups.append(spent(partial(_look_nodes_up, nodes, numbers)))
+    for request in range(REQUESTS):
+        first = chunks + CHUNKS_A_REQUEST * request
+        new = list(map(_new_chunk, range(first, first + CHUNKS_A_REQUEST)))
+        with _nothing_written(new):
+            admissions.append(spent(partial(_admit, store, new)))
+    index_bytes, stats = meter.peak_bytes(), store.stats()
+    store.close()
+    nodes.close()
+    return {
+        "chunks": chunks,
+        "entries": stats.entries,
+        "evicted": stats.evictions,
+        "requests": REQUESTS,
+        "lookup_ms": _summary(lookups),
+        "node_lookup_ms": _summary(node_lookups),
+        "admission_ms": _summary(admissions),
+        "index_mb": None if index_bytes is None else round(index_bytes / 1e6, 1),
+        "open_ms": _summary(openings),
+        "open_nodes_ms": _summary(node_openings),
+    }
 
 
-def _one(given: str, option: str, choices: Sequence[str]) -> str:
-    found = parse_choices(given, option, choices)
-    if len(found) != 1:
-        raise UsageError(f"{option} takes one of {', '.join(choices)}")
-    return found[0]
+def _look_up(store: KVStore, asked: Sequence[tuple[ChunkKey, tuple[int, ...]]]) -> None:
+    for key, token_ids in asked:
+        reader = store.open_chunk(key, token_ids)
+        assert reader is not None, key
+        reader.close()
 
 
-def run(plan: Plan, progress: Progress) -> list[Row]:
-    """One row a (trace, top_k, budget, policy): means over the seeds, every policy on the same traces."""
+def _look_nodes_up(nodes: NodeIndex, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        assert nodes.get(SCOPE, f"node-{number}") is not None
+
+
+def _admit(store: KVStore, new: Sequence[tuple[ChunkKey, ChunkKV]]) -> None:
+    for key, chunk in new:
+        store.put(key, chunk)
+
+
+def _new_chunk(number: int) -> tuple[ChunkKey, ChunkKV]:
+    tensor = torch.zeros(SHAPE.kv_heads, TOKENS, SHAPE.key_size)
+    return key_of(number), ChunkKV(token_ids_of(number), 32, SHAPE, [tensor], [tensor])
+
+
+@contextmanager
+def _nothing_written(new: Sequence[tuple[ChunkKey, ChunkKV]]) -> Iterator[None]:
+    """No KV is packed or written and no file removed meanwhile; (key, chunk) of `new` are packed beforehand."""
+    packed = {key: Blob.of(key, chunk) for key, chunk in new}
+
+    def named(root: Path, blob: Blob) -> ValueFile:
+        return ValueFile(_filename(blob.header.key.digest, 0), blob.header.key.digest, blob.nbytes, 0o600)
+
+    with ExitStack() as patched:
+        for owner, name, instead in (
+            (Blob, "of", staticmethod(lambda key, chunk, codec: packed[key])),
+            (kvstore_store, "write_value", named),
+            (kvstore_store, "remove_values", lambda root, filenames: None),
+        ):
+            patched.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, instead)
+        yield
+
+
+def _openings(open_one: Callable[[], Any]) -> list[tuple[float, float]]:
+    times, opened = [], []
+    for _ in range(OPENINGS):
+        times.append(spent(lambda: opened.append(open_one())))
+        opened.pop().close()
+    return times
+
+
+def _summary(times: list[tuple[float, float]]) -> Row:
+    wall, processor = (sorted(1e3 * each for each in column) for column in zip(*times, strict=True))
+    last = wall[min(len(wall) - 1, round(0.99 * len(wall)))]
+    found = {"median": statistics.median(wall), "p99": last, "processor": statistics.median(processor)}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+# --- a home whose store and node index know very many chunks. Rows are made directly and in bulk, and so are the value
+# files: each has a whole, checked header, as every lookup reads it, and a hole where its KV would be.
+
+
+def key_of(number: int) -> ChunkKey:
+    return ChunkKey(sha256(f"chunk {number}".encode()).hexdigest())
+
+
+def token_ids_of(number: int) -> tuple[int, ...]:
+    return tuple(random.Random(number).choices(range(49_152), k=TOKENS))
+
+
+def make_large_home(home: Path, chunks: int) -> None:
+    """Fill `home`/kv and `home`/nodes.sqlite with `chunks` chunks."""
+    KVStore.open(home / "kv", NO_LIMIT).close()
+    with progress_bar("making chunks") as progress, NodeIndex.open(home / "nodes.sqlite") as nodes:
+        for first in range(0, chunks, BATCH):
+            progress(first, chunks)
+            numbers = range(first, min(first + BATCH, chunks))
+            for number in numbers:
+                _make_value_file(home / "kv", number)
+            nodes.put_many(SCOPE, [(f"node-{each}", token_ids_of(each), key_of(each)) for each in numbers])
+    KVStore.open(home / "kv", NO_LIMIT).close()  # enters them into its index, which is empty
+    _use(home / "kv" / LEDGER_NAME, chunks)
+
+
+def _make_value_file(root: Path, number: int) -> None:
+    header = BlobHeader(key_of(number), token_ids_of(number), 32, SHAPE, (0,) * SHAPE.layers)
+    path = root / _filename(header.key.digest, number)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    os.write(fd, header.pack())
+    os.ftruncate(fd, header.file_nbytes)
+    os.close(fd)
+
+
+def _filename(digest: str, number: int) -> str:
+    return f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{number:016x}.kv"
+
+
+def _use(ledger: Path, chunks: int) -> None:
+    """Counts as after some life: seeded, each value another one, so that eviction has an order to keep."""
+    seeded = random.Random(0)
     rows = []
-    cases = list(product(plan.kinds, plan.top_k))
-    for done, (kind, top_k) in enumerate(cases):
-        outcomes: dict[tuple[int, str], list[Outcome]] = {}
-        for seed in range(plan.seeds):
-            progress(done * plan.seeds + seed, len(cases) * plan.seeds)
-            trace = make_trace(kind, plan.lengths, plan.documents, plan.retrievals, top_k, seed)
-            for case, outcome in _replays(plan, trace):
-                outcomes.setdefault(case, []).append(outcome)
-        rows += [
-            {"trace": kind, "top_k": top_k, "budget": budget, "policy": policy} | _summary(found)
-            for (budget, policy), found in outcomes.items()
-        ]
-    progress(len(cases) * plan.seeds, len(cases) * plan.seeds)
-    return rows
-
-
-def _replays(plan: Plan, trace: Trace) -> Iterator[tuple[tuple[int, str], Outcome]]:
-    policies = [POLICIES[name] for name in plan.policies]
-    if trace.popularity is not None and not plan.prefix:
-        policies.append(oracle(trace))
-    kind = TreeCache if plan.prefix else PolicyCache
-    per_token = plan.machine.bytes_per_token
-    for budget in plan.budgets:
-        room = sum(trace.tokens) * per_token * budget // 100
-        for policy in policies:
-            cache = kind(policy, room, per_token, plan.half_life)
-            yield (budget, policy.name), replay(trace, cache, plan.machine, plan.prefix)
-
-
-def _summary(outcomes: Sequence[Outcome]) -> Row:
-    row: Row = {"n": len(outcomes)}
-    for name in Outcome.__dataclass_fields__:
-        values = [getattr(outcome, name) for outcome in outcomes]
-        row |= {name: sum(values) / len(values), f"{name}_ci": mean_interval(values), f"{name}s": values}
-    return row
-
-
-def compare(rows: Sequence[Row]) -> list[Row]:
-    """Hit rates as multiples of those in AGAINST, in pairs on the same traces, a row for each (trace, budget).
-
-    Every (top_k, seed) is one pair. `ratio` is the mean of theirs, `lowest` the least; `target` is what RAGCache's
-    paper claims of PGDSF, and it `holds` if the interval's lower end (the mean, without one) reaches it.
-    """
-    pairs: dict[tuple[Any, ...], list[float]] = {}
-    rates = {(row["trace"], row["budget"], row["top_k"], row["policy"]): row["hit_rates"] for row in rows}
-    for (*case, policy), own in rates.items():
-        for against in AGAINST:
-            theirs = rates.get((*case, against), []) if policy != against else []
-            pairs.setdefault((*case[:2], policy, against), []).extend(
-                one / other if other else 1.0 for one, other in zip(own, theirs, strict=False)
-            )
-    names = ("trace", "budget", "policy", "against")
-    named = {key: dict(zip(names, key, strict=True)) for key, found in pairs.items() if found}
-    return [row | _verdict(pairs[key], AGAINST[key[3]]) for key, row in named.items()]
-
-
-def _verdict(ratios: Sequence[float], target: float) -> Row:
-    mean, around = sum(ratios) / len(ratios), mean_interval(ratios)
-    found = {"ratio": mean, "ratio_ci": around, "lowest": min(ratios), "pairs": len(ratios), "target": target}
-    return found | {"holds": (around[0] if around else mean) >= target}
-
-
-def tables(results: Row) -> list[Table]:
-    """One of outcomes a trace, then how the hit rates compare, then where the milliseconds come from."""
-    rows, about = results["rows"], results["settings"]["profile"]["about"]
-    found = [
-        table_of(f"{trace}: means over the seeds", OUTCOMES, [row for row in rows if row["trace"] == trace])
-        for trace in dict.fromkeys(row["trace"] for row in rows)
-    ]
-    note = f"Times are simulated. Prefill: {about}."
-    return [*found, table_of("Over top-k and seeds", COMPARED, results["comparisons"], note)]
+    for number in range(chunks):
+        frequency = seeded.paretovariate(1.0)
+        rows.append((seeded.uniform(0, chunks), frequency, frequency, key_of(number).digest))
+    update = "UPDATE Uses SET used_at = ?, frequency = ?, priority = ?, cost = 1.0, computations = 1 WHERE digest = ?"
+    with closing(connect(ledger)) as sql, transaction(sql):
+        sql.executemany(update, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.store"))
+    run(main, __doc__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.integrations.passages import Found, Passage, PassageRegistry, learnt_id, node_id_of
 from ragblend.integrations.resolve import Piece, cut, found_in, segments
-from ragblend.kvstore.errors import StoreError, UnsupportedModelError
+from ragblend.kvstore.errors import StoreError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
@@ -36,6 +36,13 @@ class Turn:
     calls: "tuple[ToolCall, ...]" = ()
     call_id: str | None = None
     name: str | None = None
+
+
+def checked_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Without an assistant's empty ones, which a template would print. Raises UsageError where there is none at all."""
+    if not turns:
+        raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
+    return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,34 +20,6 @@ PASS_WINDOWS = 32  # how many go through the model at once
 SKETCH_WINDOWS = 3  # a sketch has one window of so many
 Part = Literal["whole", "sketch", "rest"]
 """Which windows of a text: all, every third from the first on, or those that a sketch leaves out."""
-
-
-class Embedder(Protocol):
-    """Turns texts into unit vectors."""
-
-    name: str
-
-    def load(self) -> None:
-        """Load the weights now, so that the first question need not wait for them."""
-        ...
-
-    def embed_passages(
-        self, texts: Sequence[str], progress: Progress | None = None, part: Part = "whole"
-    ) -> list[Embeddings]:
-        """For each text (W, E) float32, normalised, a row a window of it; progress gets (texts done, texts in all)."""
-        ...
-
-    def embed_question(self, text: str) -> Embeddings:
-        """(E,) float32, normalised."""
-        ...
-
-    def embed_means(self, texts: Sequence[str]) -> list[Embeddings]:
-        """For each text one vector (E,), normalised."""
-        ...
-
-    def count_tokens(self, text: str) -> int:
-        """By its own tokenizer."""
-        ...
 
 
 class MiniLMEmbedder:
@@ -68,14 +40,20 @@ class MiniLMEmbedder:
         self._model: Any = None
 
     def load(self) -> None:
-        """Load the weights now. Raises ModelNotFoundError when their package is not installed."""
+        """Load the weights now, so that the first question need not wait for them.
+
+        Raises ModelNotFoundError when their package is not installed.
+        """
         with self._queue.turn():
             self._load()
 
     def embed_passages(
         self, texts: Sequence[str], progress: Progress | None = None, part: Part = "whole"
     ) -> list[Embeddings]:
-        """For each text (W, 384) float32, normalised. Safe for threads: a question passes between two batches."""
+        """For each text (W, 384) float32, normalised, a row a window of it; progress gets (texts done, texts in all).
+
+        Safe for threads: a question passes between two batches.
+        """
         done: list[Embeddings] = []
         while len(done) < len(texts):
             with self._queue.turn():  # its tokenizer must not be used by two threads at once

@@ -11,13 +11,6 @@ Piece = str | Passage
 """Text, or a passage that the framework named explicitly (a content block with an id)."""
 
 
-def resolve(
-    pieces: Sequence[Piece], registry: PassageRegistry | None, named: Sequence[Passage] = ()
-) -> tuple[Segment, ...]:
-    """The pieces, with the passages in them, as segments."""
-    return segments(found_in(pieces, registry, named))
-
-
 def segments(pieces: Iterable[Piece]) -> tuple[Segment, ...]:
     """A passage is a chunk, a text is a literal; what has no text is left out."""
     return tuple(segment for piece in pieces if (segment := _segment(piece)))

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 ABOUT = "Measure: does the fused answer agree with full prefill, and how much sooner does it start?"
 OUTPUT = Path("bench-results")
-Output = Annotated[Path, typer.Option(help="Folder for the results.")]
 WAY_OUT = {
     "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",
     "--format": "`python -m benchmarks.questions --data FILE --format NAME --out FILE` makes a file for --data",
-    "--inspect": "`python -m benchmarks.figures` looks into prompts",
 }
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
 bench_app.callback(help=ABOUT)(lambda: None)
@@ -87,7 +85,6 @@ def quality(
     request: QualityRequest,
     generate: Moved = None,
     form: Annotated[str | None, moved("--format")] = None,
-    inspect: Annotated[str | None, moved("--inspect")] = None,
 ) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     show_quality(cli, source, request)

@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
 from ragblend.engine.prompt import ToolCall
-from ragblend.integrations.backend import Turn
+from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.langchain.documents import passages_of, pieces_of
 from ragblend.integrations.passages import Passage
 from ragblend.integrations.resolve import Piece
@@ -30,11 +30,7 @@ UNSPOKEN = {
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
     """A turn for every message with something in it. Raises UsageError for what the model cannot read."""
-    if not messages:
-        raise UsageError("there is no message to answer; pass at least one")
-    turns = [_turn(message) for message in messages]
-    # A template would print an empty turn.
-    return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
+    return checked_turns([_turn(message) for message in messages])
 
 
 def _turn(message: BaseMessage) -> Turn:

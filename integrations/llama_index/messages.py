@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from ragblend.engine.prompt import ToolCall
-from ragblend.integrations.backend import Turn
+from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
@@ -62,11 +62,7 @@ class FilledText(str):
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Raises UsageError (a ValueError) for no message at all, and for content that is not text."""
-    if not messages:
-        raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
-    turns = [_turn(message) for message in messages]
-    # A template would print an empty turn.
-    return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
+    return checked_turns([_turn(message) for message in messages])
 
 
 def _turn(message: ChatMessage) -> Turn:

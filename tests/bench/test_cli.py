@@ -118,7 +118,6 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
         (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
         (("quality", "--generate", "two_hop"), "--generate has moved: .*benchmarks.questions"),
-        (("quality", "--inspect", "0"), "--inspect has moved: .*benchmarks.figures"),
         (("quality", "--data", "a.json", "--docs", "all"), "--data and --docs"),
         (("quality", "--docs", "all"), "ragblend ingest"),
         (("quality", "--format", "squad"), "--format has moved: .*benchmarks.questions"),

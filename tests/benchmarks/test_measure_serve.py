@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.measure_serve import PAGE, RECORDED, arrivals, render, throughput
+from benchmarks.measure_serve import PAGE, RECORDED, arrivals, page_with, throughput
 from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Request, simulator
 
 COSTS = Costs((0.5, 0.0, 1.0, 0.0, 0.1, 0.0, 0.2), token_s=0.25, error=0.0)
@@ -23,7 +23,7 @@ def served(system, *runs, share=2.0):
 
 
 def test_the_document_shows_what_is_recorded():
-    assert render(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+    assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
 def test_as_they_come_each_waits_for_those_before_it():

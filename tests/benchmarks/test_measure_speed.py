@@ -4,11 +4,11 @@ import itertools
 import json
 
 from benchmarks import measure_speed
-from benchmarks.measure_speed import PAGE, RECORDED, Phases, render
+from benchmarks.measure_speed import PAGE, RECORDED, Phases, page_with
 
 
 def test_the_document_shows_what_is_recorded():
-    assert render(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
+    assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
 def test_a_phase_has_the_time_that_no_phase_within_it_took(monkeypatch):

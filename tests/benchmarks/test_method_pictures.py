@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.method_pictures import State, Watched, states
-from ragblend.engine.plan import Span, make_plan
+from benchmarks.method_pictures import State, Watched, states, watched
+from ragblend.app.bench import quality
+from ragblend.app.bench.prefilling import stored
+from ragblend.engine.plan import Kind, Span, make_plan
 from ragblend.engine.selection import METHODS
 
 LAYERS = 4
@@ -51,3 +53,31 @@ def test_fresh_rows_of_a_probe_run_twice_up_to_the_layer_where_it_ends(letters) 
 
 def test_a_shift_is_drawn_on_all_moved_rows_that_are_not_computed_and_on_no_others(letters) -> None:
     assert letters("probe-shift", [(0, [6])], [[8, 9]]) == ["FFEEFSCSTT"] * LAYERS
+
+
+@pytest.fixture
+def prompt(engine, questions):
+    with stored(engine, questions[0].passages):
+        yield quality.build_prompt(engine, questions[0], 5)
+
+
+@pytest.mark.parametrize("method", [name for name, policy in METHODS.items() if policy.fixed_ratio is None])
+def test_the_shares_that_are_watched_are_what_the_report_says_was_spent(engine, prompt, method) -> None:
+    policy, seen = watched(METHODS[method])
+    through = engine.prefill(prompt, method=policy, ratio=0.4)
+    plainly = engine.prefill(prompt, method=method, ratio=0.4)
+    assert torch.equal(through.logits, plainly.logits)  # watching changes nothing
+    assert through.report.method == method
+    stored_tokens = seen.plan.kinds >= Kind.EXACT
+    shares = seen.computed().float().mean(0)
+    assert shares[seen.plan.always].eq(1).all()
+    spent, report = float(shares[stored_tokens].mean()), plainly.report
+    if method.startswith("cacheblend"):
+        # The check of one layer is a part of a layer, which the report counts and the tokens do not show.
+        assert spent == pytest.approx(report.recomputed_fraction, abs=1 / seen.plan.layers)
+    elif report.probe_rows:
+        # What fresh tokens were run for twice is paid from the ratio as well.
+        assert spent == pytest.approx(report.tokens.recomputed / seen.plan.stored_tokens, abs=1e-6)
+        assert spent < report.recomputed_fraction
+    else:
+        assert spent == pytest.approx(report.recomputed_fraction, abs=1e-6)

@@ -6,10 +6,14 @@ import pytest
 
 from ragblend.engine.prompt import Chunk, Literal
 from ragblend.integrations.passages import Passage, PassageRegistry
-from ragblend.integrations.resolve import resolve
+from ragblend.integrations.resolve import found_in, segments
 
 HARBOUR = "The harbour was dredged in 1921 by the Ems company, who left the crane behind."
 CRANE = "The crane on the north mole lifts nine tonnes and is painted green."
+
+
+def resolve(*pieces_registry_and_named):
+    return segments(found_in(*pieces_registry_and_named))
 
 
 @pytest.fixture

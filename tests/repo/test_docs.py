@@ -155,7 +155,7 @@ def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
     assert run["rows"] == [{"method": "reuse", "kl": 0.1235, "kl_ci": [0.1, 0.2]}]
     assert "6 questions. Abacus, 2 cores" in results.section(run)
     assert "| `reuse` | 0.123 | 0.100 to 0.200 |" in results.section(run)
-    assert json.loads(results.dumped([run])) == [run]
+    assert json.loads(results.dumped([run], 3)) == [run]
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)

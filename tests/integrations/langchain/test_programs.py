@@ -7,8 +7,8 @@ pytest.importorskip("langchain_classic", reason="langchain-classic (the dev extr
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from programs import assert_half_is_reused
 
-from benchmarks.matrix import results_of, served, watched
 from benchmarks.programs_langchain import PROGRAMS, Library, as_compression
 
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
@@ -33,18 +33,7 @@ def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(
     program, make_tiny, library
 ) -> None:
     """And what the program says is the engine's own answer to the same ids."""
-    llm = make_tiny()
-    ask, engine = program.make(llm, library), llm.backend.engine
-    for question in QUESTIONS:
-        with watched() as answers, library.finding() as found:
-            said = ask(question)
-        assert engine.finish_background(60)
-    results = results_of(answers)
-    assert served(engine, results, found.texts).share >= 0.5
-    assert said.strip() in [result.text.strip() for result in results]
-    for result in results:
-        if not result.report.misses:
-            assert engine.generate(result.prompt, max_new_tokens=8).token_ids == result.token_ids
+    assert_half_is_reused(program, make_tiny(), library, QUESTIONS)
 
 
 def test_what_a_model_wrote_is_no_document(make_tiny, library) -> None:

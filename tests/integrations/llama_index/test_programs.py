@@ -3,8 +3,8 @@
 import pytest
 from llama_helpers import STORIES, HashEmbedding
 from llama_index.core import Document
+from programs import assert_half_is_reused
 
-from benchmarks.matrix import results_of, served, watched
 from benchmarks.programs_llama_index import PROGRAMS, Library
 
 # What the framework's own agent makes its context with.
@@ -21,14 +21,4 @@ def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(p
         for number, text in enumerate(STORIES)
     ]
     library = Library(documents, HashEmbedding(), chunk=256, overlap=0)
-    ask, engine = program.make(llm, library), llm.backend.engine
-    for question in QUESTIONS:
-        with watched() as answers, library.finding() as found:
-            said = ask(question)
-        assert engine.finish_background(60)
-    results = results_of(answers)
-    assert served(engine, results, found.texts).share >= 0.5
-    assert said.strip() in [result.text.strip() for result in results]
-    for result in results:
-        if not result.report.misses:
-            assert engine.generate(result.prompt, max_new_tokens=8).token_ids == result.token_ids
+    assert_half_is_reused(program, llm, library, QUESTIONS)

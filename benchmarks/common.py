@@ -1,0 +1,97 @@
+"""What several benchmarks need: command lines, texts of a length, clocks, tables of documents, and what is kept."""
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from benchmarks.filler import sentences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragblend.engine.engine import Engine
+
+REPO = Path(__file__).parents[1]
+FIGURES = REPO / "benchmarks"  # where what was measured is kept
+DOCS = REPO / "docs"
+MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
+Row = dict[str, Any]
+# Options of many command lines
+Home = Annotated[Path, typer.Option(help="A RAGBlend home; the model is converted there.")]
+AnyHome = Annotated[Path | None, typer.Option(help="A RAGBlend home; the user's own if absent.")]
+Model = Annotated[str, typer.Option(help="As in `ragblend --model`.")]
+Data = Annotated[Path, typer.Option(help="Questions with passages, as `ragblend bench quality` reads.")]
+Limit = Annotated[int, typer.Option(min=1, help="How many questions.")]
+
+
+def run(main: Callable[..., None], about: str | None) -> None:
+    """The script's command line: the options of `main`; its document, as it stands, is the help."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(help="\b\n" + (about or "").replace("\n\n", "\n\n\b\n"))(main)
+    app()
+
+
+def counts(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str]:
+    """So many different texts of about so many tokens: those from number `first` on, the same in every run."""
+    found = []
+    for number in range(first, first + count):
+        words = " ".join(islice(sentences(Random(number)), tokens // 6))
+        ids = engine.tokenizer(words, add_special_tokens=False)["input_ids"][:tokens]
+        found.append(engine.tokenizer.decode(ids))
+    return found
+
+
+def spent(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that it took: by the clock, and of processor time."""
+    clock, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - clock, time.process_time() - processor
+
+
+def medians(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
+    """Mean KL(expected || found) in nats, and the share of places with the same best token; logits (n, vocab)."""
+    from ragblend.app.bench.metrics import kl_divergence, top1_agreement
+
+    return kl_divergence(expected, found), top1_agreement(expected, found)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def between_marks(page: str, made: Callable[[], str]) -> str:
+    """The document with what is made, once for each pair of marks. Raises ValueError where there is none."""
+    text, found = MARKS.subn(lambda _: made(), page)
+    if not found:
+        raise ValueError("the document must hold `<!-- results -->` and `<!-- end of results -->`")
+    return text
+
+
+def read_json(path: Path) -> Any:
+    """{} where there is nothing yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def dumped(value: Any, depth: int) -> str:
+    """JSON in which what lies so deep is a line each."""
+    text = re.sub(rf"\n {{{depth + 1},}}", " ", json.dumps(value, indent=1))
+    return re.sub(rf"\n {{{depth}}}([]}}])", r" \1", text) + "\n"
