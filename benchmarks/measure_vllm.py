@@ -64,7 +64,7 @@ def main() -> int:
     if (
         given.what == "agree"
     ):  # nothing is timed, and threads that spin beside busy ones take ten times as long
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ["GOMP_SPINCOUNT"] = "0"
     engine, questions = opened(given)
     run = {"speed": speed, "agree": agree}[given.what]
     figures = run(given, engine, questions, passed.split())

@@ -23,6 +23,7 @@ OUTPUT = Path("bench-results")
 WAY_OUT = {
     "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",
     "--format": "`python -m benchmarks.questions --data FILE --format NAME --out FILE` makes a file for --data",
+    "--inspect": "what it showed stands in docs/methods.md",
 }
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
 bench_app.callback(help=ABOUT)(lambda: None)
@@ -85,6 +86,7 @@ def quality(
     request: QualityRequest,
     generate: Moved = None,
     form: Annotated[str | None, moved("--format")] = None,
+    inspect: Annotated[str | None, moved("--inspect")] = None,
 ) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     show_quality(cli, source, request)

@@ -121,6 +121,7 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--data", "a.json", "--docs", "all"), "--data and --docs"),
         (("quality", "--docs", "all"), "ragblend ingest"),
         (("quality", "--format", "squad"), "--format has moved: .*benchmarks.questions"),
+        (("quality", "--inspect", "0"), "--inspect has moved: .*docs/methods.md"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
         (("store", "--overhead", "100"), "python -m benchmarks.store"),
         (("ttft", "--chunks", "0"), "--chunks"),
