@@ -43,22 +43,18 @@ def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection
 
 
 def _listen(cli: Cli, server: Any, asked: Listening, root: "Path") -> None:
-    import uvicorn
-
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Door, Keys
-    from ragblend.app.serve.listening import Address, Server, check_reach, listening
+    from ragblend.app.serve.listening import Server, check_reach, listening
 
     keys = Keys(root)
     check_reach(asked.host, keys)
-    with listening(asked.host, asked.port) as at:
-        address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
+    with listening(asked.host, asked.port, asked.allow_host) as (address, at):
         door = Door(Rules.of(address.host, address.port, address.names), keys, not address.is_loopback)
         url = f"{address.url}mcp"
-        app = over_http(server, door)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
-        running = Server(config, lambda: cli.result({"url": url}, f"Assistants find the library at {url}"))
+        said = {"url": url}, f"Assistants find the library at {url}"
+        running = Server(over_http(server, door), lambda: cli.result(*said))
 
         def stop() -> None:
             running.should_exit = True

@@ -47,8 +47,7 @@ def serve(cli: Cli, asked: Serving) -> int:
         known = Keys(desk.workspaces.home.root)
         is_open = Address(asked.host).is_loopback and not known.clients()
         check_reach(asked.host, known)
-        with listening(asked.host, asked.port) as at:
-            address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
+        with listening(asked.host, asked.port, asked.allow_host) as (address, at):
 
             def ready() -> None:
                 url = f"{address.url}v1"

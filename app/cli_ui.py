@@ -43,11 +43,12 @@ def ui(cli: Cli, asked: Serving) -> int:
     if asked.set_password:
         return _set_password(cli, serving)
     from ragblend.app.desk import Desk
+    from ragblend.app.serve.listening import listening
 
-    with Desk.open(cli.home, **cli.overrides) as desk:
-        address = serving.Address(
-            asked.host, serving.free_port(asked.host, asked.port), tuple(asked.allow_host or ())
-        )
+    with (
+        Desk.open(cli.home, **cli.overrides) as desk,
+        listening(asked.host, asked.port, asked.allow_host, serving.PORTS_TRIED) as (address, at),
+    ):
         entrance = serving.open_entrance(desk.workspaces.home.root, address, asked.new_link)
         link = f"{address.url}?token={entrance.token}"
 
@@ -64,7 +65,7 @@ def ui(cli: Cli, asked: Serving) -> int:
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
         with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            serving.serve(desk, address, entrance, ready, asked.max_upload_mib * MIB)
+            serving.serve(desk, address, at, entrance, ready, asked.max_upload_mib * MIB)
     return 0
 
 

@@ -2,17 +2,15 @@
 
 import contextlib
 import os
-import secrets
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.app.serve.front import MIB, Rules
-from ragblend.app.serve.listening import Address, Server, owning
+from ragblend.app.serve.listening import Address, Server, files_inside, owning
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.files import FOLDER_MODE, replace_durably
+from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
@@ -92,55 +90,17 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
 @contextlib.contextmanager
 def gradio_environment(home: Path) -> Iterator[Path]:
     """Gradio's settings and its folder for uploads, inside the home, for this user only and gone afterwards."""
-    parent = home / "ui"
-    parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-    _sweep(parent)
-    folder = parent / f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir(mode=FOLDER_MODE)
+    folder = home / "ui"
     names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _sweep(parent: Path) -> None:
-    """Take away what pages left that were killed."""
-    for folder in parent.glob("tmp-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not _is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
-
-
-def free_port(host: str, wanted: int) -> int:
-    """That port, or one of the next few. Raises UsageError if all are taken."""
-    for port in range(wanted, wanted + PORTS_TRIED) if wanted else (0,):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise UsageError(
-        f"Serving the page at {host}: ports {wanted} to {wanted + PORTS_TRIED - 1} are taken; name another with --port."
-    )
+    with files_inside(folder):
+        os.environ.update(names)
+        try:
+            yield folder
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
 
 
 def password_path(home: Path) -> Path:
@@ -157,13 +117,12 @@ def write_landing(folder: Path, url: str) -> Path:
 def serve(
     desk: "Desk",
     address: Address,
+    at: socket.socket,
     entrance: Entrance,
     on_ready: Callable[[Path], None],
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
     """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
-    import uvicorn
-
     from ragblend.ui.context import Context
 
     rules = Rules.of(
@@ -173,19 +132,9 @@ def serve(
     with owning(desk, "ragblend ui"), gradio_environment(root) as folder:
         context = Context(desk)
         app = build_app(context, rules, entrance, max_upload_bytes)
-        config = uvicorn.Config(
-            app,
-            host=address.host,
-            port=address.port,
-            log_level="warning",
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-            proxy_headers=False,
-        )
 
         def ready() -> None:
             context.startup.begin(desk)
             on_ready(folder)
 
-        Server(config, ready).run()
+        Server(app, ready, grace_s=1).run([at])

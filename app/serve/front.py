@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
+Refusal = tuple[int, str]  # a status and a sentence
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
 OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
@@ -55,14 +56,6 @@ class Rules:
         return self.max_upload_bytes + OVERHEAD_BYTES if path == self.upload_path else self.max_body_bytes
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A status and a sentence."""
-
-    status: int
-    text: str
-
-
 class TooLarge(Exception):
     """A body grew past its limit while it was read."""
 
@@ -103,14 +96,14 @@ def refuse(scope: Scope, rules: Rules) -> Refusal | None:
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not rules.knows(hosts[0]):
-        return Refusal(421, "This server does not answer under that host name.")
+        return 421, "This server does not answer under that host name."
     if not is_same_origin(scope, headers, hosts[0]):
-        return Refusal(403, "Requests from other sites are refused.")
+        return 403, "Requests from other sites are refused."
     if has_odd_path(scope):
-        return Refusal(404, "There is nothing at that path.")
+        return 404, "There is nothing at that path."
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
-        return Refusal(400, "Content-Length must be a number.")
+        return 400, "Content-Length must be a number."
     limit = rules.limit(scope["path"])
     return too_large(limit) if len(length) > 18 or int(length) > limit else None
 
@@ -136,7 +129,7 @@ def has_odd_path(scope: Scope) -> bool:
 
 
 def too_large(limit: int) -> Refusal:
-    return Refusal(413, f"That is larger than the limit of {limit // MIB} MiB.")
+    return 413, f"That is larger than the limit of {limit // MIB} MiB."
 
 
 def split_netloc(netloc: str) -> tuple[str, int | None]:

@@ -7,56 +7,32 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragblend.app.answer import Answer
 from ragblend.app.chats import Message
 from ragblend.app.conversation import AskOptions
 from ragblend.app.database import now
-from ragblend.app.home import FOLDER_MODE
+from ragblend.app.documents import Document
+from ragblend.app.job_store import FileJob
 from ragblend.app.serve.bodies import AskBody
-from ragblend.app.serve.errors import ApiError
-from ragblend.app.serve.service import (
-    Service,
-    client_of,
-    json_response,
-    service_of,
-    streamed,
-    until_gone,
-    whole,
-)
+from ragblend.app.serve.errors import ApiError, json_response
+from ragblend.app.serve.keys import Client
+from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.app.turn import Turn
 from ragblend.app.uploads import safe_name
 from ragblend.integrations.threads import in_thread, items_of_thread
-
-if TYPE_CHECKING:
-    from ragblend.app.answer import Answer
-    from ragblend.app.documents import Document
-    from ragblend.app.job_store import FileJob
-    from ragblend.app.serve.keys import Client
-    from ragblend.app.turn import Turn
+from ragblend.kvstore.files import FOLDER_MODE
 
 router = APIRouter(prefix="/v1")
 UPLOAD_PATH = "/v1/documents"
 MOST_FILES = 100
-JOB = (
-    "id",
-    "name",
-    "kind",
-    "collection",
-    "state",
-    "reason",
-    "size",
-    "added_at",
-    "finished_at",
-    "done",
-    "total",
-)
 Page = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
@@ -82,18 +58,18 @@ async def ask(request: Request, body: AskBody) -> Response:
 
 
 async def _asked(
-    service: Service, client: "Client", body: AskBody, begin: "Callable[[], Turn]"
+    service: Service, client: Client, body: AskBody, begin: Callable[[], Turn]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
-    stopped, late, turns = threading.Event(), threading.Event(), list["Turn"]()
+    stopped, turns = threading.Event(), list[Turn]()
 
     def stop() -> None:
         stopped.set()
         for turn in turns:
             turn.stop()
 
-    def work(tell: Callable[[str], None]) -> "Answer":
+    def work(tell: Callable[[str], None]) -> Answer:
         with begin() as turn:
             turns.append(turn)
             if stopped.is_set():
@@ -102,15 +78,11 @@ async def _asked(
                 if number == 0:
                     service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
                 tell(piece)
-        if late.is_set():
+        if time.monotonic() >= arrived + seconds:
             raise service.too_late(body.timeout)
         return turn.answer
 
-    def give_up() -> None:
-        late.set()
-        stop()
-
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(seconds, stop)
     timer.daemon = True
     with service.admission.enter(client):
         timer.start()
@@ -144,7 +116,7 @@ async def upload(
 
 
 def _queued(
-    service: Service, client: "Client", files: list[UploadFile], collection: str | None
+    service: Service, client: Client, files: list[UploadFile], collection: str | None
 ) -> dict[str, Any]:
     """Raises ApiError where none of them can be read."""
     name = service.collection(client, collection)
@@ -183,7 +155,7 @@ async def documents(
 
     def page(name: str) -> tuple[int, list[dict[str, Any]]]:
         found = desk.workspaces.library.page(name, search, None, offset, limit)
-        return found.total, [_document(each) for each in found.documents]
+        return found.total, [_shown("document", each, "passages", "updated_at") for each in found.documents]
 
     return await _listed(request, collection, page)
 
@@ -201,7 +173,8 @@ async def jobs(
 
     def page(name: str) -> tuple[int, list[dict[str, Any]]]:
         found = desk.jobs.page(None, search, offset, limit, name)
-        return found.total, [_job(job) for job in found.jobs]
+        more = ("kind", "added_at", "finished_at", "done", "total")
+        return found.total, [_shown("job", job, *more) for job in found.jobs]
 
     return await _listed(request, collection, page)
 
@@ -237,25 +210,7 @@ async def remove(request: Request, document_id: str) -> Response:
     return json_response({"id": document_id, "object": "document", "deleted": True, "bytes_freed": freed})
 
 
-def _document(document: "Document") -> dict[str, Any]:
+def _shown(kind: str, row: Document | FileJob, *names: str) -> dict[str, Any]:
     """Without its path, which is this machine's."""
-    return {
-        "id": document.id,
-        "object": "document",
-        "name": document.name,
-        "collection": document.collection,
-        "state": str(document.state),
-        "reason": _unplaced(document.reason, document.path),
-        "passages": document.passages,
-        "size": document.size,
-        "updated_at": document.updated_at,
-    }
-
-
-def _job(job: "FileJob") -> dict[str, Any]:
-    values = asdict(job) | {"name": job.name, "reason": _unplaced(job.reason, job.path)}
-    return {"object": "job", **{name: values[name] for name in JOB}}
-
-
-def _unplaced(reason: str, path: str) -> str:
-    return reason.replace(path, Path(path).name)
+    common = {name: getattr(row, name) for name in ("id", "name", "collection", "state", "size", *names)}
+    return {"object": kind, **common, "reason": row.reason.replace(row.path, row.name)}

@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from ragblend.app.desk import Desk
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.service import Limits
@@ -53,9 +55,13 @@ class Address:
 
 
 class Server(uvicorn.Server):
-    """Calls on_ready once it listens."""
+    """Calls on_ready once it listens. grace_s: for answers under way when it is told to stop; None: till they end."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: "ASGIApp", on_ready: Callable[[], None], grace_s: int | None = None) -> None:
+        plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
+        config = uvicorn.Config(
+            app, log_level="warning", ws="none", timeout_graceful_shutdown=grace_s, **plain
+        )
         super().__init__(config)
         self._on_ready = on_ready
 
@@ -65,14 +71,26 @@ class Server(uvicorn.Server):
             self._on_ready()
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket at that port, or at any for 0; nobody else can take it any more. Raises UsageError."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise UsageError(
-            f"Listening at {host}, port {port}: {error.strerror or error}. Name another with --port or --host."
-        ) from error
+@contextmanager
+def listening(
+    host: str, port: int, names: Iterable[str] | None = None, tried: int = 1
+) -> Iterator[tuple[Address, socket.socket]]:
+    """A socket at that port, or the first free one of so many, or at any for 0; nobody else can take it any more.
+
+    Raises UsageError.
+    """
+    family, said, ports = socket.AF_INET6 if ":" in host else socket.AF_INET, "", range(port, port + tried)
+    for each in ports:
+        try:
+            at = socket.create_server((host, each), family=family)
+        except OSError as error:
+            said = error.strerror or str(error)
+            continue
+        with at:
+            yield Address(host, at.getsockname()[1], tuple(names or ())), at
+        return
+    several = f"port {port}" if tried == 1 else f"ports {port} to {ports[-1]}"
+    raise UsageError(f"Listening at {host}, {several}: {said}. Name another with --port or --host.")
 
 
 def check_reach(host: str, keys: "Keys") -> None:
@@ -106,19 +124,10 @@ def serve(
     )
     with (
         owning(desk, "ragblend serve"),
-        _files_inside(root / "serve"),
+        files_inside(root / "serve"),
         _ended_by_term(),
     ):
         front = build(desk, Door(rules, keys, not address.is_loopback), limits)
-        config = uvicorn.Config(
-            front,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=GRACE_S,
-            proxy_headers=False,
-        )
 
         def ready() -> None:
             desk.start()
@@ -128,7 +137,7 @@ def serve(
         workspace = desk.workspaces.first
         watched = watch(lambda: workspace.engine.runtime.queue, front.service.limits.hang_s)
         try:
-            Server(config, ready).run([at])
+            Server(front, ready, GRACE_S).run([at])
         finally:
             watched.set()
 
@@ -175,7 +184,7 @@ def _few_heaps() -> None:
 
 
 @contextmanager
-def _files_inside(folder: Path) -> Iterator[None]:
+def files_inside(folder: Path) -> Iterator[None]:
     """What is uploaded lies here while it comes, for this user only, and nothing of it stays."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=FOLDER_MODE)

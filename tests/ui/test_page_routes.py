@@ -150,10 +150,10 @@ def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
 
 
 def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
-    left = tmp_path / "ui" / "tmp-999999999-dead"  # of a page that was killed: no process has that number
+    left = tmp_path / "ui" / "of a page that was killed"
     left.mkdir(parents=True)
     with gradio_environment(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert folder.is_relative_to(tmp_path)
         assert not left.exists()
-    assert list((tmp_path / "ui").iterdir()) == []
+    assert not (tmp_path / "ui").exists()
