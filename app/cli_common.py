@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., int | None]
 SHARED: dict[str, Command] = {}  # by name, what the process runs that has the home open
+UNENCRYPTED = "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -113,6 +114,11 @@ class Cli:
     def overrides(self) -> dict[str, Any]:
         names = ("model", "device", "dtype", "vllm", "remote")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def place(self) -> Home:
+        """The home, made if need be. Raises LibraryError."""
+        return Home.resolve(self.home).create()
 
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command, option, runner
+from ragblend.app.cli_common import UNENCRYPTED, Cli, command, option, runner
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import UsageError
 
@@ -58,9 +58,7 @@ def serve(cli: Cli, asked: Serving) -> int:
                     else "It wants a key of `ragblend keys add NAME`."
                 )
                 if not address.is_loopback:
-                    cli.note(
-                        "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
-                    )
+                    cli.note(UNENCRYPTED)
 
             limits = Limits(asked.max_requests, answer_s=asked.timeout, hang_s=asked.hang)
             with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
@@ -130,7 +128,6 @@ def remove_key(cli: Cli, name: Annotated[str, typer.Argument(help="Whose key.")]
 
 
 def _keys(cli: Cli) -> Any:
-    from ragblend.app.home import Home
     from ragblend.app.serve.keys import Keys
 
-    return Keys(Home.resolve(cli.home).create().root)
+    return Keys(cli.place.root)

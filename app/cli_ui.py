@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.cli_common import Cli, option
+from ragblend.app.cli_common import UNENCRYPTED, Cli, option
 from ragblend.app.extras import check_installed
 
 MIB = 1 << 20
@@ -57,9 +57,7 @@ def ui(cli: Cli, asked: Serving) -> int:
             cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:
-                cli.note(
-                    "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
-                )
+                cli.note(UNENCRYPTED)
             if asked.browser:
                 landing = serving.write_landing(folder, link).as_uri()
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
@@ -70,9 +68,6 @@ def ui(cli: Cli, asked: Serving) -> int:
 
 
 def _set_password(cli: Cli, serving: Any) -> int:
-    from ragblend.app.home import Home
-
-    home = Home.resolve(cli.home).create()
     if sys.stdin.isatty():
         first, second = getpass.getpass("Password of the page: "), getpass.getpass("Once more: ")
         if first != second:
@@ -80,6 +75,6 @@ def _set_password(cli: Cli, serving: Any) -> int:
             return 1
     else:
         first = sys.stdin.readline().rstrip("\n")
-    serving.save_password(serving.password_path(home.root), first)
+    serving.save_password(serving.password_path(cli.place.root), first)
     cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
     return 0

@@ -18,7 +18,7 @@ from ragblend.app.context import Words, build, fit, past_turns, words_for
 from ragblend.app.database import now
 from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
-from ragblend.app.hood import Hood
+from ragblend.app.hood import full_prefill, has_look
 from ragblend.app.progress import OnProgress, silent
 from ragblend.app.retrieval import search
 from ragblend.app.settings import Settings
@@ -147,13 +147,12 @@ class Conversations:
         Raises UsageError where there is nothing to measure, Cancelled.
         """
         answer = self._chats.message(message_id)
-        hood = Hood.from_json(answer.report)
-        if hood is None:
+        if not has_look(answer.report):
             raise UsageError("Measuring full prefill: this is no finished answer of the model. Take another.")
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
         prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
-        report = {**answer.report, **hood.measured(round(prefilled.report.timings.prefill_ms, 1)).to_json()}
+        report = answer.report | full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.set_report(message_id, report).report
 
     def stop_all(self) -> None:

@@ -54,7 +54,6 @@ class Document:
 
     @property
     def scanned(self) -> bool:
-        """Whether it failed because its pages hold no text."""
         return SCANNED in self.reason
 
 

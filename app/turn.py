@@ -154,7 +154,7 @@ class Turn(Closing):
             retrieve_ms=self._asked.retrieve_ms,
             profile=engine.known_profile,
             notice=said,
-        ).to_json()
+        )
 
     def _report(self, more: dict[str, Any]) -> dict[str, Any]:
         asked = self._asked

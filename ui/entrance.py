@@ -79,11 +79,11 @@ class Entrance:
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
             return self._log_in(scope, await _form(receive, min(limit, FORM_BYTES)))
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
-        if scope["path"] == "/" and scope["method"] == "GET" and given:
-            if len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode()):
-                return self._let_in()
-            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
-        if scope["path"] in ("/", "/login") and scope["method"] == "GET":
+        is_read = scope["method"] == "GET"
+        is_right = len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode())
+        if scope["path"] == "/" and is_read and is_right:
+            return self._let_in()
+        if scope["path"] in ("/", "/login") and is_read:
             return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 

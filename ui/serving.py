@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from ragblend.app.desk import Desk
 from ragblend.app.serve.front import MIB, Rules
 from ragblend.app.serve.listening import Address, Server, files_inside, owning
 from ragblend.kvstore.errors import UsageError
@@ -14,12 +18,10 @@ from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
+from ragblend.ui.routes import add_routes
 from ragblend.ui.safety import UPLOAD_PATH, Safety
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from ragblend.app.desk import Desk
     from ragblend.ui.context import Context
 
 PORTS_TRIED = 20
@@ -47,14 +49,12 @@ def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
     return Entrance(address.port, password, secret=kept_secret(home / "ui-secret", anew))
 
 
-def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
+def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> ASGIApp:
     """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
     import gradio as gr
-    from fastapi import FastAPI
 
     from ragblend.ui.gate import Gate
     from ragblend.ui.page import build_page
-    from ragblend.ui.routes import add_routes
     from ragblend.ui.theme import page_theme
 
     page = build_page(context)
@@ -115,7 +115,7 @@ def write_landing(folder: Path, url: str) -> Path:
 
 
 def serve(
-    desk: "Desk",
+    desk: Desk,
     address: Address,
     at: socket.socket,
     entrance: Entrance,

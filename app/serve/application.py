@@ -47,7 +47,6 @@ STATUSES = {
 
 
 def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
-    """The whole server over one desk."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"description": said} for status, said in STATUSES.items()
     }

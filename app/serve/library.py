@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, File, Form, Query, UploadFile
+from fastapi import APIRouter, Depends, File, Form, Query, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +20,7 @@ from ragblend.app.answer import Answer
 from ragblend.app.chats import Message
 from ragblend.app.conversation import AskOptions
 from ragblend.app.database import now
+from ragblend.app.desk import Desk
 from ragblend.app.documents import Document
 from ragblend.app.job_store import FileJob
 from ragblend.app.serve.bodies import AskBody
@@ -33,8 +35,6 @@ from ragblend.kvstore.files import FOLDER_MODE
 router = APIRouter(prefix="/v1")
 UPLOAD_PATH = "/v1/documents"
 MOST_FILES = 100
-Page = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 @router.post("/rag/ask")
@@ -142,55 +142,49 @@ def _queued(
     return {"object": "upload", "collection": name, "queued": added.files, "failed": failed}
 
 
+@dataclass
+class Listing:
+    """What a list is asked for."""
+
+    request: Request
+    collection: str | None = None
+    search: Annotated[str, Query(max_length=1000)] = ""
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0
+
+    async def of(self, page: Callable[[Desk, str], tuple[list[dict[str, Any]], int]]) -> Response:
+        """page: of a collection that this client may see, those that were asked for, and how many there are."""
+        service, client = service_of(self.request), client_of(self.request)
+
+        def listed() -> dict[str, Any]:
+            name = service.collection(client, self.collection)
+            data, total = page(service.desk, name)
+            return {"object": "list", "collection": name, "total": total, "data": data}
+
+        return json_response(await in_thread(listed))
+
+
 @router.get("/documents")
-async def documents(
-    request: Request,
-    collection: str | None = None,
-    search: Annotated[str, Query(max_length=1000)] = "",
-    limit: Page = 50,
-    offset: Offset = 0,
-) -> Response:
+async def documents(asked: Annotated[Listing, Depends()]) -> Response:
     """The documents of a collection, by name."""
-    desk = service_of(request).desk
 
-    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
-        found = desk.workspaces.library.page(name, search, None, offset, limit)
-        return found.total, [_shown("document", each, "passages", "updated_at") for each in found.documents]
+    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+        found = desk.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
+        return [_shown("document", each, "passages", "updated_at") for each in found.documents], found.total
 
-    return await _listed(request, collection, page)
+    return await asked.of(page)
 
 
 @router.get("/documents/jobs")
-async def jobs(
-    request: Request,
-    collection: str | None = None,
-    search: Annotated[str, Query(max_length=1000)] = "",
-    limit: Page = 50,
-    offset: Offset = 0,
-) -> Response:
+async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
     """Files on their way in: those that run, those that wait, then what is over."""
-    desk = service_of(request).desk
 
-    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
-        found = desk.jobs.page(None, search, offset, limit, name)
+    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+        found, total = desk.jobs.page(None, asked.search, asked.offset, asked.limit, name)
         more = ("kind", "added_at", "finished_at", "done", "total")
-        return found.total, [_shown("job", job, *more) for job in found.jobs]
+        return [_shown("job", job, *more) for job in found], total
 
-    return await _listed(request, collection, page)
-
-
-async def _listed(
-    request: Request, collection: str | None, page: Callable[[str], tuple[int, list[dict[str, Any]]]]
-) -> Response:
-    """page: of a collection that this client may see, how many there are, and those that were asked for."""
-    service, client = service_of(request), client_of(request)
-
-    def listed() -> dict[str, Any]:
-        name = service.collection(client, collection)
-        total, data = page(name)
-        return {"object": "list", "collection": name, "total": total, "data": data}
-
-    return json_response(await in_thread(listed))
+    return await asked.of(page)
 
 
 @router.delete("/documents/{document_id}")

@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from ragblend.app.desk import Desk
+from ragblend.app.serve.commands import Commands
 from ragblend.app.serve.front import MIB, Rules
+from ragblend.app.serve.keys import Door, Keys
+from ragblend.app.serve.watchdog import watch
 from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from ragblend.app.desk import Desk
-    from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
 LOCK = (
-    "ui-page.lock"  # a second process would take up the first one's running file as one that a kill had left
+    "ui-page.lock"  # without it a second process would take the first one's running file for a killed one's
 )
 M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
 GARBAGE = (700, 10, 10)  # Python's own thresholds
@@ -57,7 +58,7 @@ class Address:
 class Server(uvicorn.Server):
     """Calls on_ready once it listens. grace_s: for answers under way when it is told to stop; None: till they end."""
 
-    def __init__(self, app: "ASGIApp", on_ready: Callable[[], None], grace_s: int | None = None) -> None:
+    def __init__(self, app: ASGIApp, on_ready: Callable[[], None], grace_s: int | None = None) -> None:
         plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
         config = uvicorn.Config(
             app, log_level="warning", ws="none", timeout_graceful_shutdown=grace_s, **plain
@@ -93,7 +94,7 @@ def listening(
     raise UsageError(f"Listening at {host}, {several}: {said}. Name another with --port or --host.")
 
 
-def check_reach(host: str, keys: "Keys") -> None:
+def check_reach(host: str, keys: Keys) -> None:
     """Raises UsageError for an address that other machines may reach, while there is no key."""
     if not (Address(host).is_loopback or keys.clients()):
         raise UsageError(
@@ -103,19 +104,17 @@ def check_reach(host: str, keys: "Keys") -> None:
 
 
 def serve(
-    desk: "Desk",
+    desk: Desk,
     address: Address,
     at: socket.socket,
-    keys: "Keys",
+    keys: Keys,
     on_ready: Callable[[], None],
     limits: "Limits | None" = None,
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
     from ragblend.app.serve.application import build
-    from ragblend.app.serve.keys import Door
     from ragblend.app.serve.library import UPLOAD_PATH
-    from ragblend.app.serve.watchdog import watch
 
     _few_heaps()
     root = desk.workspaces.home.root
@@ -143,13 +142,11 @@ def serve(
 
 
 @contextmanager
-def owning(desk: "Desk", command: str) -> Iterator[None]:
+def owning(desk: Desk, command: str) -> Iterator[None]:
     """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
 
     Where it cannot listen for commands they run beside it. Raises StoreLockedError where another one has the home.
     """
-    from ragblend.app.serve.commands import Commands
-
     root = desk.workspaces.home.root
     with ExitStack() as held:
         try:

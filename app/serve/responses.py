@@ -73,9 +73,8 @@ class ResponseForm(Form):
         texts: list[str] = []
         async with aclosing(pieces):
             async for piece in pieces:
-                if (
-                    not texts
-                ):  # also of an answer without a word: nothing is said before it is certain that it comes
+                # Also of an answer without a word: nothing is said before it is certain that it comes.
+                if not texts:
                     yield self._event("response.created", response=begun)
                     yield self._event("response.in_progress", response=begun)
                     for event in self._message_begins():
@@ -120,25 +119,15 @@ class ResponseForm(Form):
 
     def _message(self, text: str | None) -> Json:
         """text: None while none has come."""
-        status = STARTED if text is None else DONE
-        content = [] if text is None else [_part(text)]
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        kind = {"id": self._message_id, "type": "message", "role": "assistant"}
+        if text is None:
+            return {**kind, "status": STARTED, "content": []}
+        return {**kind, "status": DONE, "content": [_part(text)]}
 
     def _items(self, answer: Chosen) -> list[Json]:
+        kind = {"type": "function_call", "status": DONE}
         calls = [
-            {
-                "id": f"fc_{call['id']}",
-                "type": "function_call",
-                "status": DONE,
-                "call_id": call["id"],
-                **call["function"],
-            }
+            {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
             for call in calls_of(answer.said)
         ]
         return [self._message(answer.said.text), *calls]
