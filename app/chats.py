@@ -50,7 +50,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of one side. report: what the answer cost (`hood.look`), notices, errors; {} for questions."""
+    """One turn of one side. report: what the answer cost (`hood.breakdown_of`), notices, errors; {} for questions."""
 
     id: int
     chat_id: int

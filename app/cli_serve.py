@@ -38,8 +38,9 @@ def serve(cli: Cli, asked: Serving) -> int:
     cli.open().close()  # what it was given is refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.desk import Desk
+    from ragblend.app.serve.front import Address
     from ragblend.app.serve.keys import Keys
-    from ragblend.app.serve.listening import Address, check_reach, listening
+    from ragblend.app.serve.listening import check_reach, listening
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
 

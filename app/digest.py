@@ -48,7 +48,6 @@ class Reading:
 
     workspace: Workspace
     document: Document
-    client: str = ""
     show: OnProgress = silent
     steps: int = 0
     kept: int = 0
@@ -200,7 +199,7 @@ class Reading:
             return found
         if cancel.is_set():
             raise Cancelled("the digest was left on request; what was written is kept")
-        result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, client=self.client, **options)
+        result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
         self.steps += 1
         self._reports.append(result.report)
         library.keep_note(self.document, key, result.text)

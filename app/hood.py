@@ -22,7 +22,7 @@ TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")
 COUNTS = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
 
 
-def look(
+def breakdown_of(
     report: Report,
     prompt: Prompt,
     labels: Mapping[str, tuple[int, str]],
@@ -66,7 +66,7 @@ def look(
 
 
 def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> dict[str, Any]:
-    """What reading all of the prompt takes, as a look says it; None: it is not known."""
+    """What reading all of the prompt takes, as the breakdown says it; None: it is not known."""
     why = NO_PROFILE if ms is None else ""
     return {
         "full_prefill_ms": None if ms is None else round(ms, 1),
@@ -75,7 +75,7 @@ def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> 
     }
 
 
-def has_look(report: Mapping[str, Any]) -> bool:
+def has_breakdown(report: Mapping[str, Any]) -> bool:
     """Whether that is the report of an answer of the model; not that of an error."""
     return report.get("hood") == 1
 

@@ -42,15 +42,11 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
 
 
 def _exported(desk: Desk, chat_id: int, kind: str) -> Response:
-    title = desk.chats.get(chat_id).title
-    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(file_stem(title))}.{kind}"}
+    stem = UNSAFE.sub("", desk.chats.get(chat_id).title).strip(" .")[:60] or "conversation"
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(stem)}.{kind}"}
     if kind == "md":
         return PlainTextResponse(
             desk.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
         )
     value: Any = desk.chats.export_json(chat_id)
     return JSONResponse(value, headers=headers)
-
-
-def file_stem(title: str) -> str:
-    return UNSAFE.sub("", title).strip(" .")[:60] or "conversation"

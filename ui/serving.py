@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from ragblend.app.desk import Desk
-from ragblend.app.serve.front import MIB, Rules
-from ragblend.app.serve.listening import Address, Server, files_inside, owning
+from ragblend.app.serve.front import MIB, Address, Rules
+from ragblend.app.serve.listening import Server, files_inside, owning
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
@@ -49,7 +49,7 @@ def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
     return Entrance(address.port, password, secret=kept_secret(home / "ui-secret", anew))
 
 
-def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> ASGIApp:
+def build_app(context: "Context", rules: Rules, entrance: Entrance) -> ASGIApp:
     """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
     import gradio as gr
 
@@ -66,14 +66,14 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
         page,
         path="/",
         server_name="127.0.0.1",
-        server_port=rules.port,
+        server_port=rules.address.port,
         footer_links=[],
         run_history=False,
         allowed_paths=[],
         blocked_paths=[
             str(context.desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
         ],
-        max_file_size=max_upload_bytes,
+        max_file_size=rules.max_upload_bytes,
         ssr_mode=False,
         pwa=False,
         mcp_server=False,
@@ -125,13 +125,11 @@ def serve(
     """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
     from ragblend.ui.context import Context
 
-    rules = Rules.of(
-        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
-    )
+    rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
     root = desk.workspaces.home.root
     with owning(desk, "ragblend ui"), gradio_environment(root) as folder:
         context = Context(desk)
-        app = build_app(context, rules, entrance, max_upload_bytes)
+        app = build_app(context, rules, entrance)
 
         def ready() -> None:
             context.startup.begin(desk)

@@ -23,10 +23,9 @@ from ragblend.app.chats import INTERRUPTED
 from ragblend.app.citations import Cited
 from ragblend.app.cli_common import plural, size
 from ragblend.app.comparing import Side
-from ragblend.app.hood import KINDS, counts_of, has_look
+from ragblend.app.hood import KINDS, counts_of, has_breakdown
 from ragblend.app.models import Here, Offer, offered
 from ragblend.engine.trace import TraceEvent
-from ragblend.ui.context import Sample
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
 # No images at all: one that is fetched tells its server that the document was read.
@@ -127,7 +126,7 @@ def _environment() -> Environment:
         "context_bar": context_bar,
         "counts_of": counts_of,
         "difference": difference,
-        "has_look": has_look,
+        "has_breakdown": has_breakdown,
         "label": label,
         "markdown": markdown,
         "offered": offered,
@@ -277,6 +276,6 @@ def longest(events: Sequence[TraceEvent], most: int) -> list[TraceEvent]:
     return [event for event in events if event.duration_ms >= least][:most]
 
 
-def rates(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+def rates(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
     """(when, share found by then) for each sample that asked for anything."""
     return [(at_s, hits / (hits + misses)) for at_s, hits, misses in samples if hits + misses]

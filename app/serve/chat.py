@@ -161,7 +161,7 @@ class Form:
 
     def whole(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
-        return {**head, "choices": [self.choice(each) for each in chosen], **told(chosen)}
+        return {**head, "choices": [self.choice(each) for each in chosen], **usage_and_kv(chosen)}
 
     async def chunks(
         self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
@@ -184,7 +184,7 @@ class Form:
                 for value in values:
                     yield {**head, "choices": [value], **usage_yet}
         if includes_usage:
-            yield {**head, "choices": [], **told(chosen)}
+            yield {**head, "choices": [], **usage_and_kv(chosen)}
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
         raise NotImplementedError
@@ -264,7 +264,7 @@ def calls_of(said: Said) -> list[dict[str, Any]]:
     ]
 
 
-def told(chosen: Sequence[Chosen]) -> dict[str, Any]:
+def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     counts = [usage(each.result.report) for each in chosen]

@@ -6,7 +6,6 @@ uvicorn answers them all.
 
 import asyncio
 import ipaddress
-from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,36 +19,44 @@ OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
 
 
 @dataclass(frozen=True)
+class Address:
+    """Where to listen. names: further host names that are answered to."""
+
+    host: str = "127.0.0.1"
+    port: int = 7860
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
+
+
+@dataclass(frozen=True)
 class Rules:
-    """Who may ask for what. names: hosts by name, without port; any_address: also every IP address (wildcard bind).
+    """Who may ask for what: under the names of this address and of loopback. upload_path: whose bodies are files."""
 
-    upload_path: whose bodies are files.
-    """
-
-    names: frozenset[str]
-    port: int
-    any_address: bool = False
+    address: Address
+    upload_path: str = ""
     max_upload_bytes: int = 512 * MIB
     max_body_bytes: int = 8 * MIB
-    upload_path: str = ""
-
-    @classmethod
-    def of(
-        cls, host: str, port: int, more_names: Iterable[str] = (), upload_path: str = "", **limits: int
-    ) -> "Rules":
-        """The rules for a bind address: loopback names, that address, and names that the user allows."""
-        names = {*LOOPBACK_NAMES, *(name.lower() for name in more_names)}
-        wildcard = host in ("0.0.0.0", "::", "")
-        if not wildcard:
-            names.add(f"[{host}]".lower() if ":" in host else host.lower())
-        return cls(frozenset(names), port, wildcard, upload_path=upload_path, **limits)
 
     def knows(self, netloc: str) -> bool:
-        """Whether `netloc` (host, or host:port) is this server. Rebinding needs a name, so addresses are harmless."""
+        """Whether `netloc` (host, or host:port) is this server; where it listens everywhere, by every IP address too.
+
+        Rebinding needs a name, so addresses are harmless.
+        """
         name, port = split_netloc(netloc.lower())
-        if port != self.port:
+        host, names = self.address.host, self.address.names
+        if not name or port != self.address.port:
             return False
-        return name in self.names or (self.any_address and is_address(name))
+        known = (f"[{host}]" if ":" in host else host, *names)
+        anywhere = host in ("0.0.0.0", "::", "") and is_address(name)
+        return anywhere or name in (*LOOPBACK_NAMES, *(each.lower() for each in known))
 
     def limit(self, path: str) -> int:
         """The most bytes that a request to this path may carry."""
@@ -89,6 +96,16 @@ class Meter:
         if self.exceeded:
             raise TooLarge
         return message
+
+
+async def whole_body(receive: Receive, most: int | None = None) -> bytes:
+    """A body to its end, or the first bytes of a longer one."""
+    body, more = bytearray(), True
+    while more and (most is None or len(body) < most):
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body[:most])
 
 
 def refuse(scope: Scope, rules: Rules) -> Refusal | None:

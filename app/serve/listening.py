@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.commands import Commands
-from ragblend.app.serve.front import MIB, Rules
+from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Door, Keys
 from ragblend.app.serve.watchdog import watch
 from ragblend.kvstore.errors import StoreLockedError, UsageError
@@ -35,24 +34,6 @@ LOCK = (
 M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
 GARBAGE = (700, 10, 10)  # Python's own thresholds
 GRACE_S = 30  # for answers under way when the server is told to stop
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where to listen. names: further host names that are answered to."""
-
-    host: str = "127.0.0.1"
-    port: int = 7860
-    names: tuple[str, ...] = ()
-
-    @property
-    def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    @property
-    def url(self) -> str:
-        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
 
 
 class Server(uvicorn.Server):
@@ -118,9 +99,7 @@ def serve(
 
     _few_heaps()
     root = desk.workspaces.home.root
-    rules = Rules.of(
-        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
-    )
+    rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
     with (
         owning(desk, "ragblend serve"),
         files_inside(root / "serve"),

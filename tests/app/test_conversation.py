@@ -7,7 +7,7 @@ import pytest
 from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats
 from ragblend.app.conversation import AskOptions, Conversations
 from ragblend.app.desk import Desk
-from ragblend.app.hood import has_look
+from ragblend.app.hood import has_breakdown
 from ragblend.app.ingest import ingest
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
 
@@ -148,7 +148,7 @@ def test_stop_keeps_what_has_come(talks, chats, chat, engine):
     assert turn.message.report["stopped"] is True and chats.messages(chat)[1].text == "It "
     turn.close()
     assert len(chats.messages(chat)) == 2
-    assert not has_look(turn.message.report)
+    assert not has_breakdown(turn.message.report)
 
 
 def test_what_goes_wrong_is_kept_and_raised_and_the_conversation_goes_on(talks, chats, chat, engine):

@@ -75,7 +75,7 @@ def serving(home, model, limits=None):
         keys[name] = known.add(Client(name, (name,)))
     with desk, listening("127.0.0.1", 0) as (address, at):
         port = address.port
-        rules = Rules.of("127.0.0.1", port, (), UPLOAD_PATH)
+        rules = Rules(address, UPLOAD_PATH)
         front = build(desk, Door(rules, known, needs_key=False), limits)
         ready = threading.Event()
         server = Server(front, ready.set, grace_s=5)

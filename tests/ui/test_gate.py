@@ -75,7 +75,7 @@ def page(tmp_path_factory):
 
         def serve():
             async def go():
-                built["app"] = build_app(Context(desk), Rules.of("127.0.0.1", port), entrance, 100_000)
+                built["app"] = build_app(Context(desk), Rules(address, max_upload_bytes=100_000), entrance)
                 built["server"] = Server(built["app"], ready.set, grace_s=1)
                 await built["server"].serve([at])
 
