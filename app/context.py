@@ -106,7 +106,9 @@ def fit(
 
     room: tokens of the window beside the answer. Raises PromptTooLongError if the question alone is too long.
     """
-    turns, first_id = past_turns(messages), _first_id(messages)
+    turns = past_turns(messages)
+    # Where the last context began: what was left out once stays out.
+    first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
     def sized() -> tuple[Prompt, list[Source], int]:
@@ -165,11 +167,6 @@ def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str
     if not seen:
         return [Literal(question, verbatim=True)]
     return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
-
-
-def _first_id(messages: Sequence[Message]) -> int:
-    """Where the last context began: what was left out once stays out."""
-    return next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
 
 
 def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:

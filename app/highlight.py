@@ -106,8 +106,7 @@ def _on_pages(document: Document, path: Path, source: Source, place: Place) -> H
 def _why_not(document: Document) -> str:
     """The file as it is now is not the one that was read, or its text cannot be matched to the page."""
     path = Path(document.path)
-    found = path.stat()
-    if (found.st_size, found.st_mtime_ns) != (document.facts.size, document.facts.mtime_ns):
+    if not document.facts.fit(path):
         return "The file has changed since it was read, and this passage does not stand in it any more."
     if path.suffix.lower() == ".pdf":
         return "The letters of this passage cannot be matched to those that the page shows, so nothing is marked."

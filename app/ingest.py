@@ -198,7 +198,7 @@ class _Run:
         known = self._library.document(self._collection, name)
         recipe = known.recipe.removesuffix(SKETCHED) if known else ""
         current = known is not None and known.state is State.DONE and recipe == self._recipe
-        if known and current and _same_stat(known.facts, path):
+        if known and current and known.facts.fit(path):
             self.report.unchanged.append(name)
             return
         facts = self._facts(path, name)
@@ -305,14 +305,6 @@ class _Run:
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
-
-
-def _same_stat(facts: FileFacts, path: Path) -> bool:
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return (facts.size, facts.mtime_ns) == (found.st_size, found.st_mtime_ns)
 
 
 def _read_facts(path: Path) -> FileFacts:

@@ -58,7 +58,6 @@ class Overview:
     paused: bool
     waiting: str | None
     current: FileJob | None
-    running: bool
     changes: int
     kv: KvProgress | None = None
     kv_message: str = ""
@@ -162,11 +161,10 @@ class JobQueue:
         counts = self.store.counts()
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
         waiting = self._waiting if left or self._kv else None
-        running = self._is_alive and left > 0 and not self._paused
         pace, changes = self._pace, self.store.changes
         return Overview(
             counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
-            self._current, running, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
+            self._current, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
         )  # fmt: skip
 
     def page(

@@ -203,15 +203,13 @@ class LibraryTab:
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
-                shown = self._documents(collection, search, state, offset), self._tools(collection)
+                count = sum(self._desk.workspaces.library.counts_by_state(collection).values())
+                tools = views.library.collection_tools(collection, count)
+                shown = self._documents(collection, search, state, offset), tools
         except RagBlendError as error:
             shown = problem(str(error)), ""
         at = offset if collection else 0
         return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
-
-    def _tools(self, collection: str) -> str:
-        counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
-        return views.library.collection_tools(collection, sum(counts.values()))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._desk.workspaces.of(collection).library

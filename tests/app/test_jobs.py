@@ -85,7 +85,7 @@ def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     current = jobs.overview().current
     assert (current.state, current.name, current.done) == ("embedding", "a.txt", 0) and current.total > 3
-    assert jobs.page()[0][0] == current and jobs.overview().running
+    assert jobs.page()[0][0] == current and not jobs.overview().is_idle
     gate.set()
     assert jobs.wait_idle(SOON_S)
     assert jobs.overview().current is None

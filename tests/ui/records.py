@@ -60,7 +60,6 @@ def queue(**values):
         "paused": False,
         "waiting": None,
         "current": None,
-        "running": True,
         "changes": 7,
     }
     return Overview(**(defaults | values))
