@@ -1,10 +1,9 @@
 """What a question gives: the answer, where it comes from, what it cost; and its JSON (design: the command line)."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ragblend.engine.config import Report
+from ragblend.engine.config import Report
 
 # A name of the JSON beside the attribute of the engine's timings; retrieval, ttft and total are completed here.
 ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
@@ -54,7 +53,7 @@ class Answer:
     device: str
     sources: tuple[Source, ...]
     retrieve_ms: float
-    report: "Report"
+    report: Report
     notice: str | None = None
 
     @property

@@ -6,7 +6,7 @@ What they give is JSON: passages carry the document's id, by which `read_documen
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -23,12 +23,10 @@ from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.retrieval import check_askable, check_collection, nearest, without_duplicates
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.keys import Door
+from ragblend.app.turn import Turn
+from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError, UsageError
-
-if TYPE_CHECKING:
-    from ragblend.app.turn import Turn
-    from ragblend.app.workspace import Workspace, Workspaces
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -36,6 +34,7 @@ ABOUT = (
     "The user's own documents, on this machine. `search` finds passages, `ask` has a small local model answer from "
     "them, `read_document` reads on where a passage ends. Cite documents by their names."
 )
+PASSAGE = ("document", "document_id", "location", "score", "text")
 MOST_CHARACTERS = 20_000  # of a document, in one answer
 LOOKS_ONLY = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 Question = Annotated[
@@ -46,7 +45,7 @@ Limit = Annotated[int, Field(ge=1, le=50)]
 Offset = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def tools_over(conversations: Conversations, workspaces: "Workspaces") -> MCPServer[Any]:
+def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServer[Any]:
     """The server, not yet running. Errors of the tools are answers to the assistant; the process goes on."""
     server: MCPServer[Any] = MCPServer(
         "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
@@ -58,7 +57,7 @@ def tools_over(conversations: Conversations, workspaces: "Workspaces") -> MCPSer
             check_collection(library, name)
         return workspaces.settings.collection if name is None else name
 
-    def opened(name: str | None) -> "Workspace":
+    def opened(name: str | None) -> Workspace:
         workspace = workspaces.of(chosen(name))
         check_askable(workspace)
         return workspace
@@ -189,10 +188,4 @@ async def _told(work: Callable[[], T]) -> T:
 
 
 def _passage(source: Source) -> Json:
-    return {
-        "document": source.document,
-        "document_id": source.document_id,
-        "location": source.location,
-        "score": source.score,
-        "text": source.text,
-    }
+    return {name: getattr(source, name) for name in PASSAGE}

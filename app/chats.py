@@ -50,7 +50,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of one side. report: what the answer cost (`hood.Hood.to_json`), notices, errors; {} for questions."""
+    """One turn of one side. report: what the answer cost (`hood.breakdown_of`), notices, errors; {} for questions."""
 
     id: int
     chat_id: int
@@ -81,22 +81,6 @@ class Message:
             lines = (f"- [{s.number}] {s.label} (similarity {s.score:.2f})" for s in self.sources)
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
-
-
-@dataclass(frozen=True)
-class ChatPage:
-    """Some conversations, and how many there are in all."""
-
-    chats: tuple[Chat, ...]
-    total: int
-
-
-@dataclass(frozen=True)
-class FoundChat:
-    """A conversation that a search found, and the first place where it did."""
-
-    chat: Chat
-    snippet: str
 
 
 class Chats(Database):
@@ -132,17 +116,17 @@ class Chats(Database):
             )
         return _chat(rows[0])
 
-    def page(self, offset: int = 0, limit: int = 50) -> ChatPage:
-        """The conversations by their last message, newest first."""
+    def page(self, offset: int = 0, limit: int = 50) -> tuple[list[Chat], int]:
+        """Some of the conversations by their last message, newest first, and how many there are in all."""
         rows = self.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
         (total,) = self.column("SELECT count(*) FROM chats")
-        return ChatPage(tuple(map(_chat, rows)), total)
+        return [*map(_chat, rows)], total
 
-    def search(self, text: str, limit: int = 50) -> list[FoundChat]:
-        """Conversations in whose title or one message all these words stand, newest first."""
+    def search(self, text: str, limit: int = 50) -> list[tuple[Chat, str]]:
+        """Conversations in whose title or one message all these words stand, newest first, with the first place."""
         words = text.casefold().split()
         if not words:
-            return [FoundChat(chat, "") for chat in self.page(limit=limit).chats]
+            return [(chat, "") for chat in self.page(limit=limit)[0]]
         title, message = (
             " AND ".join(f"instr(folded({name}), ?)" for _ in words) for name in ("title", "text")
         )
@@ -155,7 +139,7 @@ class Chats(Database):
         )
         query = f"SELECT text FROM messages WHERE chat_id = ? AND {message} ORDER BY id LIMIT 1"
         texts = {row["id"]: self.column(query, row["id"], *words) for row in rows}
-        return [FoundChat(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
+        return [(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
 
     def rename(self, chat_id: int, title: str) -> Chat:
         """Raises UsageError for an empty title, LibraryError if the conversation is gone."""
@@ -220,7 +204,6 @@ class Chats(Database):
         return self.message(key)
 
     def set_report(self, message_id: int, report: dict[str, Any]) -> Message:
-        """Put another report in the place of a message's."""
         self.execute("UPDATE messages SET report = ? WHERE id = ?", _json(report), message_id)
         return self.message(message_id)
 
@@ -286,7 +269,6 @@ class Chats(Database):
     # --- out of here
 
     def export_json(self, chat_id: int) -> dict[str, Any]:
-        """The whole conversation, for programs."""
         chat, messages = self.get(chat_id), [message.to_json() for message in self.messages(chat_id)]
         said = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
         return {"format": 1, **said, "messages": messages}

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 
 from ragblend.app.documents import Passage, node_id
@@ -17,19 +16,13 @@ MAX_TOKEN_CHARACTERS = 128  # no passage is so long a token
 CountTokens = Callable[[str], int]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How long a passage is and how much two neighbours share, in tokens of the model.
-
-    overlap_tokens is 0 by default: what two passages share would be encoded twice, stored twice, and read twice by
-    the model whenever both are retrieved.
-    """
-
-    chunk_tokens: int = 512
-    overlap_tokens: int = 0
-
-
-def cut_document(document: str, parts: Sequence[Part], count_tokens: CountTokens, cut: Cut) -> list[Passage]:
+def cut_document(
+    document: str,
+    parts: Sequence[Part],
+    count_tokens: CountTokens,
+    chunk_tokens: int,
+    overlap_tokens: int = 0,
+) -> list[Passage]:
     """Split on sentences with LlamaIndex's SentenceSplitter, over the borders of pages and sections.
 
     Filling passages up matters more than stopping at a heading: every passage that is retrieved costs the same
@@ -38,9 +31,11 @@ def cut_document(document: str, parts: Sequence[Part], count_tokens: CountTokens
     from llama_index.core.node_parser import SentenceSplitter
 
     splitter = SentenceSplitter(
-        chunk_size=cut.chunk_tokens,
-        chunk_overlap=cut.overlap_tokens,
-        tokenizer=lambda piece: range(_count(piece, count_tokens, cut)),  # it only asks for the length
+        chunk_size=chunk_tokens,
+        chunk_overlap=overlap_tokens,
+        tokenizer=lambda piece: range(
+            _count(piece, count_tokens, chunk_tokens)
+        ),  # it only asks for the length
         paragraph_separator=SEPARATOR,
     )
     text = SEPARATOR.join(part.text for part in parts)
@@ -57,7 +52,7 @@ def cut_document(document: str, parts: Sequence[Part], count_tokens: CountTokens
         if len(pieces) > MAX_PASSAGES:
             raise OversizedDocumentError(
                 f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
-                f"{cut.chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
+                f"{chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
             )
     named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
     return [
@@ -109,10 +104,10 @@ def _no_deadline() -> Iterator[None]:
         redos.DEFAULT_TIMEOUT = before
 
 
-def _count(piece: str, count_tokens: CountTokens, cut: Cut) -> int:
+def _count(piece: str, count_tokens: CountTokens, chunk_tokens: int) -> int:
     """More than fit for what is too long whatever it says: tokenizing megabytes takes a hundred times their memory."""
-    is_long = len(piece) > MAX_TOKEN_CHARACTERS * cut.chunk_tokens
-    return cut.chunk_tokens + 1 if is_long else count_tokens(piece)
+    is_long = len(piece) > MAX_TOKEN_CHARACTERS * chunk_tokens
+    return chunk_tokens + 1 if is_long else count_tokens(piece)
 
 
 def _span(first: str, last: str) -> str:

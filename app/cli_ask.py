@@ -145,13 +145,11 @@ def ready(cli: Cli, workspace: "Workspace") -> "Conversations":
 
 
 def sources_text(sources: Sequence[Source]) -> str:
-    """The sources, numbered, a line each."""
     lines = (f"  [{source.number}] {source.label} ({source.score:.2f})" for source in sources)
     return "\n".join(["", "Sources:", *lines])
 
 
 def timing_line(answer: Answer) -> str:
-    """What the answer cost, for people."""
     report = answer.report
     tokens = report.tokens
     return (
@@ -189,7 +187,7 @@ def _found(chats: "Chats", wanted: str | None) -> "Chat":
     """The conversation with that number or title; None: the latest. Raises LibraryError."""
     if wanted is not None and wanted.isdecimal():
         return chats.get(int(wanted))
-    found = list(chats.page(limit=1 if wanted is None else -1).chats)
+    found, _ = chats.page(limit=1 if wanted is None else -1)
     if wanted is not None:
         found = [chat for chat in found if chat.title.casefold() == wanted.casefold()]
     if len(found) == 1:
@@ -202,14 +200,14 @@ def _found(chats: "Chats", wanted: str | None) -> "Chat":
 
 
 def _print_chats(cli: Cli, chats: "Chats") -> None:
-    page = chats.page(limit=LISTED)
+    listed, total = chats.page(limit=LISTED)
     lines = [
         f"{one.id:>5}  {one.updated_at[:16].replace('T', ' ')}  {plural(one.messages, 'message'):>12}  {one.title}"
-        for one in page.chats
+        for one in listed
     ]
-    if page.total > len(lines):
-        lines.append(f"... and {page.total - len(lines):,} older ones")
-    value = {"chats": [asdict(one) for one in page.chats], "total": page.total}
+    if total > len(lines):
+        lines.append(f"... and {total - len(lines):,} older ones")
+    value = {"chats": [asdict(one) for one in listed], "total": total}
     cli.result(value, "\n".join(lines) or "No conversations yet. `ragblend chat` begins one.")
 
 

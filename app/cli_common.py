@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., int | None]
 SHARED: dict[str, Command] = {}  # by name, what the process runs that has the home open
+UNENCRYPTED = "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -114,6 +115,11 @@ class Cli:
         names = ("model", "device", "dtype", "vllm", "remote")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def place(self) -> Home:
+        """The home, made if need be. Raises LibraryError."""
+        return Home.resolve(self.home).create()
+
     def open(self, **overrides: Any) -> "Workspace":
         """The workspace that the options name. Raises LibraryError, SettingsError."""
         if self.shared is not None:
@@ -172,8 +178,7 @@ def command(app: typer.Typer, name: str | None = None, shared: bool = False) -> 
 def run_shared(name: str, arguments: dict[str, Any], terminal: Terminal, shared: "Shared") -> int:
     """Run a command that another process sent; its exit code. arguments: as `runner` packs them."""
     function = SHARED[name]
-    kinds = _classes(function)
-    given = {each: kind(**arguments.pop(each)) for each, kind in kinds.items()}
+    given = {each: kind(**arguments.pop(each)) for each, kind in _classes(function).items()}
     given["cli"] = replace(given["cli"], terminal=terminal, shared=shared)
     return function(**given, **arguments) or 0
 
@@ -194,21 +199,18 @@ def runner(function: Command, shared: bool = False) -> Callable[..., None]:
     options = {name: _options(kind) for name, kind in reversed(classes.items())}  # the shared ones last
 
     def run(**values: Any) -> None:
-        given = {
-            name: kind(**{each.name: values.pop(each.name) for each in options[name]})
-            for name, kind in classes.items()
-        }
+        told = {name: {each.name: values.pop(each.name) for each in options[name]} for name in classes}
+        given = {name: kind(**told[name]) for name, kind in classes.items()}
+        cli: Cli = given["cli"]
         # With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout.
-        aside = contextlib.redirect_stdout(sys.stderr) if given["cli"].json else contextlib.nullcontext()
+        aside = contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
         try:
-            cli: Cli = given["cli"]
             root = Home.resolve(cli.home).root
             line = remote.connected(root) if shared else None
             if line is None:
                 with aside:
                     code = function(**given, **values) or 0
             else:
-                told = {name: {o.name: getattr(given[name], o.name) for o in options[name]} for name in given}
                 with line:
                     code = remote.run(line, root, called, told | values, cli.out)
         except KeyboardInterrupt:
@@ -227,11 +229,9 @@ def runner(function: Command, shared: bool = False) -> Callable[..., None]:
 def _options(kind: Any) -> list[inspect.Parameter]:
     types = get_type_hints(kind)
     listed = [each for each in fields(kind) if "option" in each.metadata]
-    asked = {each: Annotated[types[each.name], each.metadata["option"]] for each in listed}
-    return [
-        inspect.Parameter(each.name, KEYWORD_ONLY, default=each.default, annotation=told)
-        for each, told in asked.items()
-    ]
+    kinds = [Annotated[types[each.name], each.metadata["option"]] for each in listed]
+    named = zip(listed, kinds, strict=True)
+    return [inspect.Parameter(f.name, KEYWORD_ONLY, default=f.default, annotation=kind) for f, kind in named]
 
 
 def plural(count: int, noun: str) -> str:

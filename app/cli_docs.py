@@ -124,17 +124,9 @@ def remove_collection(
 
 
 def _row(document: Document) -> dict[str, Any]:
-    return {
-        "id": document.id,
-        "document": document.name,
-        "collection": document.collection,
-        "path": document.path,
-        "state": str(document.state),
-        "reason": document.reason,
-        "passages": document.passages,
-        "size": document.facts.size,
-        "updated_at": document.updated_at,
-    }
+    names = ("id", "collection", "path", "state", "reason", "passages", "updated_at")
+    row = {name: getattr(document, name) for name in names}
+    return row | {"document": document.name, "size": document.facts.size}
 
 
 def _table(documents: list[Document]) -> str:

@@ -2,14 +2,12 @@
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ragblend.app.cli_ask import Collection
 from ragblend.app.cli_common import Answering, Cli, option
 from ragblend.app.extras import check_installed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -42,23 +40,19 @@ def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection
                 talk(server, cli.terminal)
 
 
-def _listen(cli: Cli, server: Any, asked: Listening, root: "Path") -> None:
-    import uvicorn
-
+def _listen(cli: Cli, server: Any, asked: Listening, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Door, Keys
-    from ragblend.app.serve.listening import Address, Server, check_reach, listening
+    from ragblend.app.serve.listening import Server, check_reach, listening
 
     keys = Keys(root)
     check_reach(asked.host, keys)
-    with listening(asked.host, asked.port) as at:
-        address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
-        door = Door(Rules.of(address.host, address.port, address.names), keys, not address.is_loopback)
+    with listening(asked.host, asked.port, asked.allow_host) as (address, at):
+        door = Door(Rules(address), keys, not address.is_loopback)
         url = f"{address.url}mcp"
-        app = over_http(server, door)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
-        running = Server(config, lambda: cli.result({"url": url}, f"Assistants find the library at {url}"))
+        said = {"url": url}, f"Assistants find the library at {url}"
+        running = Server(over_http(server, door), lambda: cli.result(*said))
 
         def stop() -> None:
             running.should_exit = True

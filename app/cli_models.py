@@ -104,8 +104,7 @@ def use(
 
     with cli.open() as workspace:
         before, home = workspace.settings.model, workspace.home
-        library = workspace.library
-        documents = sum(sum(library.counts_by_state(one).values()) for one in library.collections())
+        documents = workspace.workspaces.count_documents()
     chosen = full_name(name, models_here(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
@@ -141,7 +140,6 @@ def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
 
 
 def offer_line(offer: Offer) -> str:
-    """A suggestion as a line, its figures for this machine."""
     model = offer.model
     return (
         f"{model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli_common import Cli, command, option, runner
+from ragblend.app.cli_common import UNENCRYPTED, Cli, command, option, runner
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import UsageError
 
@@ -38,8 +38,9 @@ def serve(cli: Cli, asked: Serving) -> int:
     cli.open().close()  # what it was given is refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.desk import Desk
+    from ragblend.app.serve.front import Address
     from ragblend.app.serve.keys import Keys
-    from ragblend.app.serve.listening import Address, check_reach, listening
+    from ragblend.app.serve.listening import check_reach, listening
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
 
@@ -47,8 +48,7 @@ def serve(cli: Cli, asked: Serving) -> int:
         known = Keys(desk.workspaces.home.root)
         is_open = Address(asked.host).is_loopback and not known.clients()
         check_reach(asked.host, known)
-        with listening(asked.host, asked.port) as at:
-            address = Address(asked.host, at.getsockname()[1], tuple(asked.allow_host or ()))
+        with listening(asked.host, asked.port, asked.allow_host) as (address, at):
 
             def ready() -> None:
                 url = f"{address.url}v1"
@@ -59,9 +59,7 @@ def serve(cli: Cli, asked: Serving) -> int:
                     else "It wants a key of `ragblend keys add NAME`."
                 )
                 if not address.is_loopback:
-                    cli.note(
-                        "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
-                    )
+                    cli.note(UNENCRYPTED)
 
             limits = Limits(asked.max_requests, answer_s=asked.timeout, hang_s=asked.hang)
             with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
@@ -131,7 +129,6 @@ def remove_key(cli: Cli, name: Annotated[str, typer.Argument(help="Whose key.")]
 
 
 def _keys(cli: Cli) -> Any:
-    from ragblend.app.home import Home
     from ragblend.app.serve.keys import Keys
 
-    return Keys(Home.resolve(cli.home).create().root)
+    return Keys(cli.place.root)

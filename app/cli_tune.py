@@ -9,6 +9,7 @@ import typer
 from ragblend.app.bench.cli import Moved, engine_arguments, settings_of
 from ragblend.app.bench.sources import ALL_DOCUMENTS, Source, ingested, read
 from ragblend.app.cli_common import Cli, option, plural
+from ragblend.app.tuned import save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,10 +42,9 @@ class Tuning:
 def tune(cli: Cli, asked: Tuning, generate: Moved = None) -> None:
     """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
     from ragblend.app.bench.tune import check_request
-    from ragblend.app.home import Home
 
     check_request(asked.minutes, asked.limit)
-    home = Home.resolve(cli.home).create()
+    home = cli.place
     settings = settings_of(cli, collection=asked.collection)
     if asked.undo:
         _undo(cli, home.settings, settings.model)
@@ -114,8 +114,6 @@ def _finish(
     cli: Cli, found: "Verdict", settings: "Settings", source: Source, path: Path, save: bool | None
 ) -> None:
     """Print what was measured, and save it if it is better than what stands, or is asked for all the same."""
-    from ragblend.app.tuned import save_choice, tuned_file
-
     best = found.best
     saved = save is not False and (found.better or (found.on_request and save is True))
     value = asdict(found) | {"model": settings.model, "saved": saved, "data": source.name, **asdict(best)}
@@ -131,7 +129,6 @@ def _finish(
 
 
 def _lines(found: "Verdict") -> list[str]:
-    """A line a candidate, the nearest to full prefill first."""
     head = f"{'method':<24}{'ratio':>7}{'KL':>9}{'95% interval':>20}{'TTFT ms':>9}{'questions':>11}"
     rows = sorted([*found.rows, *found.dropped], key=lambda row: row["kl"])
     return [head, *(_line(row) for row in rows)]
@@ -163,8 +160,6 @@ def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> li
 
 
 def _undo(cli: Cli, path: Path, model: str) -> None:
-    from ragblend.app.tuned import tuned_file, undo_choice
-
     undone = undo_choice(tuned_file(path), model)
     if undone is None:
         cli.result(

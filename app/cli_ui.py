@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.cli_common import Cli, option
+from ragblend.app.cli_common import UNENCRYPTED, Cli, option
 from ragblend.app.extras import check_installed
 
 MIB = 1 << 20
@@ -43,11 +43,12 @@ def ui(cli: Cli, asked: Serving) -> int:
     if asked.set_password:
         return _set_password(cli, serving)
     from ragblend.app.desk import Desk
+    from ragblend.app.serve.listening import listening
 
-    with Desk.open(cli.home, **cli.overrides) as desk:
-        address = serving.Address(
-            asked.host, serving.free_port(asked.host, asked.port), tuple(asked.allow_host or ())
-        )
+    with (
+        Desk.open(cli.home, **cli.overrides) as desk,
+        listening(asked.host, asked.port, asked.allow_host, serving.PORTS_TRIED) as (address, at),
+    ):
         entrance = serving.open_entrance(desk.workspaces.home.root, address, asked.new_link)
         link = f"{address.url}?token={entrance.token}"
 
@@ -56,22 +57,17 @@ def ui(cli: Cli, asked: Serving) -> int:
             cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:
-                cli.note(
-                    "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
-                )
+                cli.note(UNENCRYPTED)
             if asked.browser:
                 landing = serving.write_landing(folder, link).as_uri()
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
         with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            serving.serve(desk, address, entrance, ready, asked.max_upload_mib * MIB)
+            serving.serve(desk, address, at, entrance, ready, asked.max_upload_mib * MIB)
     return 0
 
 
 def _set_password(cli: Cli, serving: Any) -> int:
-    from ragblend.app.home import Home
-
-    home = Home.resolve(cli.home).create()
     if sys.stdin.isatty():
         first, second = getpass.getpass("Password of the page: "), getpass.getpass("Once more: ")
         if first != second:
@@ -79,6 +75,6 @@ def _set_password(cli: Cli, serving: Any) -> int:
             return 1
     else:
         first = sys.stdin.readline().rstrip("\n")
-    serving.save_password(serving.password_path(home.root), first)
+    serving.save_password(serving.password_path(cli.place.root), first)
     cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
     return 0

@@ -42,7 +42,6 @@ class Compared:
     kl: float
     same_next: float
     tokens: dict[str, int]
-    recomputed_fraction: float
     warning: str | None = None
 
 
@@ -93,7 +92,6 @@ def compare(
             kl=kl_divergence(expected, logits),
             same_next=top1_agreement(expected, logits),
             tokens={name: getattr(report.tokens, name) for name in COUNTS},
-            recomputed_fraction=report.recomputed_fraction,
             warning=report.warning,
         )
 

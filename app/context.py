@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Message
+from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment
+from ragblend.engine.prompt import Message as PromptMessage
+from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
 from ragblend.kvstore.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt, Segment
 
 PLAIN_SYSTEM = "You are a helpful assistant. If you do not know something, say so."
 MORE = "More passages:\n\n"
@@ -43,7 +45,7 @@ class Context:
     be left out.
     """
 
-    prompt: "Prompt"
+    prompt: Prompt
     sources: tuple[Source, ...]
     present: tuple[Source, ...]
     first_id: int
@@ -60,8 +62,6 @@ class Words:
 
 def words_for(mode: str, system: str | None, passages: bool) -> Words:
     """documents: from the passages alone; chat: with them where there are any."""
-    from ragblend.engine.tokenizing import SYSTEM
-
     if mode == "documents":
         return Words(SYSTEM if system is None else system, ONLY_PASSAGES)
     default = SYSTEM if passages else PLAIN_SYSTEM
@@ -106,10 +106,12 @@ def fit(
 
     room: tokens of the window beside the answer. Raises PromptTooLongError if the question alone is too long.
     """
-    turns, first_id = past_turns(messages), _first_id(messages)
+    turns = past_turns(messages)
+    # Where the last context began: what was left out once stays out.
+    first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
-    def sized() -> tuple["Prompt", list[Source], int]:
+    def sized() -> tuple[Prompt, list[Source], int]:
         sources = numbered(best, messages, kept)
         prompt = build(engine, words, kept, question, sources)
         return prompt, sources, len(prompt.token_ids)
@@ -140,25 +142,20 @@ def fit(
 
 def build(
     engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[Source]
-) -> "Prompt":
+) -> Prompt:
     """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
-    from ragblend.engine.prompt import Literal, Message, Prompt
-
-    messages = [Message("system", (Literal(words.system),))] if words.system else []
+    messages = [PromptMessage("system", (Literal(words.system),))] if words.system else []
     seen: set[str] = set()
     for turn in turns:
-        messages.append(Message("user", tuple(_asked(words, turn.question, turn.sources, seen))))
-        messages.append(Message("assistant", (Literal(turn.answer, verbatim=True),)))
-    messages.append(Message("user", tuple(_asked(words, question, sources, seen))))
+        messages.append(PromptMessage("user", tuple(_asked(words, turn.question, turn.sources, seen))))
+        messages.append(PromptMessage("assistant", (Literal(turn.answer, verbatim=True),)))
+    messages.append(PromptMessage("user", tuple(_asked(words, question, sources, seen))))
     prompt: Prompt = engine.tokenize(engine.chat(messages))
     return prompt
 
 
-def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> "list[Segment]":
+def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> list[Segment]:
     """What people wrote is verbatim: it cannot end a turn, whatever it says."""
-    from ragblend.engine.prompt import Chunk, Literal
-    from ragblend.engine.tokenizing import OPENING, SEPARATOR
-
     new = [source for source in sources if source.node_id not in seen]
     segments: list[Segment] = []
     for source in sorted(new, key=lambda source: -source.number):
@@ -170,11 +167,6 @@ def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str
     if not seen:
         return [Literal(question, verbatim=True)]
     return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
-
-
-def _first_id(messages: Sequence[Message]) -> int:
-    """Where the last context began: what was left out once stays out."""
-    return next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
 
 
 def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:

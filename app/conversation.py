@@ -18,7 +18,7 @@ from ragblend.app.context import Words, build, fit, past_turns, words_for
 from ragblend.app.database import now
 from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
-from ragblend.app.hood import Hood
+from ragblend.app.hood import full_prefill, has_breakdown
 from ragblend.app.progress import OnProgress, silent
 from ragblend.app.retrieval import search
 from ragblend.app.settings import Settings
@@ -107,15 +107,13 @@ class Conversations:
         asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
         return self._prepared(asked, messages, options)
 
-    def digest(
-        self, document: Document, chat_id: int | None = None, show: OnProgress = silent, client: str = ""
-    ) -> Digest:
+    def digest(self, document: Document, chat_id: int | None = None, show: OnProgress = silent) -> Digest:
         """Summarise a document of the library; kept in that conversation, if there is one."""
         said, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
         asked = Message(1, UNSAVED, "user", said, now())
         if chats is not None and chat_id is not None:
             asked = chats.add(chat_id, "user", said)
-        reading = Reading(self._workspaces.of(document.collection), document, client, show)
+        reading = Reading(self._workspaces.of(document.collection), document, show)
         turn = Digest(Asked(asked, None, Words("", ""), None, 0.0, self.settings), reading, chats)
         self._turns.add(turn)
         return turn
@@ -141,19 +139,18 @@ class Conversations:
             return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
-    def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
+    def measure_full(self, message_id: int) -> dict[str, Any]:
         """Read that answer's prompt in full, for the clock; its report, with the measured time, stored.
 
-        Raises UsageError where there is nothing to measure, Cancelled.
+        Raises UsageError where there is nothing to measure.
         """
         answer = self._chats.message(message_id)
-        hood = Hood.from_json(answer.report)
-        if hood is None:
+        if not has_breakdown(answer.report):
             raise UsageError("Measuring full prefill: this is no finished answer of the model. Take another.")
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
-        prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
-        report = {**answer.report, **hood.measured(round(prefilled.report.timings.prefill_ms, 1)).to_json()}
+        prefilled = self.engine.prefill(prompt, method="full")
+        report = answer.report | full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.set_report(message_id, report).report
 
     def stop_all(self) -> None:

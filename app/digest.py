@@ -24,12 +24,13 @@ from ragblend.app.progress import OnProgress, Stage, silent
 from ragblend.app.support import sentences
 from ragblend.app.turn import Asked, Turn
 from ragblend.app.workspace import Workspace
+from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment
+from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
 from ragblend.kvstore.errors import Cancelled, LibraryError, PromptTooLongError, RagBlendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt, Segment
     from ragblend.engine.results import Result
 
 NOTE_TOKENS, SUMMARY_TOKENS = 96, 256  # what is written of one window, and of all
@@ -47,13 +48,12 @@ class Reading:
 
     workspace: Workspace
     document: Document
-    client: str = ""
     show: OnProgress = silent
     steps: int = 0
     kept: int = 0
     encoded: int = 0
     doing: str = "Looking for its passages …"
-    _reports: "list[Report]" = field(default_factory=list)
+    _reports: list[Report] = field(default_factory=list)
 
     @property
     def engine(self) -> "Engine":
@@ -152,21 +152,14 @@ class Reading:
             group, tokens = [*group, text], tokens + length
         yield group
 
-    def _of_passages(self, window: Sequence[Passage]) -> "Prompt":
-        from ragblend.engine.prompt import Chunk
-
+    def _of_passages(self, window: Sequence[Passage]) -> Prompt:
         name = self.document.collection
         return self._prompt([Chunk(p.text, p.node_id, collection=name, entered=True) for p in window])
 
-    def _of_notes(self, texts: Sequence[str]) -> "Prompt":
-        from ragblend.engine.prompt import Literal
-
+    def _of_notes(self, texts: Sequence[str]) -> Prompt:
         return self._prompt([Literal(text.strip(), verbatim=True) for text in texts], NOTES, WHOLE)
 
-    def _prompt(self, parts: "Sequence[Segment]", opening: str = "", closing: str = PASSAGES) -> "Prompt":
-        from ragblend.engine.prompt import Literal, Message
-        from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
-
+    def _prompt(self, parts: Sequence[Segment], opening: str = "", closing: str = PASSAGES) -> Prompt:
         said: list[Segment] = [Literal(opening or OPENING)]
         for part in parts:
             said += [part, Literal(SEPARATOR)]
@@ -185,13 +178,11 @@ class Reading:
 
     @cached_property
     def _around(self) -> int:
-        from ragblend.engine.tokenizing import SEPARATOR
-
         return self.engine.count_tokens(SEPARATOR)
 
     def _written(
         self,
-        prompt: "Prompt",
+        prompt: Prompt,
         most_tokens: int,
         cancel: threading.Event,
         on_text: Callable[[str], None] = silent,
@@ -208,16 +199,14 @@ class Reading:
             return found
         if cancel.is_set():
             raise Cancelled("the digest was left on request; what was written is kept")
-        result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, client=self.client, **options)
+        result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
         self.steps += 1
         self._reports.append(result.report)
         library.keep_note(self.document, key, result.text)
         return result.text
 
-    def _report(self, before_ms: float, total_ms: float) -> "Report":
+    def _report(self, before_ms: float, total_ms: float) -> Report:
         """What all of it took: tokens, hits and misses added up; ttft_ms: until the first word of the summary."""
-        from ragblend.engine.config import Report, Timings, TokenCounts
-
         settings, reports = self.workspace.settings, self._reports
         last = reports[-1] if reports else Report(settings.method, None)
         tokens = {
@@ -264,14 +253,11 @@ class Digest(Turn):
         return {"digest": self.reading.document.id, **more}
 
     def _cited(self) -> tuple[Source, ...]:
-        with suppress(
-            RagBlendError
-        ):  # the document may be gone, and what was said of it is shown all the same
+        with suppress(RagBlendError):  # the document may be gone: what was said of it is shown all the same
             self.sources = self.reading.nearest(self.text)
         return self.sources
 
     def to_json(self) -> dict[str, Any]:
-        """The answer's, with what it was made of."""
         reading = self.reading
         counts = {
             "parts_written": reading.steps,

@@ -29,7 +29,10 @@ def discover(paths: Sequence[Path]) -> Discovery:
     folders: list[Path] = []
     skipped: list[Path] = []
     failed: list[tuple[Path, DocumentError]] = []
-    for path in map(_absolute, paths):
+    for given in paths:
+        path = Path(
+            os.path.abspath(given.expanduser())
+        )  # the name a user knows: links are not resolved, ".." is
         try:
             if path.is_dir():
                 folders.append(path)
@@ -52,10 +55,6 @@ def discover(paths: Sequence[Path]) -> Discovery:
 def shown(path: Path) -> str:
     """A name that can be printed and kept, whatever its bytes are."""
     return str(path).encode("utf-8", "replace").decode("utf-8")
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path.expanduser()))  # the name a user knows: links are not resolved, ".." is
 
 
 def _checked(path: Path) -> Path:

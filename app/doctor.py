@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
 
 from ragblend.app.upkeep import check_index, check_library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
+Status = Literal["ok", "warning", "failed"]
+Check = Callable[[Workspace], tuple[Status, str]]
 LOW_DISK_BYTES = 2 * 1024**3
 PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core")
 
@@ -22,14 +25,8 @@ class Verdict:
     """One line of the doctor's report; a warning is not a failure."""
 
     name: str
-    status: str
+    status: Status
     detail: str
-
-    def __post_init__(self) -> None:
-        assert self.status in {"ok", "warning", "failed"}, self.status
-
-
-Check = Callable[[Workspace], tuple[str, str]]
 
 
 def examine(workspace: Workspace) -> Iterator[Verdict]:
@@ -43,11 +40,11 @@ def examine(workspace: Workspace) -> Iterator[Verdict]:
             yield Verdict(name, "failed", f"{type(error).__name__}: {error}")
 
 
-def _python(_: Workspace) -> tuple[str, str]:
+def _python(_: Workspace) -> tuple[Status, str]:
     return "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
-def _packages(_: Workspace) -> tuple[str, str]:
+def _packages(_: Workspace) -> tuple[Status, str]:
     found, missing = [], []
     for name in PACKAGES:
         try:
@@ -59,14 +56,14 @@ def _packages(_: Workspace) -> tuple[str, str]:
     return "ok", ", ".join(found)
 
 
-def _device(workspace: Workspace) -> tuple[str, str]:
+def _device(workspace: Workspace) -> tuple[Status, str]:
     import torch
 
     engine, threads = workspace.engine, torch.get_num_threads()
     return "ok", f"{engine.device} in {engine.dtype}, {threads} threads, {os.cpu_count()} cores"
 
 
-def _model(workspace: Workspace) -> tuple[str, str]:
+def _model(workspace: Workspace) -> tuple[Status, str]:
     engine = workspace.engine
     said = f"{engine.model_name}, window {engine.context_window:,} tokens"
     with suppress(UnsupportedModelError):  # `_gate` says so
@@ -74,19 +71,19 @@ def _model(workspace: Workspace) -> tuple[str, str]:
     return "ok", said
 
 
-def _gate(workspace: Workspace) -> tuple[str, str]:
+def _gate(workspace: Workspace) -> tuple[Status, str]:
     gate = workspace.engine.gate
     if gate.passed:
         return "ok", f"passed ({', '.join(check.name for check in gate.checks)})"
     return "warning", f"answers come from full prefill, slower but right: {gate.reason}"
 
 
-def _embedder(workspace: Workspace) -> tuple[str, str]:
+def _embedder(workspace: Workspace) -> tuple[Status, str]:
     workspace.embedder.load()
     return "ok", workspace.embedder.name
 
 
-def _home(workspace: Workspace) -> tuple[str, str]:
+def _home(workspace: Workspace) -> tuple[Status, str]:
     loose = workspace.home.loose_paths()
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
@@ -94,13 +91,12 @@ def _home(workspace: Workspace) -> tuple[str, str]:
     return "ok", f"{workspace.home.root}, readable for you only"
 
 
-def _disk(workspace: Workspace) -> tuple[str, str]:
+def _disk(workspace: Workspace) -> tuple[Status, str]:
     free = shutil.disk_usage(workspace.home.root).free
-    status = "warning" if free < LOW_DISK_BYTES else "ok"
-    return status, f"{free / 1024**3:.1f} GiB free for the home"
+    return "warning" if free < LOW_DISK_BYTES else "ok", f"{free / 1024**3:.1f} GiB free for the home"
 
 
-def _library(workspace: Workspace) -> tuple[str, str]:
+def _library(workspace: Workspace) -> tuple[Status, str]:
     if damage := workspace.library.damage:
         return "failed", f"the registry is damaged: {damage}; restore {workspace.home.library} from a backup"
     if findings := check_library(workspace.library):
@@ -114,7 +110,7 @@ def _library(workspace: Workspace) -> tuple[str, str]:
     return "ok", f"{states.total()} documents{where}" + (f" ({counts})" if counts else "")
 
 
-def _store(workspace: Workspace) -> tuple[str, str]:
+def _store(workspace: Workspace) -> tuple[Status, str]:
     problems, stats = workspace.store.check(), workspace.store.stats()
     if problems:
         said = f"{len(problems)} problems, such as {problems[0].message}"
@@ -122,7 +118,7 @@ def _store(workspace: Workspace) -> tuple[str, str]:
     return "ok", f"{stats.entries} KV values, {stats.bytes / 1024**2:.1f} MiB, all sound"
 
 
-def _remote(workspace: Workspace) -> tuple[str, str]:
+def _remote(workspace: Workspace) -> tuple[Status, str]:
     remote = workspace.store.remote
     if remote is None:
         return "ok", "none is set"
@@ -131,7 +127,7 @@ def _remote(workspace: Workspace) -> tuple[str, str]:
     return "ok" if remote.is_available else "warning", f"{stats.where}: {stats.state}"
 
 
-def _index(workspace: Workspace) -> tuple[str, str]:
+def _index(workspace: Workspace) -> tuple[Status, str]:
     vectors = 0
     for name in workspace.library.collections() or [workspace.settings.collection]:
         one = workspace.workspaces.of(name)

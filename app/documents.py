@@ -1,6 +1,7 @@
 """What the library keeps of a document and of its passages."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +24,13 @@ class FileFacts:
     size: int
     mtime_ns: int
     sha256: str
+
+    def fit(self, path: Path) -> bool:
+        """Whether the file has that size and that time; False for one that is gone."""
+        with suppress(OSError):
+            found = path.stat()
+            return (self.size, self.mtime_ns) == (found.st_size, found.st_mtime_ns)
+        return False
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,6 @@ class Document:
 
     @property
     def scanned(self) -> bool:
-        """Whether it failed because its pages hold no text."""
         return SCANNED in self.reason
 
 

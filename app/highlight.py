@@ -25,39 +25,20 @@ Place = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class PageHighlight:
-    """The passage marked on pictures of its pages."""
+class Highlight:
+    """The source marked on pictures of its pages, or text[start:stop]; reason: why it is neither.
+
+    cut_before and cut_after: the document goes on there.
+    """
 
     document: str
-    path: str
-    pages: tuple[PageImage, ...]
-
-
-@dataclass(frozen=True)
-class TextHighlight:
-    """The passage, or the sentence of it, is text[start:stop]; cut_before and cut_after: the document goes on there."""
-
-    document: str
-    path: str
-    text: str
-    start: int
-    stop: int
-    cut_before: bool
-    cut_after: bool
-    location: str
-
-
-@dataclass(frozen=True)
-class NotLocated:
-    """It cannot be shown where the passage stands, and why; passage is its text as the model was given it."""
-
-    document: str
-    path: str
-    reason: str
-    passage: str
-
-
-Highlight = PageHighlight | TextHighlight | NotLocated
+    pages: tuple[PageImage, ...] = ()
+    text: str = ""
+    start: int = 0
+    stop: int = 0
+    cut_before: bool = False
+    cut_after: bool = False
+    reason: str = ""
 
 
 def locate_source(library: Library, source: Source, place: Place = None) -> Highlight:
@@ -67,13 +48,12 @@ def locate_source(library: Library, source: Source, place: Place = None) -> High
     """
     document = library.documents_with([source.document_id]).get(source.document_id)
     if document is None or source.text == DELETED_TEXT:
-        reason = "The document was deleted from the library."
-        return NotLocated(source.document, "", reason, source.text)
+        return Highlight(source.document, reason="The document was deleted from the library.")
     try:
         found = _located(library, document, source, place)
     except DocumentError as error:
-        return NotLocated(document.name, document.path, str(error), source.text)
-    return found or NotLocated(document.name, document.path, _why_not(document), source.text)
+        return Highlight(document.name, reason=str(error))
+    return found or Highlight(document.name, reason=_why_not(document))
 
 
 def _located(library: Library, document: Document, source: Source, place: Place) -> Highlight | None:
@@ -89,8 +69,7 @@ def _located(library: Library, document: Document, source: Source, place: Place)
     if first:  # from the beginning of a line, if there is one
         first = text.find("\n", first, start) + 1 or first
     begin, end = (start - first + at for at in place or (0, len(source.text)))
-    around = text[first:last], begin, end, first > 0, last < len(text)
-    return TextHighlight(document.name, document.path, *around, source.location)
+    return Highlight(document.name, (), text[first:last], begin, end, first > 0, last < len(text))
 
 
 def _up_to(library: Library, source: Source) -> Sequence[Passage]:
@@ -117,18 +96,17 @@ def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     return first if first >= 0 and text.find(wanted, first + 1) < 0 else None
 
 
-def _on_pages(document: Document, path: Path, source: Source, place: Place) -> PageHighlight | None:
+def _on_pages(document: Document, path: Path, source: Source, place: Place) -> Highlight | None:
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
     check_file(path)
     pages = apart(located_pages, path, source.text, source.location, place)
-    return PageHighlight(document.name, document.path, pages) if pages else None
+    return Highlight(document.name, pages) if pages else None
 
 
 def _why_not(document: Document) -> str:
     """The file as it is now is not the one that was read, or its text cannot be matched to the page."""
     path = Path(document.path)
-    found = path.stat()
-    if (found.st_size, found.st_mtime_ns) != (document.facts.size, document.facts.mtime_ns):
+    if not document.facts.fit(path):
         return "The file has changed since it was read, and this passage does not stand in it any more."
     if path.suffix.lower() == ".pdf":
         return "The letters of this passage cannot be matched to those that the page shows, so nothing is marked."

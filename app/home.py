@@ -1,4 +1,7 @@
-"""Where everything of one user lives: the home folder, its layout, its permissions."""
+"""Where everything of one user lives: the home folder, its layout, its permissions.
+
+A KV file can be inverted to the text it was made from, so the home is as secret as the documents.
+"""
 
 import os
 import stat
@@ -6,10 +9,7 @@ from pathlib import Path
 
 from ragblend.engine.config import default_home
 from ragblend.kvstore.errors import LibraryError
-
-# A KV file can be inverted to the text it was made from, so the home is as secret as the documents.
-FOLDER_MODE = 0o700
-FILE_MODE = 0o600
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 
 
 class Home:

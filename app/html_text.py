@@ -22,19 +22,7 @@ from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentEr
 
 CONTAINER = "META-INF/container.xml"
 TEXT_TYPES = {"application/xhtml+xml", "text/html"}
-HIDDEN = {
-    "button",
-    "script",
-    "style",
-    "template",
-    "noscript",
-    "head",
-    "svg",
-    "math",
-    "iframe",
-    "object",
-    "nav",
-}
+HIDDEN = set("button script style template noscript head svg math iframe object nav".split())  # noqa: SIM905
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 CELLS = {"td", "th"}
 BLOCKS = HEADINGS | set(

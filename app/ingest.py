@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app import readers
-from ragblend.app.chunking import Cut, cut_document
+from ragblend.app.chunking import cut_document
 from ragblend.app.discovery import Discovery, discover, shown
 from ragblend.app.documents import Document, FileFacts, Passage, State, content_digest
 from ragblend.app.encoding import KvProgress, KvReport, encode_missing
@@ -24,6 +24,7 @@ from ragblend.app.progress import Meter, OnProgress, silent
 from ragblend.app.removal import remove_document
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import Part, joined
+from ragblend.integrations.passages import Passage as Known
 from ragblend.kvstore.errors import (
     Cancelled,
     DamagedDocumentError,
@@ -197,7 +198,7 @@ class _Run:
         known = self._library.document(self._collection, name)
         recipe = known.recipe.removesuffix(SKETCHED) if known else ""
         current = known is not None and known.state is State.DONE and recipe == self._recipe
-        if known and current and _same_stat(known.facts, path):
+        if known and current and known.facts.fit(path):
             self.report.unchanged.append(name)
             return
         facts = self._facts(path, name)
@@ -228,13 +229,13 @@ class _Run:
         self, path: Path, document: str, facts: FileFacts, known: Document | None, behind: int
     ) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
-        cut = Cut(settings.chunk_tokens, settings.chunk_overlap)
+        sizes = settings.chunk_tokens, settings.chunk_overlap
 
         def count(piece: str) -> int:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        passages = cut_document(document, readers.read_document(path, self._show_pages), count, cut)
+        passages = cut_document(document, readers.read_document(path, self._show_pages), count, *sizes)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # what has not changed has all its vectors already
@@ -265,8 +266,6 @@ class _Run:
 
     def _place(self, document: str) -> None:
         """From the registry into Chroma and the engine's nodes; then out of both with what is stale."""
-        from ragblend.integrations.passages import Passage as Known
-
         index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
         stale = self._library.stale(document)
         index.upsert(*self._library.embeddings_of(document))
@@ -306,14 +305,6 @@ class _Run:
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
-
-
-def _same_stat(facts: FileFacts, path: Path) -> bool:
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return (facts.size, facts.mtime_ns) == (found.st_size, found.st_mtime_ns)
 
 
 def _read_facts(path: Path) -> FileFacts:

@@ -65,14 +65,6 @@ class FileJob:
         return Path(self.path).name
 
 
-@dataclass(frozen=True)
-class JobPage:
-    """Some jobs, and how many there are of that kind in all."""
-
-    jobs: tuple[FileJob, ...]
-    total: int
-
-
 class JobStore(Database):
     """All reads and writes of the queue; every change is one transaction. Safe for threads."""
 
@@ -93,12 +85,10 @@ class JobStore(Database):
         return count
 
     def next(self) -> FileJob | None:
-        """Whose turn it is."""
         rows = self.rows("SELECT * FROM jobs WHERE state = 'queued' ORDER BY turn LIMIT 1")
         return _job(rows[0]) if rows else None
 
     def has_other(self, job: FileJob) -> bool:
-        """Whether more of that kind waits."""
         query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
         return bool(self.rows(query, job.kind, job.id))
 
@@ -170,8 +160,11 @@ class JobStore(Database):
 
     def page(
         self, state: str | None, search: str, offset: int, limit: int, collection: str | None = None
-    ) -> JobPage:
-        """Running ones first, then the queue, then the rest with the latest first; of one collection or of all."""
+    ) -> tuple[list[FileJob], int]:
+        """Some jobs, and how many there are of that state in all; of one collection or of all.
+
+        Running ones first, then the queue, then the rest with the latest first.
+        """
         where = "WHERE state = coalesce(?, state) AND collection = coalesce(?, collection)"
         values = list[Any]([state, collection])
         for word in search.casefold().split():
@@ -184,7 +177,7 @@ class JobStore(Database):
         (total,) = self.column(f"SELECT count(*) FROM jobs {where}", *values)
         query = f"SELECT * FROM jobs {where} ORDER BY {order} LIMIT ? OFFSET ?"
         rows = self.rows(query, *values, limit, offset)
-        return JobPage(tuple(_job(row) for row in rows), total)
+        return [_job(row) for row in rows], total
 
     # --- facts that outlive a process, by name
 

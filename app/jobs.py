@@ -17,11 +17,12 @@ from ragblend.app.discovery import discover, shown
 from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.guards import check_file
 from ragblend.app.ingest import embed_in_full, ingest_file
-from ragblend.app.job_store import OPEN, RUNNING, FileJob, JobPage, JobStore, State
+from ragblend.app.job_store import OPEN, RUNNING, FileJob, JobStore, State
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.removal import Removed, erase_removed, remove_document
 from ragblend.app.uploads import keep_upload
 from ragblend.app.workspace import Workspaces
+from ragblend.engine.scheduler import end_at_exit
 from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
 
 log = logging.getLogger("ragblend")
@@ -57,7 +58,6 @@ class Overview:
     paused: bool
     waiting: str | None
     current: FileJob | None
-    running: bool
     changes: int
     kv: KvProgress | None = None
     kv_message: str = ""
@@ -82,8 +82,6 @@ class JobQueue:
     def start(self) -> None:
         """Begin to work, in a thread; what an earlier process left is gone on with."""
         if not self._is_alive:
-            from ragblend.engine.scheduler import end_at_exit
-
             self._ending.clear()
             self._thread = threading.Thread(target=self._run, name="ragblend-ingest", daemon=True)
             self._thread.start()
@@ -163,11 +161,10 @@ class JobQueue:
         counts = self.store.counts()
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
         waiting = self._waiting if left or self._kv else None
-        running = self._is_alive and left > 0 and not self._paused
         pace, changes = self._pace, self.store.changes
         return Overview(
             counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
-            self._current, running, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
+            self._current, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
         )  # fmt: skip
 
     def page(
@@ -177,13 +174,12 @@ class JobQueue:
         offset: int = 0,
         limit: int = 50,
         collection: str | None = None,
-    ) -> JobPage:
-        """Running ones first, then the queue, then what is over with the latest first; of one collection or of all."""
-        page, current = self.store.page(state, search, offset, limit, collection), self._current
-        if current is None:
-            return page
-        jobs = (current if j.id == current.id and j.state in RUNNING else j for j in page.jobs)
-        return replace(page, jobs=tuple(jobs))
+    ) -> tuple[list[FileJob], int]:
+        """As `JobStore.page`, and how far the file in hand is."""
+        (jobs, total), current = self.store.page(state, search, offset, limit, collection), self._current
+        if current is not None:
+            jobs = [current if j.id == current.id and j.state in RUNNING else j for j in jobs]
+        return jobs, total
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do, KV included; False if that took too long."""

@@ -7,18 +7,12 @@ both are folded to their letters, and what is found is exact in those.
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 HYPHENS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff")
 SHORT_LETTERS = 4  # a line of fewer stands anywhere: it is not looked for by itself
 
 
-@dataclass(frozen=True)
-class Folded:
-    """The letters of a text; places[i] is where letter i stands in it."""
-
-    letters: str
-    places: tuple[int, ...]
+Folded = tuple[str, list[int]]  # the letters of a text, and where each of them stands in it
 
 
 def fold(characters: Sequence[str]) -> Folded:
@@ -34,7 +28,7 @@ def fold(characters: Sequence[str]) -> Folded:
             ):
                 letters.append(letter)
                 places.append(place)
-    return Folded("".join(letters), tuple(places))
+    return "".join(letters), places
 
 
 def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
@@ -42,18 +36,18 @@ def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[t
 
     part: of what is found only text[start:stop], which may stand elsewhere on the page as well.
     """
-    wanted = fold(text)
-    if not wanted.letters:
+    (wanted, origins), (letters, places) = fold(text), page
+    if not wanted:
         return None
-    start = page.letters.find(wanted.letters)
-    found = [(start, 0, len(wanted.letters))] if start >= 0 else _by_lines(text, page)
-    first, last = (bisect_left(wanted.places, at) for at in part or (0, len(text)))
+    start = letters.find(wanted)
+    found = [(start, 0, len(wanted))] if start >= 0 else _by_lines(text, letters)
+    first, last = (bisect_left(origins, at) for at in part or (0, len(text)))
     cut = [(at, max(first, begin), min(last, end), begin) for at, begin, end in found or ()]
     spans = [(at + a - begin, at + b - begin) for at, a, b, begin in cut if a < b]
-    return [(page.places[start], page.places[stop - 1] + 1) for start, stop in spans] or None
+    return [(places[start], places[stop - 1] + 1) for start, stop in spans] or None
 
 
-def _by_lines(text: str, page: Folded) -> list[tuple[int, int, int]] | None:
+def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
     """Readers may take columns and foot lines in another order: each line must be there, behind the last or once.
 
     (place on the page, start, stop) of each, all in letters; start and stop are those of the line in the text.
@@ -61,14 +55,14 @@ def _by_lines(text: str, page: Folded) -> list[tuple[int, int, int]] | None:
     found: list[tuple[int, int, int]] = []
     behind = end = 0
     for line in text.split("\n"):
-        wanted = fold(line).letters
+        wanted, _ = fold(line)
         begin, end = end, end + len(wanted)
         if len(wanted) < SHORT_LETTERS:
             continue
-        start = page.letters.find(wanted, behind)
+        start = letters.find(wanted, behind)
         if start < 0:
-            start = page.letters.find(wanted)
-            if start < 0 or page.letters.find(wanted, start + 1) >= 0:
+            start = letters.find(wanted)
+            if start < 0 or letters.find(wanted, start + 1) >= 0:
                 return None
         found.append((start, begin, end))
         behind = start + len(wanted)

@@ -124,9 +124,17 @@ def _offer(model: Suggestion, machine: Machine) -> Offer:
 
 
 def machine_of(workspace: "Workspace") -> Machine:
-    """This machine; how fast it reads is from the model in use, where that was profiled on it."""
+    """Its memory, and two products measured: a fifth of a second on two cores. Raises UsageError for the device.
+
+    How fast it reads is from the model in use, where that was profiled on it.
+    """
+    from ragblend.engine.device import free_bytes, measure_rates, pick_device, pick_dtype
+
     settings = workspace.settings
-    found = this_machine(settings.device, settings.dtype)
+    device = pick_device(settings.device)
+    dtype = pick_dtype(device, settings.dtype)
+    rates = measure_rates(device, dtype)
+    found = Machine(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
     known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
     profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
     profile = workspace.engine.known_profile if profiled else None
@@ -134,15 +142,6 @@ def machine_of(workspace: "Workspace") -> Machine:
         seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
         return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
     return found
-
-
-def this_machine(device: str | None, dtype: str | None) -> Machine:
-    """Look at memory and measure two products: a fifth of a second on two cores. Raises UsageError for the device."""
-    from ragblend.engine.device import free_bytes, measure_rates, pick_device, pick_dtype
-
-    chosen = pick_device(device)
-    kind = pick_dtype(chosen, dtype)
-    return Machine(free_bytes(chosen), 4 if kind == "float32" else 2, *measure_rates(chosen, kind))
 
 
 def models_here(models: Path, *folders: Path) -> list[Here]:

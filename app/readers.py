@@ -113,10 +113,13 @@ def _markdown_section(lines: list[str]) -> Part:
     return Part(text, heading.group(1).strip(" #*_`") if heading else "")
 
 
-def _read_html(path: Path) -> Iterator[Part]:
-    from ragblend.app.html_text import html_sections
+def _read_pages(path: Path) -> Iterator[Part]:
+    """HTML, or the chapters of an EPUB."""
+    from ragblend.app.html_text import epub_chapters, html_sections
 
-    return (Part(section.text, section.heading) for section in html_sections(decode(path.read_bytes(), path)))
+    is_book = path.suffix.lower() == ".epub"
+    found = epub_chapters(path) if is_book else html_sections(decode(path.read_bytes(), path))
+    return (Part(section.text, section.heading) for section in found)
 
 
 def _read_pdf(path: Path, on_page: OnPage = silent) -> Iterator[Part]:
@@ -166,12 +169,6 @@ class _WordText:
         return "".join(self._pieces)
 
 
-def _read_epub(path: Path) -> Iterator[Part]:
-    from ragblend.app.html_text import epub_chapters
-
-    return (Part(section.text, section.heading) for section in epub_chapters(path))
-
-
 def _read_csv(path: Path) -> Iterator[Part]:
     """Every row that says something, "column: value" a line; the header is row 1."""
     text = decode(path.read_bytes(), path)
@@ -204,11 +201,11 @@ READERS: dict[str, Callable[[Path], Iterable[Part]]] = {
     ".txt": _read_txt,
     ".md": _read_markdown,
     ".markdown": _read_markdown,
-    ".html": _read_html,
-    ".htm": _read_html,
+    ".html": _read_pages,
+    ".htm": _read_pages,
     ".pdf": _read_pdf,
     ".docx": _read_docx,
-    ".epub": _read_epub,
+    ".epub": _read_pages,
     ".csv": _read_csv,
 }
 

@@ -270,7 +270,6 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` made, back."""
     if isinstance(value, dict):
         if value.keys() == {"path"}:
             return Path(value["path"])

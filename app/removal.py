@@ -13,6 +13,7 @@ from ragblend.app.chats import Chats
 from ragblend.app.documents import Document
 from ragblend.app.job_store import JobStore
 from ragblend.app.workspace import Workspace, Workspaces
+from ragblend.integrations.chroma import VectorIndex
 from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.nodes import NodeIndex
 
@@ -51,8 +52,6 @@ def erase_removed(workspaces: Workspaces) -> None:
 
     In a conversation their place, name and number stay, and what the answers made of them, which is the user's.
     """
-    from ragblend.integrations.chroma import VectorIndex
-
     library, home = workspaces.library, workspaces.home
     unerased = library.unerased()
     if not unerased:

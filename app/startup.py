@@ -2,12 +2,9 @@
 
 import logging
 import threading
-from typing import TYPE_CHECKING
 
+from ragblend.app.desk import Desk
 from ragblend.kvstore.errors import RagBlendError
-
-if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
 
 LOG = logging.getLogger(__name__)
 
@@ -19,14 +16,14 @@ class Startup:
         self.problem = ""
         self.is_loading = False
 
-    def begin(self, desk: "Desk") -> threading.Thread:
+    def begin(self, desk: Desk) -> threading.Thread:
         """Load so that the first question need not wait; a model that is missing is told before anybody asks."""
         self.is_loading = True
         thread = threading.Thread(target=self._load, args=(desk,), name="ragblend-startup", daemon=True)
         thread.start()
         return thread
 
-    def _load(self, desk: "Desk") -> None:
+    def _load(self, desk: Desk) -> None:
         try:
             workspaces = desk.workspaces
             workspaces.first.engine.count_tokens("one word")  # is there such a model?

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench.plots import figure_of
 from ragblend.app.extras import check_installed
+from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.kvstore.errors import RagBlendError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ragblend.engine.trace import Trace, TraceEvent
 
 SUFFIXES = (".json", ".png")
 MICROSECONDS_PER_MS = 1000
@@ -44,7 +44,7 @@ def check_timeline(path: Path) -> None:
         check_installed("Pictures", ("matplotlib",), "bench")
 
 
-def write_timeline(trace: "Trace", title: str, path: Path) -> None:
+def write_timeline(trace: Trace, title: str, path: Path) -> None:
     """Write the trace in the format that the name says. Raises UsageError, TimelineError."""
     check_timeline(path)
     try:
@@ -56,7 +56,7 @@ def write_timeline(trace: "Trace", title: str, path: Path) -> None:
         raise TimelineError(f"writing the trace to {path}: {error.strerror}; name another file") from error
 
 
-def chrome_trace(trace: "Trace") -> dict[str, Any]:
+def chrome_trace(trace: Trace) -> dict[str, Any]:
     """For chrome://tracing and ui.perfetto.dev (the Trace Event Format: complete events, in microseconds)."""
     numbers = {track: number for number, track in enumerate(trace.tracks)}
     names = [
@@ -67,7 +67,7 @@ def chrome_trace(trace: "Trace") -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
-def _chrome_event(event: "TraceEvent", numbers: dict[str, int]) -> dict[str, Any]:
+def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
     where = {"layer": event.layer, "chunk": event.chunk}
     return {
         "name": event.part if event.layer is None else f"{event.part} {event.layer}",
@@ -81,7 +81,7 @@ def _chrome_event(event: "TraceEvent", numbers: dict[str, int]) -> dict[str, Any
     }
 
 
-def draw_timeline(trace: "Trace", title: str, path: Path) -> None:
+def draw_timeline(trace: Trace, title: str, path: Path) -> None:
     """A bar a thread or stream, a block an event; layers are numbered where there is room."""
     tracks = trace.tracks
     figure = figure_of(12.0, 1.6 + 0.55 * len(tracks))
@@ -99,7 +99,7 @@ def draw_timeline(trace: "Trace", title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_track(axes: "Axes", trace: "Trace", track: str, number: int) -> None:
+def _draw_track(axes: "Axes", trace: Trace, track: str, number: int) -> None:
     for part, colour in PART_COLOURS.items():  # the nested ones last, over the others
         events = [event for event in trace.events if event.track == track and event.part == part]
         height = 0.35 if part in NESTED else 0.8

@@ -12,7 +12,7 @@ from ragblend.app.chats import UNFINISHED, Chats, Message
 from ragblend.app.citations import cite
 from ragblend.app.context import Context, Words
 from ragblend.app.database import now
-from ragblend.app.hood import look
+from ragblend.app.hood import breakdown_of
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
 from ragblend.kvstore.errors import Cancelled, RagBlendError
@@ -144,7 +144,7 @@ class Turn(Closing):
     def _described(self, result: "Result") -> dict[str, Any]:
         self._result, engine = result, self._engine
         said = " ".join(text for text in (self.notice, result.report.warning) if text) or None
-        return look(
+        return breakdown_of(
             result.report,
             result.prompt,
             {source.node_id: (source.number, source.label) for source in self.present},
@@ -154,7 +154,7 @@ class Turn(Closing):
             retrieve_ms=self._asked.retrieve_ms,
             profile=engine.known_profile,
             notice=said,
-        ).to_json()
+        )
 
     def _report(self, more: dict[str, Any]) -> dict[str, Any]:
         asked = self._asked

@@ -8,8 +8,9 @@ import unicodedata
 from pathlib import Path
 
 from ragblend.app.documents import content_digest
-from ragblend.app.home import FILE_MODE, FOLDER_MODE, Home
+from ragblend.app.home import Home
 from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 
 NAME_BYTES = 200
 

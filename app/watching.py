@@ -22,12 +22,11 @@ LOOK_AGAIN_S = 10.0
 
 @dataclass(frozen=True)
 class Watched:
-    """A folder and the collection that it feeds. reason: why it is not looked after just now."""
+    """A folder and the collection that it feeds. reason: why it is not looked after just now; "" while it is."""
 
     id: int
     path: str
     collection: str
-    active: bool
     reason: str
 
 
@@ -69,7 +68,7 @@ class Watcher:
         for row in rows:
             folder = self._running.get(row["id"])
             reason = folder.reason if folder else "watching has not begun"
-            found.append(Watched(row["id"], row["path"], row["collection"], reason == "", reason))
+            found.append(Watched(row["id"], row["path"], row["collection"], reason))
         return found
 
     def start(self) -> None:

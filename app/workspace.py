@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.app.chats import Chats
+from ragblend.app.documents import State
 from ragblend.app.home import Home, make_private
 from ragblend.app.library import Library
+from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
+from ragblend.engine.files import find_model
 from ragblend.engine.scheduler import DeviceQueue
+from ragblend.integrations.chroma import VectorIndex
+from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.passages import PassageRegistry
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
-    from ragblend.integrations.chroma import VectorIndex
-    from ragblend.integrations.embeddings import MiniLMEmbedder
-    from ragblend.integrations.passages import PassageRegistry
     from ragblend.kvstore.store import KVStore
 
 T = TypeVar("T")
@@ -66,9 +69,7 @@ class Workspaces(Closing):
         return self.file("chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes)))
 
     @cached_property
-    def embedder(self) -> "MiniLMEmbedder":
-        from ragblend.integrations.embeddings import MiniLMEmbedder
-
+    def embedder(self) -> MiniLMEmbedder:
         return MiniLMEmbedder()
 
     def of(self, collection: str) -> "Workspace":
@@ -91,6 +92,14 @@ class Workspaces(Closing):
         """All collections: the one to begin with, then the others by name. Looking at one does not make it."""
         first = self.settings.collection
         return [first, *sorted({*self.library.collections()} - {first})]
+
+    def count_documents(self, *states: State) -> int:
+        """Those of all collections, or those of these states."""
+        counts = map(self.library.counts_by_state, self.names())
+        return sum(sum(found[state] for state in states or State) for found in counts)
+
+    def count_passages(self) -> int:
+        return sum(map(self.library.count_passages, self.names()))
 
     def create(self, name: str) -> None:
         """Make an empty collection. Raises UsageError if it is there, SettingsError for what cannot be a name."""
@@ -177,7 +186,7 @@ class _Lent(Workspaces):
         self._owner = owner
 
     @property
-    def embedder(self) -> "MiniLMEmbedder":
+    def embedder(self) -> MiniLMEmbedder:
         return self._owner.embedder
 
     def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
@@ -216,9 +225,6 @@ class Workspace(Closing):
 
         Raises SettingsError, UsageError, ModelError. The last checks import torch, which no other needs.
         """
-        from ragblend.app.models import check_model
-        from ragblend.engine.files import find_model
-
         check_model(self.settings.model, self.home.models)
         find_model(self.settings.model)
         from ragblend.engine.device import pick_device
@@ -232,14 +238,12 @@ class Workspace(Closing):
         return self.workspaces.library
 
     @property
-    def index(self) -> "VectorIndex":
-        from ragblend.integrations.chroma import VectorIndex
-
+    def index(self) -> VectorIndex:
         name = self.settings.collection
         return self.workspaces.file("index", lambda: VectorIndex(self.home.chroma, name), name)
 
     @property
-    def embedder(self) -> "MiniLMEmbedder":
+    def embedder(self) -> MiniLMEmbedder:
         return self.workspaces.embedder
 
     @cached_property
@@ -262,10 +266,8 @@ class Workspace(Closing):
         )
 
     @property
-    def known_passages(self) -> "PassageRegistry":
+    def known_passages(self) -> PassageRegistry:
         """What is found again in prompts that a framework builds over this home."""
-        from ragblend.integrations.passages import PassageRegistry
-
         name = self.settings.collection
         return self.workspaces.file("passages", lambda: PassageRegistry.open(self.home.root, name), name)
 

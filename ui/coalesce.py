@@ -1,13 +1,14 @@
 """Pieces of text, gathered: a page that is told fifty times a second draws badly, and twenty times look the same."""
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 PAUSE_S = 0.05
 SILENCE_S = 0.25
-_END = object()
 
 
 def coalesced(pieces: Iterable[str], pause_s: float = PAUSE_S, silence_s: float = SILENCE_S) -> Iterator[str]:
@@ -16,40 +17,26 @@ def coalesced(pieces: Iterable[str], pause_s: float = PAUSE_S, silence_s: float 
     The empty ones give the caller a chance to see that nobody listens any more. Errors of the source are raised after
     all that came before them. Read in a thread of its own, which ends with the source.
     """
-    arrived: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_pump, args=(pieces, arrived), name="ragblend-page-stream", daemon=True).start()
-    while True:
+    arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+
+    def pump() -> None:
+        end = None
         try:
-            first = arrived.get(timeout=silence_s)
-        except queue.Empty:
-            yield ""
-            continue
-        gathered, end = _gather(first, arrived, time.monotonic() + pause_s)
-        if gathered:
-            yield gathered
-        if end is _END:
-            return
-        if isinstance(end, BaseException):
-            raise end
+            for piece in pieces:
+                arrived.put(piece)
+        except BaseException as error:
+            end = error
+        arrived.put(end)
 
-
-def _gather(first: object, arrived: "queue.SimpleQueue[object]", until: float) -> tuple[str, object]:
-    """Text up to that moment, and what ended it: the end mark, an error, or None."""
-    texts: list[str] = []
-    item: object = first
+    threading.Thread(target=pump, name="ragblend-page-stream", daemon=True).start()
+    item: str | BaseException | None = ""
     while isinstance(item, str):
-        texts.append(item)
-        try:
-            item = arrived.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            return "".join(texts), None
-    return "".join(texts), item
-
-
-def _pump(pieces: Iterable[str], arrived: "queue.SimpleQueue[object]") -> None:
-    try:
-        for piece in pieces:
-            arrived.put(piece)
-        arrived.put(_END)
-    except BaseException as error:
-        arrived.put(error)
+        text, wait_s, until = "", silence_s, math.inf
+        with suppress(queue.Empty):
+            while isinstance(item := arrived.get(timeout=wait_s), str):
+                text, until = text + item, min(until, time.monotonic() + pause_s)
+                wait_s = max(0.0, until - time.monotonic())
+        if text or isinstance(item, str):
+            yield text
+    if item is not None:
+        raise item

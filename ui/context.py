@@ -1,17 +1,19 @@
 """What every tab needs: the app, what the open pages are doing, and places for drawn HTML."""
 
+import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
+from ragblend.app.desk import Desk
 from ragblend.app.startup import Startup
-from ragblend.app.store_view import StoreHistory
 from ragblend.ui.sessions import Sessions
 
-if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
-
+MOST_SAMPLES = 500
+# When, by a monotonic clock; what this process had found by then, and what not.
+Sample = tuple[float, int, int]
 # Every click in drawn HTML carries what it means; the page's script hands it over.
 BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 
@@ -29,15 +31,27 @@ EMPTY = "() => ''"
 
 @dataclass(frozen=True)
 class Context:
-    desk: "Desk"
+    desk: Desk
     sessions: Sessions = field(default_factory=Sessions)
-    history: StoreHistory = field(default_factory=StoreHistory)
+    history: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     startup: Startup = field(default_factory=Startup)
 
     def note_store(self) -> None:
-        """Keep how often the store had what was asked for; called when an answer has ended, so the store is open."""
-        workspaces = self.desk.workspaces
-        self.history.note(workspaces.first.engine.store.stats())
+        """Keep how often the store had what was asked for, if anything was since the last time. The store is open."""
+        stats = self.desk.workspaces.first.engine.store.stats()
+        counts = stats.hits, stats.misses
+        if not self.history or self.history[-1][1:] != counts:
+            self.history.append((time.monotonic(), *counts))
+
+
+def search_field(placeholder: str, label: str, element: str, **more: Any) -> gr.Textbox:
+    """Where the key `/` leads."""
+    common: dict[str, Any] = {"elem_classes": "rb-search", "max_lines": 1} | BARE | more
+    return gr.Textbox("", placeholder=placeholder, label=label, elem_id=element, **common)
+
+
+def collection_field(names: list[str], element: str, **more: Any) -> gr.Dropdown:
+    return gr.Dropdown(names, value=names[0], label="Collection", elem_id=element, **more)
 
 
 def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:

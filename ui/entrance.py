@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope
 
+from ragblend.app.serve.front import whole_body
 from ragblend.ui import views
 from ragblend.ui.password import Attempts, matches
 
@@ -77,13 +78,14 @@ class Entrance:
     async def receive_visitor(self, scope: Scope, receive: Receive, limit: int) -> Response:
         """What somebody without a session gets: in, if the token or the password is right, else 4xx."""
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
-            return self._log_in(scope, await _form(receive, min(limit, FORM_BYTES)))
+            form = await whole_body(receive, min(limit, FORM_BYTES))
+            return self._log_in(scope, parse_qs(form.decode("utf-8", "replace")))
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
-        if scope["path"] == "/" and scope["method"] == "GET" and given:
-            if len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode()):
-                return self._let_in()
-            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
-        if scope["path"] in ("/", "/login") and scope["method"] == "GET":
+        is_read = scope["method"] == "GET"
+        is_right = len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode())
+        if scope["path"] == "/" and is_read and is_right:
+            return self._let_in()
+        if scope["path"] in ("/", "/login") and is_read:
             return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 
@@ -106,13 +108,3 @@ class Entrance:
         cookie = self.cookie_name, self.new_cookie()
         response.set_cookie(*cookie, max_age=COOKIE_SECONDS, httponly=True, samesite="lax", path="/")
         return response
-
-
-async def _form(receive: Receive, limit: int) -> dict[str, list[str]]:
-    body = b""
-    while len(body) <= limit:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return parse_qs(body[:limit].decode("utf-8", "replace"))

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragblend.app.serve.front import whole_body
 from ragblend.ui.guard import LONGEST_TEXT, MOST_VALUES, kind_of
 from ragblend.ui.safety import SAFE_METHODS, UPLOAD_PATH
 
@@ -59,7 +60,7 @@ class Gate:
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = self._checked(await _whole(receive), CALLS[scope["path"]], scope["visitor"])
+            body = self._checked(await whole_body(receive), CALLS[scope["path"]], scope["visitor"])
         except Refused as refusal:
             LOG.warning("A call was refused: %s", refusal)
             await JSONResponse({"error": str(refusal)}, 422)(scope, receive, send)
@@ -162,15 +163,6 @@ def _parsed(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         raise Refused("that is no JSON") from None
-
-
-async def _whole(receive: Receive) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Any]:

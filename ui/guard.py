@@ -70,8 +70,7 @@ def guard(page: gr.Blocks, trouble: gr.HTML) -> None:
         events = {event for _, event in function.targets}
         if function.fn is None or "unload" in events:
             continue
-        guarded = _Guarded(function, trouble, events.isdisjoint(BY_ITSELF))
-        function.fn = guarded.in_pieces() if function.types_generator else guarded.at_once()
+        function.fn = _guarded(function, trouble, events.isdisjoint(BY_ITSELF))
         function.preprocess = False
         function.outputs = [*function.outputs, trouble]
 
@@ -80,47 +79,38 @@ def dismissed() -> None:
     """What is done next takes the message away, and be it that somebody closes it."""
 
 
-class _Guarded:
+def _guarded(function: Any, trouble: gr.HTML, is_asked_for: bool) -> Callable[..., Any]:
     """One callback behind its checks. What it is called with beyond its inputs (Gradio's request, event) passes."""
+    callback: Callable[..., Any] = function.fn
+    inputs, outputs, well = list(function.inputs), len(function.outputs), "" if is_asked_for else gr.skip()
+    kinds = [kind_of(each) for each in inputs]
 
-    def __init__(self, function: Any, trouble: gr.HTML, is_asked_for: bool) -> None:
-        self._callback: Callable[..., Any] = function.fn
-        self._inputs, self._outputs = list(function.inputs), len(function.outputs)
-        self._kinds = [kind_of(each) for each in self._inputs]
-        self._trouble, self._well = trouble, "" if is_asked_for else gr.skip()
+    def checked(values: Sequence[Any]) -> list[Any]:
+        return [*map(_value, inputs, kinds, values), *values[len(inputs) :]]
 
-    def at_once(self) -> Callable[..., Any]:
-        @wraps(self._callback)
-        def call(*values: Any) -> Any:
-            try:
-                return self._with_trouble(self._callback(*self._checked(values)))
-            except Exception as error:
-                return {self._trouble: said(error)}
-
-        return call
-
-    def in_pieces(self) -> Callable[..., Iterator[Any]]:
-        @wraps(self._callback)
-        def call(*values: Any) -> Iterator[Any]:
-            try:
-                with closing(self._callback(*self._checked(values))) as results:
-                    for result in results:
-                        yield self._with_trouble(result)
-            except Exception as error:
-                yield {self._trouble: said(error)}
-
-        return call
-
-    def _checked(self, values: Sequence[Any]) -> list[Any]:
-        pairs = zip(self._inputs, self._kinds, values, strict=False)
-        return [_value(*each) for each in pairs] + list(values[len(self._inputs) :])
-
-    def _with_trouble(self, result: Any) -> Any:
+    def with_trouble(result: Any) -> Any:
         """The callback's result with one output more."""
         if isinstance(result, dict) and any(isinstance(key, gr.blocks.Block) for key in result):
-            return {**result, self._trouble: self._well}
-        many = () if not self._outputs else (result,) if self._outputs == 1 else tuple(result)
-        return (*many, self._well) if many else self._well
+            return {**result, trouble: well}
+        many = () if not outputs else (result,) if outputs == 1 else tuple(result)
+        return (*many, well) if many else well
+
+    @wraps(callback)
+    def at_once(*values: Any) -> Any:
+        try:
+            return with_trouble(callback(*checked(values)))
+        except Exception as error:
+            return {trouble: said(error)}
+
+    @wraps(callback)
+    def in_pieces(*values: Any) -> Iterator[Any]:
+        try:
+            with closing(callback(*checked(values))) as results:
+                yield from map(with_trouble, results)
+        except Exception as error:
+            yield {trouble: said(error)}
+
+    return in_pieces if function.types_generator else at_once
 
 
 def _value(component: Any, kind: TypeAdapter[Any] | None, value: Any) -> Any:

@@ -1,16 +1,15 @@
 """The page: its header, its tabs, and what is drawn again while documents are being read.   <- START HERE"""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
+from ragblend.app.cli_common import plural
+from ragblend.app.jobs import Overview
+from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn
 from ragblend.ui.guard import dismissed, guard
-
-if TYPE_CHECKING:
-    from ragblend.app.jobs import Overview
-    from ragblend.app.settings import Settings
 
 TICK_S = 1.5
 
@@ -111,11 +110,11 @@ class Frame:
         self._context.sessions.close(request.session_hash or "")
 
 
-def state_line(overview: "Overview", settings: "Settings", is_loading: bool = False) -> str:
+def state_line(overview: Overview, settings: Settings, is_loading: bool = False) -> str:
     """What is being done, else which model answers."""
     if overview.total > overview.finished:
         word = "paused at" if overview.paused else "waiting at" if overview.waiting else "reading"
-        return f"{word} {overview.finished:,} of {views.plural(overview.total, 'file')}"
+        return f"{word} {overview.finished:,} of {plural(overview.total, 'file')}"
     if overview.kv and overview.kv.phase == "converting":
         return "converting the model for its first use …"
     if is_loading:
@@ -123,7 +122,7 @@ def state_line(overview: "Overview", settings: "Settings", is_loading: bool = Fa
     return "the bundled model answers" if settings.model == "default" else f"{settings.model} answers"
 
 
-def fingerprint(overview: "Overview", view: tuple[Any, ...] = ()) -> str:
+def fingerprint(overview: Overview, view: tuple[Any, ...] = ()) -> str:
     """Another text as soon as there is anything new to draw; its first line is what the list depends on.
 
     view: the collection, search, state and page that are shown. A list that was asked for in one view may come when

@@ -2,16 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
+from ragblend.app.desk import Desk
 from ragblend.kvstore.errors import RagBlendError
-
-if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
 
 ASSETS = Path(__file__).parent / "assets"
 KINDS = {
@@ -23,7 +21,7 @@ KINDS = {
 UNSAFE = re.compile(r"[^\w .-]+")
 
 
-def add_routes(app: FastAPI, desk: "Desk") -> None:
+def add_routes(app: FastAPI, desk: Desk) -> None:
     """Add them; whatever is mounted at / later gets the rest."""
 
     @app.get("/ragblend/{name}")
@@ -43,17 +41,12 @@ def add_routes(app: FastAPI, desk: "Desk") -> None:
             return PlainTextResponse(str(error), 404)
 
 
-def _exported(desk: "Desk", chat_id: int, kind: str) -> Response:
-    title = desk.chats.get(chat_id).title
-    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(file_stem(title))}.{kind}"}
+def _exported(desk: Desk, chat_id: int, kind: str) -> Response:
+    stem = UNSAFE.sub("", desk.chats.get(chat_id).title).strip(" .")[:60] or "conversation"
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(stem)}.{kind}"}
     if kind == "md":
         return PlainTextResponse(
             desk.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
         )
     value: Any = desk.chats.export_json(chat_id)
     return JSONResponse(value, headers=headers)
-
-
-def file_stem(title: str) -> str:
-    """A title as the beginning of a file name."""
-    return UNSAFE.sub("", title).strip(" .")[:60] or "conversation"

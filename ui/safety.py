@@ -5,9 +5,8 @@ plain ASGI, so that it sees every route there is, also those that Gradio adds, a
 """
 
 import logging
-from http.cookies import CookieError, SimpleCookie
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,7 +35,7 @@ class Safety:
             return
         rewriter = Rewriter(send)
         refused, visitor = refuse(scope, self._rules), self._visitor(scope)
-        refusal = None if refused is None else _response(refused)
+        refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
             refusal = await self._entrance.receive_visitor(scope, receive, self._rules.max_body_bytes)
         if refusal is not None:
@@ -64,19 +63,9 @@ class Safety:
     def _visitor(self, scope: Scope) -> str | None:
         if scope["path"] in WITHOUT_SESSION:
             return None
-        return self._entrance.visitor(cookies(scope).get(self._entrance.cookie_name))
-
-
-def cookies(scope: Scope) -> dict[str, str]:
-    """The request's cookies by name; none where they cannot be read."""
-    jar: SimpleCookie = SimpleCookie()
-    for text in Headers(scope=scope).getlist("cookie"):
-        try:
-            jar.load(text)
-        except CookieError:
-            continue
-    return {name: morsel.value for name, morsel in jar.items()}
+        return self._entrance.visitor(HTTPConnection(scope).cookies.get(self._entrance.cookie_name))
 
 
 def _response(refusal: Refusal) -> Response:
-    return PlainTextResponse(refusal.text, refusal.status)
+    status, text = refusal
+    return PlainTextResponse(text, status)

@@ -2,26 +2,26 @@
 
 import contextlib
 import os
-import secrets
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragblend.app.serve.front import MIB, Rules
-from ragblend.app.serve.listening import Address, Server, owning
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from ragblend.app.desk import Desk
+from ragblend.app.serve.front import MIB, Address, Rules
+from ragblend.app.serve.listening import Server, files_inside, owning
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.files import FOLDER_MODE, replace_durably
+from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
 from ragblend.ui.entrance import Entrance, kept_secret
 from ragblend.ui.password import read_password
+from ragblend.ui.routes import add_routes
 from ragblend.ui.safety import UPLOAD_PATH, Safety
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from ragblend.app.desk import Desk
     from ragblend.ui.context import Context
 
 PORTS_TRIED = 20
@@ -49,14 +49,12 @@ def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
     return Entrance(address.port, password, secret=kept_secret(home / "ui-secret", anew))
 
 
-def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_bytes: int) -> "ASGIApp":
+def build_app(context: "Context", rules: Rules, entrance: Entrance) -> ASGIApp:
     """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
     import gradio as gr
-    from fastapi import FastAPI
 
     from ragblend.ui.gate import Gate
     from ragblend.ui.page import build_page
-    from ragblend.ui.routes import add_routes
     from ragblend.ui.theme import page_theme
 
     page = build_page(context)
@@ -68,14 +66,14 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
         page,
         path="/",
         server_name="127.0.0.1",
-        server_port=rules.port,
+        server_port=rules.address.port,
         footer_links=[],
         run_history=False,
         allowed_paths=[],
         blocked_paths=[
             str(context.desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
         ],
-        max_file_size=max_upload_bytes,
+        max_file_size=rules.max_upload_bytes,
         ssr_mode=False,
         pwa=False,
         mcp_server=False,
@@ -92,55 +90,17 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance, max_upload_b
 @contextlib.contextmanager
 def gradio_environment(home: Path) -> Iterator[Path]:
     """Gradio's settings and its folder for uploads, inside the home, for this user only and gone afterwards."""
-    parent = home / "ui"
-    parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-    _sweep(parent)
-    folder = parent / f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir(mode=FOLDER_MODE)
+    folder = home / "ui"
     names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _sweep(parent: Path) -> None:
-    """Take away what pages left that were killed."""
-    for folder in parent.glob("tmp-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not _is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
-
-
-def free_port(host: str, wanted: int) -> int:
-    """That port, or one of the next few. Raises UsageError if all are taken."""
-    for port in range(wanted, wanted + PORTS_TRIED) if wanted else (0,):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise UsageError(
-        f"Serving the page at {host}: ports {wanted} to {wanted + PORTS_TRIED - 1} are taken; name another with --port."
-    )
+    with files_inside(folder):
+        os.environ.update(names)
+        try:
+            yield folder
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
 
 
 def password_path(home: Path) -> Path:
@@ -155,37 +115,24 @@ def write_landing(folder: Path, url: str) -> Path:
 
 
 def serve(
-    desk: "Desk",
+    desk: Desk,
     address: Address,
+    at: socket.socket,
     entrance: Entrance,
     on_ready: Callable[[Path], None],
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
     """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
-    import uvicorn
-
     from ragblend.ui.context import Context
 
-    rules = Rules.of(
-        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
-    )
+    rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
     root = desk.workspaces.home.root
     with owning(desk, "ragblend ui"), gradio_environment(root) as folder:
         context = Context(desk)
-        app = build_app(context, rules, entrance, max_upload_bytes)
-        config = uvicorn.Config(
-            app,
-            host=address.host,
-            port=address.port,
-            log_level="warning",
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-            proxy_headers=False,
-        )
+        app = build_app(context, rules, entrance)
 
         def ready() -> None:
             context.startup.begin(desk)
             on_ready(folder)
 
-        Server(config, ready).run()
+        Server(app, ready, grace_s=1).run([at])

@@ -1,11 +1,10 @@
 """What each open page is doing: the answer that it waits for, and the conversation that it shows."""
 
 import threading
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-
-class Stoppable(Protocol):
-    def stop(self) -> None: ...
+Stop = Callable[[], None]
 
 
 class Sessions:
@@ -13,7 +12,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._running: dict[str, Stoppable] = {}
+        self._running: dict[str, Stop] = {}
         self._shown: dict[str, int | None] = {}
         self._asked_to_stop: set[str] = set()
 
@@ -23,27 +22,29 @@ class Sessions:
         with self._mutex:
             self._asked_to_stop.discard(session)
 
-    def run(self, session: str, turn: Stoppable) -> None:
-        """The page now waits for this turn; one that was asked to stop meanwhile is stopped at once."""
+    @contextmanager
+    def running(self, session: str, stop: Stop) -> Iterator[None]:
+        """The page waits for what stop() ends: at once where it was asked to stop meanwhile, and with the block."""
         with self._mutex:
-            self._running[session] = turn
+            self._running[session] = stop
             late = session in self._asked_to_stop
         if late:
-            turn.stop()
+            stop()
+        try:
+            yield
+        finally:
+            stop()
+            with self._mutex:
+                if self._running.get(session) == stop:
+                    del self._running[session]
 
-    def end(self, session: str, turn: Stoppable) -> None:
+    def stop(self, session: str) -> None:
+        """Ask what the page waits for to stop; returns at once."""
         with self._mutex:
-            if self._running.get(session) is turn:
-                del self._running[session]
-
-    def stop(self, session: str) -> bool:
-        """Ask the page's turn to stop; returns at once, and says whether there was one."""
-        with self._mutex:
-            turn = self._running.get(session)
+            stop = self._running.get(session)
             self._asked_to_stop.add(session)
-        if turn is not None:
-            turn.stop()
-        return turn is not None
+        if stop is not None:
+            stop()
 
     def show(self, session: str, chat_id: int | None) -> None:
         """The page shows this conversation: what runs for another one is no longer drawn there."""
@@ -55,7 +56,6 @@ class Sessions:
             return self._shown.get(session) == chat_id
 
     def close(self, session: str) -> None:
-        """The page is gone."""
         self.stop(session)
         with self._mutex:
             self._shown.pop(session, None)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
@@ -13,18 +13,14 @@ from ragblend.app.citations import cite
 from ragblend.app.conversation import AskOptions
 from ragblend.app.documents import State
 from ragblend.app.highlight import locate_source
-from ragblend.app.hood import Hood
-from ragblend.app.models import machine_of, offers
+from ragblend.app.models import Offer, machine_of, offers
+from ragblend.app.turn import Turn
 from ragblend.engine.files import DEFAULT
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import BARE, EACH, QUEUED, QUICK, Context, drawn
+from ragblend.ui.context import BARE, EACH, QUEUED, QUICK, Context, drawn, search_field
 from ragblend.ui.views import problem
-
-if TYPE_CHECKING:
-    from ragblend.app.models import Offer
-    from ragblend.app.turn import Turn
 
 Updates = dict[Any, Any]
 LOG = logging.getLogger(__name__)
@@ -51,17 +47,8 @@ class ChatTab:
         self._connect()
 
     def _lay_out_conversations(self) -> None:
-        """New, search, list, export."""
         self.new_button = gr.Button("New conversation", elem_id="rb-new", size="sm")
-        self.search_box = gr.Textbox(
-            "",
-            placeholder="Search  ( / )",
-            label="Search conversations",
-            elem_id="rb-chat-search",
-            elem_classes="rb-search",
-            max_lines=1,
-            **BARE,
-        )
+        self.search_box = search_field("Search  ( / )", "Search conversations", "rb-chat-search")
         self.chats = drawn("rb-chats")
         self.export = drawn("rb-export", acts=False)
 
@@ -166,7 +153,7 @@ class ChatTab:
             )
 
     def _answer(
-        self, request: gr.Request, chat_id: int, question: str, begin: "Callable[[], Turn]"
+        self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], Turn]
     ) -> Iterator[Updates]:
         """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
         session = request.session_hash or ""
@@ -187,27 +174,18 @@ class ChatTab:
         except Exception:
             yield self._ended(session, chat_id, "")
             raise
-        try:
-            self._sessions.run(session, turn)
-            yield from self._draw(session, chat_id, turn)
-        except RagBlendError:
-            pass  # it is stored with the answer, and drawn from there
-        except Exception:
-            LOG.exception("an answer failed")  # stored and drawn as well
-        except GeneratorExit:  # the page went away
-            turn.stop()
-            raise
-        finally:
-            turn.stop()
-            self._sessions.end(session, turn)
-        self._note_store()
-        yield self._ended(session, chat_id, "")
-
-    def _note_store(self) -> None:
+        with self._sessions.running(session, turn.stop):
+            try:
+                yield from self._draw(session, chat_id, turn)
+            except RagBlendError:
+                pass  # it is stored with the answer, and drawn from there
+            except Exception:
+                LOG.exception("an answer failed")  # stored and drawn as well
         with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
             self._context.note_store()
+        yield self._ended(session, chat_id, "")
 
-    def _draw(self, session: str, chat_id: int, turn: "Turn") -> Iterator[Updates]:
+    def _draw(self, session: str, chat_id: int, turn: Turn) -> Iterator[Updates]:
         if self._sessions.shows(session, chat_id):
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
         text = ""
@@ -223,7 +201,6 @@ class ChatTab:
         return resting | self._shown(chat_id) | {self.live: note}
 
     def opening(self) -> Updates:
-        """What a page shows when it opens."""
         first = {self.chats: self._chats(None), self.hello: self.welcome()}
         return first | {self.transcript: "", self.export: ""}
 
@@ -238,7 +215,6 @@ class ChatTab:
     def in_list(
         self, chat_id: int | None, search: str, limit: int, event: gr.EventData, request: gr.Request
     ) -> Updates:
-        """A click in the list of conversations."""
         chats = self._desk.chats
         try:
             if event.act == "open-chat":
@@ -269,7 +245,6 @@ class ChatTab:
         return {**self._shown(chat_id), self.live: "", self.source: views.passage.empty()}
 
     def _shown(self, chat_id: int | None) -> Updates:
-        """Everything that shows a conversation."""
         messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
         answers = [message for message in messages if message.role == "assistant"]
         return {
@@ -284,7 +259,7 @@ class ChatTab:
     def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
         if search.strip():
             return views.chat.found_conversations(self._desk.chats.search(search), chat_id)
-        return views.chat.conversations(self._desk.chats.page(limit=limit), chat_id)
+        return views.chat.conversations(*self._desk.chats.page(limit=limit), chat_id)
 
     def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
         messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
@@ -294,38 +269,32 @@ class ChatTab:
         return views.chat.transcript(messages, cited, is_asking)
 
     def welcome(self) -> str:
-        workspaces = self._desk.workspaces
-        library = workspaces.first.library
-        ready = sum(library.counts_by_state(name).get("done", 0) for name in workspaces.names())
-        questions = self._answerable_samples()
-        note = workspaces.settings.manner.note
+        ready = self._desk.workspaces.count_documents(State.DONE)
+        questions, note = self._answerable_samples(), self._desk.settings.manner.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
     def add_samples(self) -> str:
         """The one thing of what an empty conversation offers that is not done in the browser."""
-        settings = self._desk.workspaces.settings
         try:
-            self._desk.jobs.add([samples.documents_folder()], settings.collection)
+            self._desk.jobs.add([samples.documents_folder()], self._desk.settings.collection)
         except RagBlendError as error:
             return problem(str(error)) + self.welcome()
         return views.chat.reading_samples()
 
-    def _larger_models(self) -> "Sequence[Offer]":
+    def _larger_models(self) -> Sequence[Offer]:
         """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
-        workspaces = self._desk.workspaces
-        if workspaces.settings.model != DEFAULT or workspaces.settings.vllm:
+        settings = self._desk.settings
+        if settings.model != DEFAULT or settings.vllm:
             return []
-        workspace = workspaces.first
         try:
-            return offers(machine_of(workspace))
+            return offers(machine_of(self._desk.workspaces.first))
         except RagBlendError:  # such as a device that is gone: the banner says that
             return []
 
     def _answerable_samples(self) -> list[str]:
         """Suggested ones whose documents are in the library: others would be answered wrongly."""
-        settings = self._desk.workspaces.settings
-        library, folder = self._desk.workspaces.library, samples.documents_folder()
-        found = (library.document(settings.collection, str(path)) for path in folder.iterdir())
+        library, collection = self._desk.workspaces.library, self._desk.settings.collection
+        found = (library.document(collection, str(path)) for path in samples.documents_folder().iterdir())
         there = {document.name for document in found if document is not None and document.state is State.DONE}
         return [
             each.question
@@ -355,14 +324,14 @@ class ChatTab:
         source = next((each for each in message.sources if each.number == number), None)
         if source is None:
             return problem(f"Source {number} is no longer here.", "warning")
-        library = self._desk.workspaces.of(source.collection).library
+        library = self._desk.workspaces.library
         cited = [c for c in cite(message.text, message.sources).citations if c.number == number]
         places = [c.place for c in cited if at in ("", str(c.start)) and c.place is not None]
         found = locate_source(library, source, places[0] if places else None)
         return views.passage.view(source, found, missing=bool(at) and not places)
 
     def _hood(self, message_id: int) -> str:
-        return views.hood.view(Hood.from_json(self._desk.chats.message(message_id).report), message_id)
+        return views.hood.view(self._desk.chats.message(message_id).report, message_id)
 
     def measure(self, chat_id: int | None, event: gr.EventData) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show it beside the answer's own."""

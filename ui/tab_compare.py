@@ -10,7 +10,7 @@ from ragblend.app.comparing import Side, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import QUEUED, QUICK, Context, drawn
+from ragblend.ui.context import QUEUED, QUICK, Context, collection_field, drawn
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
 Updates = dict[Any, Any]
@@ -34,19 +34,7 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
     return chosen, share
 
 
-class _Stop:
-    """A comparison, as something that a page can stop."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def stop(self) -> None:
-        self.event.set()
-
-
 class CompareTab:
-    """Lays the tab out and connects it."""
-
     def __init__(self, context: Context) -> None:
         self._desk, self._sessions = context.desk, context.sessions
         names = context.desk.workspaces.names()
@@ -61,14 +49,8 @@ class CompareTab:
                     scale=4,
                     min_width=260,
                 )
-                self.collection = gr.Dropdown(
-                    names,
-                    value=names[0],
-                    label="Collection",
-                    elem_id="rb-compare-collection",
-                    scale=1,
-                    min_width=150,
-                )
+                element = "rb-compare-collection"
+                self.collection = collection_field(names, element, scale=1, min_width=150)
             with gr.Row():
                 sides = _side("A", DEFAULT_METHOD), _side("B", "full")
             with gr.Row():
@@ -100,10 +82,9 @@ class CompareTab:
         right_ratio: float,
         request: gr.Request,
     ) -> Iterator[Updates]:
-        session, stop = _session(request), _Stop()
+        session, stopped = _session(request), threading.Event()
         sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
         self._sessions.begin(session)
-        self._sessions.run(session, stop)
         resting = {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
         yield {
             self.result: views.compare.looking(),
@@ -111,9 +92,10 @@ class CompareTab:
             self.stop_button: gr.update(visible=True),
         }
         try:
-            for found in compare(self._desk.conversations, question, collection, sides, stop.event):
-                running = len(found.sides) < len(sides)
-                yield {self.result: views.compare.comparison(found, running)}
+            with self._sessions.running(session, stopped.set):
+                for found in compare(self._desk.conversations, question, collection, sides, stopped):
+                    running = len(found.sides) < len(sides)
+                    yield {self.result: views.compare.comparison(found, running)}
             yield resting
         except Cancelled:
             yield {self.result: problem("Stopped.", "info"), **resting}
@@ -122,9 +104,6 @@ class CompareTab:
         except Exception:
             yield resting
             raise
-        finally:
-            stop.stop()
-            self._sessions.end(session, stop)
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(_session(request))

@@ -11,7 +11,7 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.context import BARE, EACH, QUICK, Context, drawn
+from ragblend.ui.context import BARE, EACH, QUICK, Context, collection_field, drawn, search_field
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -43,14 +43,8 @@ class LibraryTab:
         """The collection, and what can be put into it: files, a folder, the samples. names: all there are."""
         # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
         # collection just made would be refused. What it may be called is the app's to judge.
-        self.collection = gr.Dropdown(
-            names,
-            value=names[0],
-            label="Collection",
-            elem_id="rb-collection",
-            interactive=True,
-            allow_custom_value=True,
-        )
+        free: dict[str, Any] = {"interactive": True, "allow_custom_value": True}
+        self.collection = collection_field(names, "rb-collection", **free)
         formats = "PDF, DOCX, EPUB, HTML, Markdown, text, CSV"
         self.files = gr.File(label=formats, file_count="multiple", elem_id="rb-upload", height=150)
         self.folder = gr.Textbox(
@@ -74,17 +68,8 @@ class LibraryTab:
         self.message = drawn("rb-library-message", acts=False)
         self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
         with gr.Row():
-            self.search = gr.Textbox(
-                "",
-                placeholder="Search documents  ( / )",
-                label="Search documents",
-                elem_id="rb-document-search",
-                elem_classes="rb-search",
-                max_lines=1,
-                scale=4,
-                min_width=180,
-                **BARE,
-            )
+            hint, label = "Search documents  ( / )", "Search documents"
+            self.search = search_field(hint, label, "rb-document-search", scale=4, min_width=180)
             self.state = gr.Dropdown(
                 STATES, value="", label="State", elem_id="rb-document-state", scale=1, min_width=130, **BARE
             )
@@ -162,7 +147,6 @@ class LibraryTab:
         return {self.message: message, self.collection: chosen, **self.refresh(shown, "", "", 0)}
 
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
-        """A click on a button of the queue, the folders or the documents."""
         message = ""
         try:
             if event.act == "page":
@@ -208,11 +192,10 @@ class LibraryTab:
 
     def progress(self) -> Updates:
         jobs = self._desk.jobs
-        overview, page = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
-        finished = overview.finished >= overview.total
+        overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
             self.queue: views.library.queue(overview),
-            self.jobs: views.library.jobs(page.jobs, page.total, finished),
+            self.jobs: views.library.jobs(shown, total, overview.finished >= overview.total),
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
@@ -220,15 +203,13 @@ class LibraryTab:
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
-                shown = self._documents(collection, search, state, offset), self._tools(collection)
+                count = sum(self._desk.workspaces.library.counts_by_state(collection).values())
+                tools = views.library.collection_tools(collection, count)
+                shown = self._documents(collection, search, state, offset), tools
         except RagBlendError as error:
             shown = problem(str(error)), ""
         at = offset if collection else 0
         return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
-
-    def _tools(self, collection: str) -> str:
-        counts = self._desk.workspaces.of(collection).library.counts_by_state(collection)
-        return views.library.collection_tools(collection, sum(counts.values()))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._desk.workspaces.of(collection).library

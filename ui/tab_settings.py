@@ -148,7 +148,6 @@ class SettingsTab:
         return {**self.price(name, *values[1:]), self._form["model"]: name}
 
     def price(self, *values: Any) -> Updates:
-        """What saving this would cost."""
         mode, ratio = values[3], values[4] / 100
         updates = {
             self._form["ratio"]: gr.update(visible=mode == MANUAL),
@@ -165,10 +164,8 @@ class SettingsTab:
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
         wanted = before.changed(changes)
-        library, names = workspaces.of(before.collection).library, workspaces.names()
-        documents = sum(sum(library.counts_by_state(name).values()) for name in names)
-        passages = sum(library.count_passages(name) for name in names)
-        return changes, cost_of(before, wanted, documents, passages, self._profile())
+        held = workspaces.count_documents(), workspaces.count_passages()
+        return changes, cost_of(before, wanted, *held, self._profile())
 
     def _profile(self) -> Any:
         workspaces = self._desk.workspaces
@@ -232,7 +229,7 @@ class SettingsTab:
         """Put every document in the queue: those whose recipe no longer holds are read again there."""
         workspaces, count = self._desk.workspaces, 0
         for name in workspaces.names():
-            paths = [Path(document.path) for document in workspaces.of(name).library.documents(name)]
+            paths = [Path(document.path) for document in workspaces.library.documents(name)]
             if paths:
                 count += self._desk.jobs.add(paths, name).files
         return count
@@ -244,7 +241,6 @@ def with_chosen(method: str) -> list[tuple[str, str]]:
 
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
-    """The form's values as settings."""
     model, device, method, mode, percent, top_k, chunk, longest, temperature = values
     return {
         "model": str(model).strip() or "default",

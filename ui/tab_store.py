@@ -61,7 +61,7 @@ class StoreTab:
             now = max(1, round(store.stats().budget_bytes / GIB))
             return {
                 self.overview: self._overview(),
-                self.rates: views.store.hit_rates(self._context.history.samples),
+                self.rates: views.store.hit_rates(list(self._context.history)),
                 self.budget: gr.update(value=now, maximum=max(MOST_GIB, now)),
             }
         except RagBlendError as error:
@@ -69,17 +69,14 @@ class StoreTab:
 
     @property
     def _workspace(self) -> Any:
-        workspaces = self._desk.workspaces
-        return workspaces.first
+        return self._desk.workspaces.first
 
     def _overview(self) -> str:
-        library, names = self._workspace.library, self._desk.workspaces.names()
-        documents = sum(sum(library.counts_by_state(name).values()) for name in names)
-        passages = sum(library.count_passages(name) for name in names)
-        engine, takes = self._workspace.engine, None
+        workspaces, engine, takes = self._desk.workspaces, self._workspace.engine, None
         with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
             takes = engine.token_bytes
-        return views.store.overview(stats_value(engine.store), documents, passages, takes)
+        held = workspaces.count_documents(), workspaces.count_passages()
+        return views.store.overview(stats_value(engine.store), *held, takes)
 
     def set_budget(self, gib: float) -> Updates:
         try:

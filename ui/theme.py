@@ -1,58 +1,31 @@
 """Gradio's theme in the page's own colours, which are CSS variables (assets/style.css), so light and dark are one."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import gradio as gr
+import gradio as gr
 
 SYSTEM = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
+# What Gradio paints in each of the page's colours.
 COLOURS = {
-    "body_background_fill": "var(--rb-bg)",
-    "body_text_color": "var(--rb-text)",
-    "body_text_color_subdued": "var(--rb-muted)",
-    "background_fill_primary": "var(--rb-surface)",
-    "background_fill_secondary": "var(--rb-raised)",
-    "block_background_fill": "var(--rb-surface)",
-    "block_border_color": "var(--rb-line)",
-    "block_label_background_fill": "var(--rb-surface)",
-    "block_label_text_color": "var(--rb-muted)",
-    "block_title_text_color": "var(--rb-muted)",
-    "block_info_text_color": "var(--rb-muted)",
-    "border_color_primary": "var(--rb-line)",
-    "border_color_accent": "var(--rb-accent)",
-    "color_accent": "var(--rb-accent)",
-    "color_accent_soft": "var(--rb-accent-soft)",
-    "input_background_fill": "var(--rb-surface)",
-    "input_border_color": "var(--rb-line)",
-    "input_border_color_focus": "var(--rb-accent)",
-    "input_placeholder_color": "var(--rb-muted)",
-    "button_primary_background_fill": "var(--rb-accent)",
-    "button_primary_background_fill_hover": "var(--rb-accent)",
-    "button_primary_text_color": "var(--rb-on-accent)",
-    "button_secondary_background_fill": "var(--rb-surface)",
-    "button_secondary_background_fill_hover": "var(--rb-raised)",
-    "button_secondary_border_color": "var(--rb-line)",
-    "button_secondary_text_color": "var(--rb-text)",
-    "checkbox_background_color": "var(--rb-surface)",
-    "checkbox_background_color_selected": "var(--rb-accent)",
-    "checkbox_border_color": "var(--rb-muted)",
-    "checkbox_label_background_fill": "var(--rb-surface)",
-    "checkbox_label_background_fill_selected": "var(--rb-accent-soft)",
-    "checkbox_label_border_color": "var(--rb-line)",
-    "checkbox_label_border_color_selected": "var(--rb-accent)",
-    "checkbox_label_text_color": "var(--rb-text)",
-    "checkbox_label_text_color_selected": "var(--rb-text)",
-    "link_text_color": "var(--rb-accent)",
-    "slider_color": "var(--rb-accent)",
-    "table_border_color": "var(--rb-line)",
+    "bg": "body_background_fill",
+    "text": """body_text_color button_secondary_text_color checkbox_label_text_color
+        checkbox_label_text_color_selected""",
+    "muted": """body_text_color_subdued block_label_text_color block_title_text_color block_info_text_color
+        input_placeholder_color checkbox_border_color""",
+    "surface": """background_fill_primary block_background_fill block_label_background_fill input_background_fill
+        button_secondary_background_fill checkbox_background_color checkbox_label_background_fill""",
+    "raised": "background_fill_secondary button_secondary_background_fill_hover",
+    "line": """block_border_color border_color_primary input_border_color button_secondary_border_color
+        checkbox_label_border_color table_border_color""",
+    "accent": """border_color_accent color_accent input_border_color_focus button_primary_background_fill
+        button_primary_background_fill_hover checkbox_background_color_selected checkbox_label_border_color_selected
+        link_text_color slider_color""",
+    "accent-soft": "color_accent_soft checkbox_label_background_fill_selected",
+    "on-accent": "button_primary_text_color",
 }
 
 
-def page_theme() -> "gr.themes.Base":
+def page_theme() -> gr.themes.Base:
     """No font is fetched: the system's are used."""
-    import gradio as gr
-
     theme = gr.themes.Base(
         primary_hue="teal",
         neutral_hue="stone",
@@ -61,14 +34,14 @@ def page_theme() -> "gr.themes.Base":
         font=[gr.themes.Font(name) for name in SYSTEM],
         font_mono=[gr.themes.Font(name) for name in MONO],
     )
-    both = COLOURS | {
-        f"{name}_dark": value for name, value in COLOURS.items() if hasattr(theme, f"{name}_dark")
-    }
+    painted = {name: f"var(--rb-{colour})" for colour, names in COLOURS.items() for name in names.split()}
+    dark = {f"{name}_dark": value for name, value in painted.items() if hasattr(theme, f"{name}_dark")}
     return theme.set(
         block_shadow="none",
         block_shadow_dark="none",
         input_border_width="1px",
         input_border_width_dark="1px",
         button_primary_shadow="none",
-        **both,
+        **painted,
+        **dark,
     )

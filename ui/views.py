@@ -11,25 +11,21 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nh3
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.ext import Extension
+from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from ragblend.app.chats import INTERRUPTED
-from ragblend.app.models import offered
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-
-    from ragblend.app.citations import Cited
-    from ragblend.app.comparing import Side
-    from ragblend.app.hood import HoodSegment
-    from ragblend.app.models import Here, Offer
-    from ragblend.app.store_view import Sample
-    from ragblend.engine.trace import TraceEvent
+from ragblend.app.citations import Cited
+from ragblend.app.cli_common import plural, size
+from ragblend.app.comparing import Side
+from ragblend.app.hood import KINDS, counts_of, has_breakdown
+from ragblend.app.models import Here, Offer, offered
+from ragblend.engine.trace import TraceEvent
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
 # No images at all: one that is fetched tells its server that the document was read.
@@ -128,7 +124,9 @@ def _environment() -> Environment:
         "base64": lambda data: b64encode(data).decode(),
         "cited_text": cited_text,
         "context_bar": context_bar,
+        "counts_of": counts_of,
         "difference": difference,
+        "has_breakdown": has_breakdown,
         "label": label,
         "markdown": markdown,
         "offered": offered,
@@ -170,13 +168,11 @@ def markdown(pieces: str | Sequence[str | int], insert: Callable[[int], str] = s
 
 
 @cache
-def _parser() -> "MarkdownIt":
-    from markdown_it import MarkdownIt
-
+def _parser() -> MarkdownIt:
     return MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
 
 
-def cited_text(cited: "Cited", caller: Callable[..., str]) -> Markup:
+def cited_text(cited: Cited, caller: Callable[..., str]) -> Markup:
     """The answer as safe HTML; caller draws a citation."""
     pieces = cited.pieces()
     marked = [piece if isinstance(piece, str) else number for number, piece in enumerate(pieces)]
@@ -193,7 +189,7 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def label(side: "Side") -> str:
+def label(side: Side) -> str:
     """CacheBlend, 15%."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
@@ -204,7 +200,7 @@ def ratio_meaning(ratio: float) -> str:
     return next(words for most, words in RATIO_WORDS if ratio <= most)
 
 
-def model_choices(here: "Sequence[Here]", fitting: "Sequence[Offer]", current: str) -> list[tuple[str, str]]:
+def model_choices(here: Sequence[Here], fitting: Sequence[Offer], current: str) -> list[tuple[str, str]]:
     """What a picker of models offers: a label with what each costs, and its name."""
     found = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
     more = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
@@ -222,20 +218,6 @@ def milliseconds(value: float | None) -> str:
     if value < 1000:
         return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
     return f"{value / 1000:.2f} s" if value < 10_000 else f"{value / 1000:.1f} s"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 MiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def plural(count: int, noun: str) -> str:
-    """1 passage, 2 passages."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -259,22 +241,23 @@ def day(when: str) -> str:
 # --- pictures
 
 
-def context_bar(segments: "Sequence[HoodSegment]") -> dict[str, Any]:
+def context_bar(segments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The context from left to right, a stretch a run of tokens: where each begins, and its segment's middle."""
-    gap = sum(segment.tokens for segment in segments) * 0.003
+    gap = sum(segment["tokens"] for segment in segments) * 0.003
     stretches, left = [], 0.0
     for segment in segments:
         at, runs = left, []
-        for run in segment.runs:
-            runs.append((at, run))
-            at += run.tokens
-        stretches.append({"segment": segment, "runs": runs, "middle": left + segment.tokens / 2})
-        left += segment.tokens + gap
+        for letter, tokens in segment["runs"]:
+            runs.append((at, KINDS[letter], tokens))
+            at += tokens
+        stretches.append({"segment": segment, "runs": runs, "middle": left + segment["tokens"] / 2})
+        left += segment["tokens"] + gap
     return {"stretches": stretches, "width": left - gap}
 
 
-def timeline_of(events: "Sequence[TraceEvent]") -> dict[str, Any]:
-    """What is drawn of them: the tracks in their order, the longest events, and what all of a part add up to."""
+def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """What is drawn of it: the tracks in their order, the longest events, and what all of a part add up to."""
+    events = [TraceEvent(*each) for each in timeline]
     totals = {part: sum(e.duration_ms for e in events if e.part == part) for part in PARTS}
     return {
         "end": max(event.start_ms + event.duration_ms for event in events),
@@ -285,7 +268,7 @@ def timeline_of(events: "Sequence[TraceEvent]") -> dict[str, Any]:
     }
 
 
-def longest(events: "Sequence[TraceEvent]", most: int) -> "list[TraceEvent]":
+def longest(events: Sequence[TraceEvent], most: int) -> list[TraceEvent]:
     """The longest events, in their order; all of them if they are few enough."""
     if len(events) <= most:
         return list(events)
@@ -293,10 +276,6 @@ def longest(events: "Sequence[TraceEvent]", most: int) -> "list[TraceEvent]":
     return [event for event in events if event.duration_ms >= least][:most]
 
 
-def rates(samples: "Sequence[Sample]") -> list[tuple[float, float]]:
+def rates(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
     """(when, share found by then) for each sample that asked for anything."""
-    return [
-        (sample.at_s, sample.hits / (sample.hits + sample.misses))
-        for sample in samples
-        if sample.hits + sample.misses
-    ]
+    return [(at_s, hits / (hits + misses)) for at_s, hits, misses in samples if hits + misses]

@@ -21,19 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.app.desk import Desk
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
-from ragblend.app.serve.errors import ApiError, api_error
+from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
 from ragblend.app.serve.keys import Door
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
-from ragblend.app.serve.service import (
-    ClientGone,
-    Limits,
-    Service,
-    client_of,
-    json_response,
-    service_of,
-    until_gone,
-)
+from ragblend.app.serve.service import ClientGone, Limits, Service, client_of, service_of, until_gone
 from ragblend.integrations.embeddings import DIMENSIONS
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError
@@ -55,7 +47,6 @@ STATUSES = {
 
 
 def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
-    """The whole server over one desk."""
     answers: dict[int | str, dict[str, Any]] = {
         status: {"description": said} for status, said in STATUSES.items()
     }
@@ -115,7 +106,7 @@ class Front:
         if meter.late:
             return ApiError(408, "The request did not come whole in time.", "timeout")
         if meter.exceeded:
-            return ApiError(413, too_large(meter.limit).text, "too_large")
+            return ApiError(*too_large(meter.limit), "too_large")
         return ApiError(499, "The client left.", "gone")
 
     def _count(self, scope: Scope, status: int) -> None:
@@ -210,12 +201,8 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
     embedder = service.desk.workspaces.embedder
     if body.model != embedder.name:
-        raise ApiError(
-            404,
-            f"There is no model {body.model!r:.100}; {embedder.name!r} embeds.",
-            "model_not_found",
-            "model",
-        )
+        said = f"There is no model {body.model!r:.100}; {embedder.name!r} embeds."
+        raise ApiError(404, said, "model_not_found", "model")
     if body.dimensions not in (None, DIMENSIONS):
         raise ApiError(400, f"dimensions can only be {DIMENSIONS}.", "invalid_value", "dimensions")
     with service.admission.enter(client_of(request)):

@@ -15,6 +15,11 @@ from ragblend.kvstore.errors import UsageError
 ROLES = {"developer": "system", "function": "tool"} | {
     each: each for each in ("system", "user", "assistant", "tool")
 }
+# What `Call.of` is told, where a body has it.
+TOLD = (
+    *PER_CALL, "max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
+    "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "echo", "best_of",
+)  # fmt: skip
 MOST_MESSAGES = 10_000
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
@@ -84,8 +89,7 @@ class Options(Body):
 
     def options(self) -> dict[str, Any]:
         """What `Call.of` takes."""
-        named = (*PER_CALL, "max_tokens", "presence_penalty", "frequency_penalty", "logit_bias")
-        return {name: getattr(self, name) for name in named if getattr(self, name, None) is not None}
+        return {name: value for name in TOLD if (value := getattr(self, name, None)) is not None}
 
 
 class MessageBody(Body):
@@ -116,17 +120,8 @@ class ChatBody(Options):
     response_format: dict[str, Any] | None = None
 
     def options(self) -> dict[str, Any]:
-        more = (
-            "max_completion_tokens",
-            "logprobs",
-            "top_logprobs",
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-        )
-        found = super().options() | {n: getattr(self, n) for n in more if getattr(self, n) is not None}
         schema = schema_in(self.response_format)
-        return found | ({} if schema is None else {"json_schema": schema})
+        return super().options() | ({} if schema is None else {"json_schema": schema})
 
     def turns(self) -> list[Turn]:
         """Raises UsageError for what the model cannot read."""
@@ -143,10 +138,6 @@ class CompletionBody(Options):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
-
-    def options(self) -> dict[str, Any]:
-        more = {name: getattr(self, name) for name in ("logprobs", "echo", "best_of")}
-        return super().options() | {name: value for name, value in more.items() if value is not None}
 
     @property
     def prompts(self) -> list[str]:
@@ -243,18 +234,13 @@ def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
     """An item of `/v1/responses` as a message; None for reasoning, which no model here reads."""
     kind = item.get("type", "message")
     if kind == "message":
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [_chat_part(part) for part in content]
-        return {"role": item.get("role"), "content": content}
+        return {"role": item.get("role"), "content": _chat_parts(item.get("content"))}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = item.get("output")
-        if isinstance(output, list):
-            output = [_chat_part(part) for part in output]
+        output = _chat_parts(item.get("output"))
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind == "reasoning":
         return None
@@ -263,9 +249,13 @@ def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
     )
 
 
-def _chat_part(part: Any) -> Any:
-    is_text = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
-    return {"type": "text", "text": part.get("text")} if is_text else part
+def _chat_parts(content: Any) -> Any:
+    """Texts of a list by the name that they have in a chat; all else as it is."""
+    texts = ("input_text", "output_text")
+    if not isinstance(content, list):
+        return content
+    is_text = [isinstance(part, Mapping) and part.get("type") in texts for part in content]
+    return [{**part, "type": "text"} if known else part for known, part in zip(is_text, content, strict=True)]
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,24 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ChatBody, CompletionBody, Options
-from ragblend.app.serve.service import (
-    Service,
-    client_of,
-    json_response,
-    service_of,
-    streamed,
-    until_gone,
-    whole,
-)
+from ragblend.app.serve.errors import json_response
+from ragblend.app.serve.keys import Client
+from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.engine.prompt import Prompt
+from ragblend.engine.tools import Said
 from ragblend.integrations.backend import kv_statistics, logprobs, usage
 from ragblend.integrations.calls import Call, TimedOut
 from ragblend.integrations.threads import in_thread
 
 if TYPE_CHECKING:
-    from ragblend.app.serve.keys import Client
-    from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result
-    from ragblend.engine.tools import Said
 
 router = APIRouter(prefix="/v1")
 DEFAULT_TOKENS = 1024  # of an answer, where nobody says: chat programs hardly ever do
@@ -45,7 +38,7 @@ class Choice:
     index: int
     prompt_number: int
     call: Call
-    prompt: "Prompt"
+    prompt: Prompt
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Chosen:
         return "stop" if self.result.stopped else "length"
 
     @cached_property
-    def said(self) -> "Said":
+    def said(self) -> Said:
         return self.choice.call.said(self.result)
 
     @property
@@ -92,7 +85,7 @@ async def complete(request: Request, body: CompletionBody) -> Response:
 
 
 async def respond(
-    request: Request, body: Options, prompts_of: "Callable[[Call], list[Prompt]]", form: "Form"
+    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], form: "Form"
 ) -> Response:
     service = service_of(request)
     service.check_model(body.model)
@@ -104,7 +97,7 @@ async def respond(
 
 
 async def _answers(
-    service: Service, client: "Client", body: Options, prompts_of: "Callable[[Call], list[Prompt]]"
+    service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
 ) -> AsyncGenerator[Piece, None]:
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
@@ -134,7 +127,7 @@ def _in_time(service: Service, told: float | None) -> Iterator[None]:
 
 
 def _choices(
-    service: Service, client: "Client", body: Options, prompts_of: "Callable[[Call], list[Prompt]]"
+    service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
 ) -> list[Choice]:
     settings, told = service.desk.settings, body.options()
     first: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
@@ -168,7 +161,7 @@ class Form:
 
     def whole(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
-        return {**head, "choices": [self.choice(each) for each in chosen], **told(chosen)}
+        return {**head, "choices": [self.choice(each) for each in chosen], **usage_and_kv(chosen)}
 
     async def chunks(
         self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
@@ -191,7 +184,7 @@ class Form:
                 for value in values:
                     yield {**head, "choices": [value], **usage_yet}
         if includes_usage:
-            yield {**head, "choices": [], **told(chosen)}
+            yield {**head, "choices": [], **usage_and_kv(chosen)}
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
         raise NotImplementedError
@@ -260,7 +253,7 @@ def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def calls_of(said: "Said") -> list[dict[str, Any]]:
+def calls_of(said: Said) -> list[dict[str, Any]]:
     """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
     made = [(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls]
     if said.broken is not None:
@@ -271,7 +264,7 @@ def calls_of(said: "Said") -> list[dict[str, Any]]:
     ]
 
 
-def told(chosen: Sequence[Chosen]) -> dict[str, Any]:
+def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     counts = [usage(each.result.report) for each in chosen]

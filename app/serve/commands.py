@@ -12,18 +12,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli_common import Terminal, run_shared
+from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, address, folder_of, is_same_user, unpacked
 from ragblend.app.settings import TYPES, Settings
+from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.kvstore.files import FILE_MODE, Closing
-
-if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
-    from ragblend.app.workspace import Workspace
 
 log = logging.getLogger("ragblend")
 ASKED_S = 10.0
@@ -31,21 +29,14 @@ ASKED = {"command", "arguments", "folder", "environment", "shown", "is_terminal"
 ENDING_S = 30.0
 TAKEN_S = 60  # a terminal that takes nothing for so long (suspended, say) is gone: it must not keep others from writing
 # What a process has once, for all that it does.
-COMMON = (
-    "model",
-    "device",
-    "dtype",
-    "store_policy",
-    "kv_codec",
-    "remote",
-    *(name for name in TYPES if name.endswith(("_budget_bytes", "_usd_per_gb_month"))),
-)
+SIZES = tuple(name for name in TYPES if name.endswith(("_budget_bytes", "_usd_per_gb_month")))
+COMMON = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZES)
 
 
 class Commands(Closing):
     """Listens in the home from now on. Raises OSError where that cannot be. Only for who holds the home's page lock."""
 
-    def __init__(self, desk: "Desk") -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk, self._root = desk, desk.workspaces.home.root
         self._lock, self._running = threading.Lock(), dict["RemoteTerminal", threading.Thread]()
         self._socket = socket.socket(socket.AF_UNIX)
@@ -136,11 +127,11 @@ def _named(error: RagBlendError) -> str:
 class Shared:
     """What this process has open, for one command: under the command's own settings."""
 
-    def __init__(self, desk: "Desk", asked: dict[str, Any]) -> None:
+    def __init__(self, desk: Desk, asked: dict[str, Any]) -> None:
         self.desk, self._environment = desk, dict(asked["environment"])
         self._folder = Path(asked["folder"])
 
-    def workspace(self, overrides: dict[str, Any]) -> "Workspace":
+    def workspace(self, overrides: dict[str, Any]) -> Workspace:
         """As `Workspace.open` has it. Raises UsageError for what only another process could have."""
         spaces = self.desk.workspaces
         wanted = Settings.load(spaces.home.settings, self._environment, overrides)

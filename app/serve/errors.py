@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -59,7 +59,7 @@ class ApiError(Exception):
         headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return Response(encoded(self.to_json()), self.status, headers, "application/json")
+        return json_response(self.to_json(), self.status, headers)
 
 
 def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiError:
@@ -78,6 +78,10 @@ def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiErr
         f"Something failed that was not foreseen ({type(error).__name__}). What is stored is kept; try again."
     )
     return ApiError(500, said, "internal_error")
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encoded(value), status, headers, "application/json")
 
 
 def encoded(value: Any) -> bytes:

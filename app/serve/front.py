@@ -6,61 +6,61 @@ uvicorn answers them all.
 
 import asyncio
 import ipaddress
-from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
+Refusal = tuple[int, str]  # a status and a sentence
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
 OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
 
 
 @dataclass(frozen=True)
+class Address:
+    """Where to listen. names: further host names that are answered to."""
+
+    host: str = "127.0.0.1"
+    port: int = 7860
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
+
+
+@dataclass(frozen=True)
 class Rules:
-    """Who may ask for what. names: hosts by name, without port; any_address: also every IP address (wildcard bind).
+    """Who may ask for what: under the names of this address and of loopback. upload_path: whose bodies are files."""
 
-    upload_path: whose bodies are files.
-    """
-
-    names: frozenset[str]
-    port: int
-    any_address: bool = False
+    address: Address
+    upload_path: str = ""
     max_upload_bytes: int = 512 * MIB
     max_body_bytes: int = 8 * MIB
-    upload_path: str = ""
-
-    @classmethod
-    def of(
-        cls, host: str, port: int, more_names: Iterable[str] = (), upload_path: str = "", **limits: int
-    ) -> "Rules":
-        """The rules for a bind address: loopback names, that address, and names that the user allows."""
-        names = {*LOOPBACK_NAMES, *(name.lower() for name in more_names)}
-        wildcard = host in ("0.0.0.0", "::", "")
-        if not wildcard:
-            names.add(f"[{host}]".lower() if ":" in host else host.lower())
-        return cls(frozenset(names), port, wildcard, upload_path=upload_path, **limits)
 
     def knows(self, netloc: str) -> bool:
-        """Whether `netloc` (host, or host:port) is this server. Rebinding needs a name, so addresses are harmless."""
+        """Whether `netloc` (host, or host:port) is this server; where it listens everywhere, by every IP address too.
+
+        Rebinding needs a name, so addresses are harmless.
+        """
         name, port = split_netloc(netloc.lower())
-        if port != self.port:
+        host, names = self.address.host, self.address.names
+        if not name or port != self.address.port:
             return False
-        return name in self.names or (self.any_address and is_address(name))
+        known = (f"[{host}]" if ":" in host else host, *names)
+        anywhere = host in ("0.0.0.0", "::", "") and is_address(name)
+        return anywhere or name in (*LOOPBACK_NAMES, *(each.lower() for each in known))
 
     def limit(self, path: str) -> int:
         """The most bytes that a request to this path may carry."""
         return self.max_upload_bytes + OVERHEAD_BYTES if path == self.upload_path else self.max_body_bytes
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A status and a sentence."""
-
-    status: int
-    text: str
 
 
 class TooLarge(Exception):
@@ -98,19 +98,29 @@ class Meter:
         return message
 
 
+async def whole_body(receive: Receive, most: int | None = None) -> bytes:
+    """A body to its end, or the first bytes of a longer one."""
+    body, more = bytearray(), True
+    while more and (most is None or len(body) < most):
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body[:most])
+
+
 def refuse(scope: Scope, rules: Rules) -> Refusal | None:
     """Why a request must not pass, whoever sends it; None for one that may."""
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not rules.knows(hosts[0]):
-        return Refusal(421, "This server does not answer under that host name.")
+        return 421, "This server does not answer under that host name."
     if not is_same_origin(scope, headers, hosts[0]):
-        return Refusal(403, "Requests from other sites are refused.")
+        return 403, "Requests from other sites are refused."
     if has_odd_path(scope):
-        return Refusal(404, "There is nothing at that path.")
+        return 404, "There is nothing at that path."
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
-        return Refusal(400, "Content-Length must be a number.")
+        return 400, "Content-Length must be a number."
     limit = rules.limit(scope["path"])
     return too_large(limit) if len(length) > 18 or int(length) > limit else None
 
@@ -136,7 +146,7 @@ def has_odd_path(scope: Scope) -> bool:
 
 
 def too_large(limit: int) -> Refusal:
-    return Refusal(413, f"That is larger than the limit of {limit // MIB} MiB.")
+    return 413, f"That is larger than the limit of {limit // MIB} MiB."
 
 
 def split_netloc(netloc: str) -> tuple[str, int | None]:

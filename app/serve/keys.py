@@ -107,7 +107,7 @@ class Door:
     def client(self, scope: Scope) -> Client:
         """Raises ApiError for one that may not pass."""
         if (refusal := refuse(scope, self.rules)) is not None:
-            raise ApiError(refusal.status, refusal.text, "refused")
+            raise ApiError(*refusal, "refused")
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = key.strip() if kind.lower() == "bearer" else ""
         found = self.keys.client(given) if given else None

@@ -7,58 +7,34 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, File, Form, Query, UploadFile
+from fastapi import APIRouter, Depends, File, Form, Query, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ragblend.app.answer import Answer
 from ragblend.app.chats import Message
 from ragblend.app.conversation import AskOptions
 from ragblend.app.database import now
-from ragblend.app.home import FOLDER_MODE
+from ragblend.app.desk import Desk
+from ragblend.app.documents import Document
+from ragblend.app.job_store import FileJob
 from ragblend.app.serve.bodies import AskBody
-from ragblend.app.serve.errors import ApiError
-from ragblend.app.serve.service import (
-    Service,
-    client_of,
-    json_response,
-    service_of,
-    streamed,
-    until_gone,
-    whole,
-)
+from ragblend.app.serve.errors import ApiError, json_response
+from ragblend.app.serve.keys import Client
+from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.app.turn import Turn
 from ragblend.app.uploads import safe_name
 from ragblend.integrations.threads import in_thread, items_of_thread
-
-if TYPE_CHECKING:
-    from ragblend.app.answer import Answer
-    from ragblend.app.documents import Document
-    from ragblend.app.job_store import FileJob
-    from ragblend.app.serve.keys import Client
-    from ragblend.app.turn import Turn
+from ragblend.kvstore.files import FOLDER_MODE
 
 router = APIRouter(prefix="/v1")
 UPLOAD_PATH = "/v1/documents"
 MOST_FILES = 100
-JOB = (
-    "id",
-    "name",
-    "kind",
-    "collection",
-    "state",
-    "reason",
-    "size",
-    "added_at",
-    "finished_at",
-    "done",
-    "total",
-)
-Page = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 @router.post("/rag/ask")
@@ -82,18 +58,18 @@ async def ask(request: Request, body: AskBody) -> Response:
 
 
 async def _asked(
-    service: Service, client: "Client", body: AskBody, begin: "Callable[[], Turn]"
+    service: Service, client: Client, body: AskBody, begin: Callable[[], Turn]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
-    stopped, late, turns = threading.Event(), threading.Event(), list["Turn"]()
+    stopped, turns = threading.Event(), list[Turn]()
 
     def stop() -> None:
         stopped.set()
         for turn in turns:
             turn.stop()
 
-    def work(tell: Callable[[str], None]) -> "Answer":
+    def work(tell: Callable[[str], None]) -> Answer:
         with begin() as turn:
             turns.append(turn)
             if stopped.is_set():
@@ -102,15 +78,11 @@ async def _asked(
                 if number == 0:
                     service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
                 tell(piece)
-        if late.is_set():
+        if time.monotonic() >= arrived + seconds:
             raise service.too_late(body.timeout)
         return turn.answer
 
-    def give_up() -> None:
-        late.set()
-        stop()
-
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(seconds, stop)
     timer.daemon = True
     with service.admission.enter(client):
         timer.start()
@@ -144,7 +116,7 @@ async def upload(
 
 
 def _queued(
-    service: Service, client: "Client", files: list[UploadFile], collection: str | None
+    service: Service, client: Client, files: list[UploadFile], collection: str | None
 ) -> dict[str, Any]:
     """Raises ApiError where none of them can be read."""
     name = service.collection(client, collection)
@@ -170,54 +142,49 @@ def _queued(
     return {"object": "upload", "collection": name, "queued": added.files, "failed": failed}
 
 
+@dataclass
+class Listing:
+    """What a list is asked for."""
+
+    request: Request
+    collection: str | None = None
+    search: Annotated[str, Query(max_length=1000)] = ""
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0
+
+    async def of(self, page: Callable[[Desk, str], tuple[list[dict[str, Any]], int]]) -> Response:
+        """page: of a collection that this client may see, those that were asked for, and how many there are."""
+        service, client = service_of(self.request), client_of(self.request)
+
+        def listed() -> dict[str, Any]:
+            name = service.collection(client, self.collection)
+            data, total = page(service.desk, name)
+            return {"object": "list", "collection": name, "total": total, "data": data}
+
+        return json_response(await in_thread(listed))
+
+
 @router.get("/documents")
-async def documents(
-    request: Request,
-    collection: str | None = None,
-    search: Annotated[str, Query(max_length=1000)] = "",
-    limit: Page = 50,
-    offset: Offset = 0,
-) -> Response:
+async def documents(asked: Annotated[Listing, Depends()]) -> Response:
     """The documents of a collection, by name."""
-    desk = service_of(request).desk
 
-    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
-        found = desk.workspaces.library.page(name, search, None, offset, limit)
-        return found.total, [_document(each) for each in found.documents]
+    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+        found = desk.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
+        return [_shown("document", each, "passages", "updated_at") for each in found.documents], found.total
 
-    return await _listed(request, collection, page)
+    return await asked.of(page)
 
 
 @router.get("/documents/jobs")
-async def jobs(
-    request: Request,
-    collection: str | None = None,
-    search: Annotated[str, Query(max_length=1000)] = "",
-    limit: Page = 50,
-    offset: Offset = 0,
-) -> Response:
+async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
     """Files on their way in: those that run, those that wait, then what is over."""
-    desk = service_of(request).desk
 
-    def page(name: str) -> tuple[int, list[dict[str, Any]]]:
-        found = desk.jobs.page(None, search, offset, limit, name)
-        return found.total, [_job(job) for job in found.jobs]
+    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+        found, total = desk.jobs.page(None, asked.search, asked.offset, asked.limit, name)
+        more = ("kind", "added_at", "finished_at", "done", "total")
+        return [_shown("job", job, *more) for job in found], total
 
-    return await _listed(request, collection, page)
-
-
-async def _listed(
-    request: Request, collection: str | None, page: Callable[[str], tuple[int, list[dict[str, Any]]]]
-) -> Response:
-    """page: of a collection that this client may see, how many there are, and those that were asked for."""
-    service, client = service_of(request), client_of(request)
-
-    def listed() -> dict[str, Any]:
-        name = service.collection(client, collection)
-        total, data = page(name)
-        return {"object": "list", "collection": name, "total": total, "data": data}
-
-    return json_response(await in_thread(listed))
+    return await asked.of(page)
 
 
 @router.delete("/documents/{document_id}")
@@ -237,25 +204,7 @@ async def remove(request: Request, document_id: str) -> Response:
     return json_response({"id": document_id, "object": "document", "deleted": True, "bytes_freed": freed})
 
 
-def _document(document: "Document") -> dict[str, Any]:
+def _shown(kind: str, row: Document | FileJob, *names: str) -> dict[str, Any]:
     """Without its path, which is this machine's."""
-    return {
-        "id": document.id,
-        "object": "document",
-        "name": document.name,
-        "collection": document.collection,
-        "state": str(document.state),
-        "reason": _unplaced(document.reason, document.path),
-        "passages": document.passages,
-        "size": document.size,
-        "updated_at": document.updated_at,
-    }
-
-
-def _job(job: "FileJob") -> dict[str, Any]:
-    values = asdict(job) | {"name": job.name, "reason": _unplaced(job.reason, job.path)}
-    return {"object": "job", **{name: values[name] for name in JOB}}
-
-
-def _unplaced(reason: str, path: str) -> str:
-    return reason.replace(path, Path(path).name)
+    common = {name: getattr(row, name) for name in ("id", "name", "collection", "state", "size", *names)}
+    return {"object": kind, **common, "reason": row.reason.replace(row.path, row.name)}

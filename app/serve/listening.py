@@ -7,55 +7,43 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from ragblend.app.serve.front import MIB, Rules
+from ragblend.app.desk import Desk
+from ragblend.app.serve.commands import Commands
+from ragblend.app.serve.front import MIB, Address, Rules
+from ragblend.app.serve.keys import Door, Keys
+from ragblend.app.serve.watchdog import watch
 from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
-    from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
 LOCK = (
-    "ui-page.lock"  # a second process would take up the first one's running file as one that a kill had left
+    "ui-page.lock"  # without it a second process would take the first one's running file for a killed one's
 )
 M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
 GARBAGE = (700, 10, 10)  # Python's own thresholds
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where to listen. names: further host names that are answered to."""
-
-    host: str = "127.0.0.1"
-    port: int = 7860
-    names: tuple[str, ...] = ()
-
-    @property
-    def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    @property
-    def url(self) -> str:
-        shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"
-
-
 class Server(uvicorn.Server):
-    """Calls on_ready once it listens."""
+    """Calls on_ready once it listens. grace_s: for answers under way when it is told to stop; None: till they end."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, on_ready: Callable[[], None], grace_s: int | None = None) -> None:
+        plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
+        config = uvicorn.Config(
+            app, log_level="warning", ws="none", timeout_graceful_shutdown=grace_s, **plain
+        )
         super().__init__(config)
         self._on_ready = on_ready
 
@@ -65,17 +53,29 @@ class Server(uvicorn.Server):
             self._on_ready()
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket at that port, or at any for 0; nobody else can take it any more. Raises UsageError."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise UsageError(
-            f"Listening at {host}, port {port}: {error.strerror or error}. Name another with --port or --host."
-        ) from error
+@contextmanager
+def listening(
+    host: str, port: int, names: Iterable[str] | None = None, tried: int = 1
+) -> Iterator[tuple[Address, socket.socket]]:
+    """A socket at that port, or the first free one of so many, or at any for 0; nobody else can take it any more.
+
+    Raises UsageError.
+    """
+    family, said, ports = socket.AF_INET6 if ":" in host else socket.AF_INET, "", range(port, port + tried)
+    for each in ports:
+        try:
+            at = socket.create_server((host, each), family=family)
+        except OSError as error:
+            said = error.strerror or str(error)
+            continue
+        with at:
+            yield Address(host, at.getsockname()[1], tuple(names or ())), at
+        return
+    several = f"port {port}" if tried == 1 else f"ports {port} to {ports[-1]}"
+    raise UsageError(f"Listening at {host}, {several}: {said}. Name another with --port or --host.")
 
 
-def check_reach(host: str, keys: "Keys") -> None:
+def check_reach(host: str, keys: Keys) -> None:
     """Raises UsageError for an address that other machines may reach, while there is no key."""
     if not (Address(host).is_loopback or keys.clients()):
         raise UsageError(
@@ -85,40 +85,27 @@ def check_reach(host: str, keys: "Keys") -> None:
 
 
 def serve(
-    desk: "Desk",
+    desk: Desk,
     address: Address,
     at: socket.socket,
-    keys: "Keys",
+    keys: Keys,
     on_ready: Callable[[], None],
     limits: "Limits | None" = None,
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
     from ragblend.app.serve.application import build
-    from ragblend.app.serve.keys import Door
     from ragblend.app.serve.library import UPLOAD_PATH
-    from ragblend.app.serve.watchdog import watch
 
     _few_heaps()
     root = desk.workspaces.home.root
-    rules = Rules.of(
-        address.host, address.port, address.names, UPLOAD_PATH, max_upload_bytes=max_upload_bytes
-    )
+    rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
     with (
         owning(desk, "ragblend serve"),
-        _files_inside(root / "serve"),
+        files_inside(root / "serve"),
         _ended_by_term(),
     ):
         front = build(desk, Door(rules, keys, not address.is_loopback), limits)
-        config = uvicorn.Config(
-            front,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=GRACE_S,
-            proxy_headers=False,
-        )
 
         def ready() -> None:
             desk.start()
@@ -128,19 +115,17 @@ def serve(
         workspace = desk.workspaces.first
         watched = watch(lambda: workspace.engine.runtime.queue, front.service.limits.hang_s)
         try:
-            Server(config, ready).run([at])
+            Server(front, ready, GRACE_S).run([at])
         finally:
             watched.set()
 
 
 @contextmanager
-def owning(desk: "Desk", command: str) -> Iterator[None]:
+def owning(desk: Desk, command: str) -> Iterator[None]:
     """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
 
     Where it cannot listen for commands they run beside it. Raises StoreLockedError where another one has the home.
     """
-    from ragblend.app.serve.commands import Commands
-
     root = desk.workspaces.home.root
     with ExitStack() as held:
         try:
@@ -175,7 +160,7 @@ def _few_heaps() -> None:
 
 
 @contextmanager
-def _files_inside(folder: Path) -> Iterator[None]:
+def files_inside(folder: Path) -> Iterator[None]:
     """What is uploaded lies here while it comes, for this user only, and nothing of it stays."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=FOLDER_MODE)

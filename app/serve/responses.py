@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import Chosen, Form, Piece, calls_of, respond, told
+from ragblend.app.serve.chat import Chosen, Form, Piece, calls_of, respond, usage_and_kv
 from ragblend.app.serve.service import service_of
 
 router = APIRouter(prefix="/v1")
@@ -73,20 +73,21 @@ class ResponseForm(Form):
         texts: list[str] = []
         async with aclosing(pieces):
             async for piece in pieces:
-                if (
-                    not texts
-                ):  # also of an answer without a word: nothing is said before it is certain that it comes
+                # Also of an answer without a word: nothing is said before it is certain that it comes.
+                if not texts:
                     yield self._event("response.created", response=begun)
                     yield self._event("response.in_progress", response=begun)
-                    for event in self._message_begins():
-                        yield event
+                    yield self._item_event("added", 0, self._message(None))
+                    yield self._event("response.content_part.added", **self._place, part=_part(""))
                     texts.append("")
                 if not isinstance(piece, Chosen):
                     texts.append(piece[1])
                     yield self._text_event("delta", delta=piece[1], logprobs=[])
                     continue
-                for event in self._message_ends("".join(texts)):
-                    yield event
+                text = "".join(texts)
+                yield self._text_event("done", text=text, logprobs=[])
+                yield self._event("response.content_part.done", **self._place, part=_part(text))
+                yield self._item_event("done", 0, self._message(text))
                 for number, item in enumerate(self._items(piece)[1:], start=1):
                     for event in self._call_comes(number, item):
                         yield event
@@ -99,46 +100,30 @@ class ResponseForm(Form):
     def _text_event(self, kind: str, **more: Any) -> Json:
         return self._event(f"response.output_text.{kind}", **self._place, **more)
 
-    def _message_begins(self) -> Iterator[Json]:
-        yield self._event("response.output_item.added", output_index=0, item=self._message(None))
-        yield self._event("response.content_part.added", **self._place, part=_part(""))
-
-    def _message_ends(self, text: str) -> Iterator[Json]:
-        yield self._text_event("done", text=text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
+    def _item_event(self, kind: str, number: int, item: Json) -> Json:
+        return self._event(f"response.output_item.{kind}", output_index=number, item=item)
 
     def _call_comes(self, number: int, item: Json) -> Iterator[Json]:
         place = {"output_index": number, "item_id": item["id"]}
         begun = item | {"status": STARTED, "arguments": ""}
-        yield self._event("response.output_item.added", output_index=number, item=begun)
+        yield self._item_event("added", number, begun)
         yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
         yield self._event(
             "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
         )
-        yield self._event("response.output_item.done", output_index=number, item=item)
+        yield self._item_event("done", number, item)
 
     def _message(self, text: str | None) -> Json:
         """text: None while none has come."""
-        status = STARTED if text is None else DONE
-        content = [] if text is None else [_part(text)]
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        kind = {"id": self._message_id, "type": "message", "role": "assistant"}
+        if text is None:
+            return {**kind, "status": STARTED, "content": []}
+        return {**kind, "status": DONE, "content": [_part(text)]}
 
     def _items(self, answer: Chosen) -> list[Json]:
+        kind = {"type": "function_call", "status": DONE}
         calls = [
-            {
-                "id": f"fc_{call['id']}",
-                "type": "function_call",
-                "status": DONE,
-                "call_id": call["id"],
-                **call["function"],
-            }
+            {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
             for call in calls_of(answer.said)
         ]
         return [self._message(answer.said.text), *calls]
@@ -149,7 +134,7 @@ def _part(text: str) -> Json:
 
 
 def _usage(chosen: Sequence[Chosen]) -> Json:
-    found = told(chosen)
+    found = usage_and_kv(chosen)
     usage = found["usage"]
     return {
         "usage": {

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +21,8 @@ from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.sessions import Sessions
 from ragblend.app.settings import BUNDLED
 from ragblend.app.startup import Startup
+from ragblend.engine.config import Report
 from ragblend.integrations.backend import Backend
-
-if TYPE_CHECKING:
-    from ragblend.engine.config import Report
 
 T = TypeVar("T")
 SEND_S = 60.0  # a client that has not taken an event for so long is gone
@@ -130,7 +128,7 @@ class Service:
         said = f"No whole answer within {seconds:g} seconds; allow more, or fewer max_tokens."
         return ApiError(408 if told is not None and told <= self.limits.answer_s else 504, said, "timeout")
 
-    def count(self, report: "Report") -> None:
+    def count(self, report: Report) -> None:
         """How the tokens of an answer's prompt were served."""
         for kind in ("reused", "recomputed", "fresh", "missing", "generated"):
             self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
@@ -176,10 +174,6 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    return Response(encoded(value), status, media_type="application/json")
 
 
 class Events(Response):

@@ -3,7 +3,7 @@
 import pytest
 
 from ragblend.app import chunking
-from ragblend.app.chunking import Cut, cut_document
+from ragblend.app.chunking import cut_document
 from ragblend.app.readers import Part
 from ragblend.kvstore.errors import OversizedDocumentError
 
@@ -13,7 +13,7 @@ def words(text):
 
 
 def cut(parts, chunk_tokens, overlap_tokens=0, count=words):
-    return cut_document("d", parts, count, Cut(chunk_tokens, overlap_tokens))
+    return cut_document("d", parts, count, chunk_tokens, overlap_tokens)
 
 
 def sentences(tag, count):

@@ -1,6 +1,6 @@
 """Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
 
-from ragblend.app.hood import NO_PROFILE, look, segments_of
+from ragblend.app.hood import KINDS, NO_PROFILE, breakdown_of, counts_of, full_prefill, segments_of
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
@@ -35,40 +35,39 @@ def report(**changes):
     return Report("cacheblend", 0.15, counts, 0.15, timings, 1, 1, trace=trace, served=SERVED, **changes)
 
 
-def look_at(**options):
+def breakdown(**options):
     where = {"model": "m", "device": "cpu", "dtype": "float32"}
-    return look(report(), PROMPT, LABELS, **where, retrieve_ms=3.0, **options)
+    return breakdown_of(report(), PROMPT, LABELS, **where, retrieve_ms=3.0, **options)
 
 
 def test_segments_are_the_whole_context_in_order():
-    segments = look_at().segments
-    assert [(s.label, s.number, s.tokens) for s in segments] == [
+    segments = breakdown()["segments"]
+    assert [(s["label"], s["number"], s["tokens"]) for s in segments] == [
         ("Instructions", None, 2),
         ("a.txt, p. 1", 2, 4),
         ("Words between", None, 2),
         ("b.txt", 1, 3),
         ("Question", None, 2),
     ]
-    runs = [(run.kind, run.tokens) for run in segments[1].runs]
-    assert runs == [("reused", 2), ("recomputed", 1), ("reused", 1)]
-    assert segments[1].counts == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
-    assert segments[2].text == "more" and segments[3].counts["missing"] == 3
-    for kind in ("reused", "recomputed", "fresh", "missing"):
-        assert sum(segment.counts[kind] for segment in segments) == look_at().tokens[kind]
+    assert segments[1]["runs"] == [("r", 2), ("c", 1), ("r", 1)]
+    assert counts_of(segments[1]) == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
+    assert segments[2]["text"] == "more" and counts_of(segments[3])["missing"] == 3
+    for kind in KINDS.values():
+        assert sum(counts_of(segment)[kind] for segment in segments) == breakdown()["tokens"][kind]
 
 
 def test_a_prompt_that_was_not_fused_is_all_fresh():
-    assert {run.kind for s in segments_of(PROMPT, "", LABELS) for run in s.runs} == {"fresh"}
+    assert {letter for s in segments_of(PROMPT, "", LABELS) for letter, _ in s["runs"]} == {"f"}
 
 
 def test_full_prefill_is_an_estimate_until_it_is_measured():
     def said(hood):
-        return hood.full_prefill_ms, hood.full_prefill_is, hood.full_prefill_why
+        return hood["full_prefill_ms"], hood["full_prefill_is"], hood["full_prefill_why"]
 
-    assert said(look_at()) == (None, "", NO_PROFILE)
-    assert said(look_at(profile=PROFILE)) == (10 + 12, "estimate", "")
-    assert said(look_at().measured(99.0)) == (99.0, "measured", "")
+    assert said(breakdown()) == (None, "", NO_PROFILE)
+    assert said(breakdown(profile=PROFILE)) == (10 + 12, "estimate", "")
+    assert said(breakdown() | full_prefill(99.04, "measured")) == (99.0, "measured", "")
 
 
 def test_retrieval_is_part_of_the_time_to_the_first_token():
-    assert (look_at().ttft_ms, look_at().retrieve_ms) == (11.0, 3.0)
+    assert (breakdown()["ttft_ms"], breakdown()["retrieve_ms"]) == (11.0, 3.0)

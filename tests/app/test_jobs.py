@@ -51,7 +51,7 @@ def held(jobs, work, *paths):
 
 
 def states(jobs):
-    return {job.name: job.state for job in jobs.page().jobs}
+    return {job.name: job.state for job in jobs.page()[0]}
 
 
 def documents_of(workspaces, collection="default"):
@@ -72,20 +72,20 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert added.files == 4 and added.skipped == (str(documents / "noise.xyz"),)
     assert added.failed[0][0] == str(documents / "nowhere.txt") and "no such file" in added.failed[0][1]
     finish(jobs)
-    failed = jobs.page(state="failed").jobs
+    failed = jobs.page(state="failed")[0]
     assert [job.name for job in failed] == ["bad.pdf"] and "PNG image" in failed[0].reason
     assert jobs.overview().counts["done"] == 3
     bad.write_bytes(b"%PDF-1.4 broken")
     assert jobs.retry([failed[0].id]) == 1
     assert jobs.wait_idle(SOON_S)
-    assert "damaged" in jobs.page(state="failed").jobs[0].reason
+    assert "damaged" in jobs.page(state="failed")[0][0].reason
 
 
 def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     current = jobs.overview().current
     assert (current.state, current.name, current.done) == ("embedding", "a.txt", 0) and current.total > 3
-    assert jobs.page().jobs[0] == current and jobs.overview().running
+    assert jobs.page()[0][0] == current and not jobs.overview().is_idle
     gate.set()
     assert jobs.wait_idle(SOON_S)
     assert jobs.overview().current is None
@@ -188,7 +188,7 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
     jobs.add([documents], "default")
     finish(jobs)
     assert states(jobs) == {"bread.md": "failed", "boats.txt": "done", "sky.txt": "done"}
-    assert "ZeroDivisionError" in jobs.page(state="failed").jobs[0].reason
+    assert "ZeroDivisionError" in jobs.page(state="failed")[0][0].reason
 
 
 def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
@@ -316,7 +316,7 @@ def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, docum
     (documents / "sky.txt").unlink()
     finish(jobs)
     assert jobs.store.clear_finished() == 2 and list(states(jobs)) == ["sky.txt"]
-    assert "no such file" in jobs.page(state="failed").jobs[0].reason
+    assert "no such file" in jobs.page(state="failed")[0][0].reason
 
 
 def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):

@@ -41,7 +41,7 @@ def names(workspaces):
 def watched(watcher, folder):
     """The folder is under watch, and has been looked through."""
     found = watcher.add(folder, "default")
-    until(lambda: all(each.active for each in watcher.folders()))
+    until(lambda: all(each.reason == "" for each in watcher.folders()))
     return found
 
 
@@ -115,7 +115,7 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
         until(lambda: "is not there" in watcher.folders()[0].reason)
         documents.mkdir()
         until(lambda: "is empty, so its 3 documents stay" in watcher.folders()[0].reason)
-        assert not watcher.folders()[0].active and len(names(workspaces)) == 3
+        assert watcher.folders()[0].reason and len(names(workspaces)) == 3
         (documents / "sky.txt").write_text("It is back, and blue.")
         until(lambda: says(workspaces, "It is back"))
     finally:
@@ -131,7 +131,7 @@ def test_the_list_is_kept_and_checked(watcher, jobs, documents, tmp_path):
         watcher.add(documents / "sky.txt", "default")
     with pytest.raises(SettingsError):
         watcher.add(documents, "no name")
-    assert [w.id for w in Watcher(jobs).folders()] == [found.id] and not Watcher(jobs).folders()[0].active
+    assert [w.id for w in Watcher(jobs).folders()] == [found.id] and Watcher(jobs).folders()[0].reason
     watcher.remove(found.id)
     assert watcher.folders() == []
     assert not [t for t in threading.enumerate() if t.name == "ragblend-watch"], "its thread has ended"

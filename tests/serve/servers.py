@@ -6,7 +6,6 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import uvicorn
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
@@ -74,12 +73,12 @@ def serving(home, model, limits=None):
     for name in ("ada", "bob"):
         desk.workspaces.create(name)
         keys[name] = known.add(Client(name, (name,)))
-    with desk, listening("127.0.0.1", 0) as at:
-        port = at.getsockname()[1]
-        rules = Rules.of("127.0.0.1", port, (), UPLOAD_PATH)
+    with desk, listening("127.0.0.1", 0) as (address, at):
+        port = address.port
+        rules = Rules(address, UPLOAD_PATH)
         front = build(desk, Door(rules, known, needs_key=False), limits)
         ready = threading.Event()
-        server = Server(uvicorn.Config(front, log_level="critical", timeout_graceful_shutdown=5), ready.set)
+        server = Server(front, ready.set, grace_s=5)
         thread = threading.Thread(target=server.run, args=([at],))
         thread.start()
         try:

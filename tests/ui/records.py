@@ -3,10 +3,8 @@
 from ragblend.app.answer import Source
 from ragblend.app.chats import Message
 from ragblend.app.documents import Document, FileFacts
-from ragblend.app.hood import Hood, HoodSegment, Run
 from ragblend.app.job_store import FileJob
 from ragblend.app.jobs import Overview
-from ragblend.engine.trace import TraceEvent
 
 WHEN = "2026-03-04T10:00:00+00:00"
 TIER = {"hits": 30, "misses": 10, "this_process": {"hits": 3, "misses": 1, "evictions": 0}}
@@ -21,22 +19,23 @@ def message(text, role="assistant", report=None):
 
 
 def hood(text="m", **values):
-    segment = HoodSegment(text, 1, 5, (Run("reused", 3), Run("recomputed", 2)), text)
+    segment = {"label": text, "number": 1, "tokens": 5, "runs": [["r", 3], ["c", 2]], "text": text}
     times = dict.fromkeys(("retrieve_ms", "load_ms", "stall_ms", "prefill_ms", "ttft_ms", "total_ms"), 1.0)
     named = dict.fromkeys(("model", "device", "dtype", "method", "notice", "full_prefill_why"), text)
     more = {
         "ratio": 0.15,
-        "segments": (segment,),
+        "hood": 1,
+        "segments": [segment],
         "tokens": {"prompt": 5, "reused": 3},
         "tokens_per_s": 4.0,
         "full_prefill_ms": None,
         "full_prefill_is": "",
-        "timeline": (TraceEvent(text, text, 0.0, 1.0, 1, 0),),
+        "timeline": [[text, text, 0.0, 1.0, 1, 0]],
         "memory_bytes": {text: 5},
         "hits": 1,
         "misses": 0,
     }
-    return Hood(**(times | named | more | values))
+    return times | named | more | values
 
 
 def document(text="/x/a.pdf", **values):
@@ -61,7 +60,6 @@ def queue(**values):
         "paused": False,
         "waiting": None,
         "current": None,
-        "running": True,
         "changes": 7,
     }
     return Overview(**(defaults | values))

@@ -11,14 +11,13 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
-import uvicorn
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.listening import Server
+from ragblend.app.serve.listening import Server, listening
 from ragblend.ui.context import Context
 from ragblend.ui.entrance import Entrance
-from ragblend.ui.serving import build_app, free_port, gradio_environment
+from ragblend.ui.serving import build_app, gradio_environment
 
 CANARY = "canary-4711-of-another-folder"
 SESSION = "abc123xyz"
@@ -64,18 +63,21 @@ class Page:
 def page(tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside")
     (outside / "canary.txt").write_text(CANARY)
-    home, port, entrance = tmp_path_factory.mktemp("gate") / "home", free_port("127.0.0.1", 0), None
-    with Desk.open(home) as desk, gradio_environment(home) as folder:
+    home = tmp_path_factory.mktemp("gate") / "home"
+    with (
+        Desk.open(home) as desk,
+        gradio_environment(home) as folder,
+        listening("127.0.0.1", 0) as (address, at),
+    ):
+        port = address.port
         entrance = Entrance(port, secret=b"s" * 32)
         built = {}
 
         def serve():
             async def go():
-                built["app"] = build_app(Context(desk), Rules.of("127.0.0.1", port), entrance, 100_000)
-                config = uvicorn.Config(built["app"], port=port, log_level="warning", ws="none")
-                config.timeout_graceful_shutdown = 1
-                built["server"] = Server(config, ready.set)
-                await built["server"].serve()
+                built["app"] = build_app(Context(desk), Rules(address, max_upload_bytes=100_000), entrance)
+                built["server"] = Server(built["app"], ready.set, grace_s=1)
+                await built["server"].serve([at])
 
             asyncio.run(go())
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -11,12 +13,12 @@ from test_safety import TRAVERSALS
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 from ragblend.app.desk import Desk
-from ragblend.app.serve.front import Rules
+from ragblend.app.serve.front import Address, Rules
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.context import Context
 from ragblend.ui.entrance import Entrance
 from ragblend.ui.safety import UPLOAD_PATH
-from ragblend.ui.serving import Address, build_app, gradio_environment, open_entrance
+from ragblend.ui.serving import build_app, gradio_environment, open_entrance
 
 SECRET = "nobody outside may read this"
 LIMIT = 100_000
@@ -33,10 +35,10 @@ def app(home):
     with Desk.open(home) as desk, gradio_environment(home):
         (home / "secret.txt").write_text(SECRET)
         entrance = Entrance(PORT, token="right")
-        rules = Rules.of("127.0.0.1", PORT, (), UPLOAD_PATH, max_upload_bytes=LIMIT)
+        rules = Rules(Address(port=PORT), UPLOAD_PATH, max_upload_bytes=LIMIT)
 
         async def built():
-            return build_app(Context(desk), rules, entrance, LIMIT)
+            return build_app(Context(desk), rules, entrance)
 
         # Outside a loop Gradio makes loops for its locks, and closes none of them.
         with asyncio.Runner() as runner:
@@ -150,10 +152,17 @@ def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
 
 
 def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
-    left = tmp_path / "ui" / "tmp-999999999-dead"  # of a page that was killed: no process has that number
+    left = tmp_path / "ui" / "of a page that was killed"
     left.mkdir(parents=True)
     with gradio_environment(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert folder.is_relative_to(tmp_path)
         assert not left.exists()
-    assert list((tmp_path / "ui").iterdir()) == []
+    assert not (tmp_path / "ui").exists()
+
+
+def test_gradio_is_imported_in_its_environment_and_not_before() -> None:
+    """What it and the hub's library read there, they read as they are imported."""
+    code = "import ragblend.ui.serving, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"gradio", "huggingface_hub"} & set(done.stdout.split()) == set()

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from ragblend.app.serve.front import Rules, split_netloc
+from ragblend.app.serve.front import Address, Rules, split_netloc
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
@@ -50,7 +50,7 @@ def make(rules=None, entrance=None):
         Route("/stream", stream),
         Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
-    rules = rules or Rules.of("127.0.0.1", PORT, (), UPLOAD_PATH, max_upload_bytes=2000, max_body_bytes=1000)
+    rules = rules or Rules(Address(port=PORT), UPLOAD_PATH, max_upload_bytes=2000, max_body_bytes=1000)
     return Safety(Starlette(routes=routes), rules, entrance or Entrance(PORT, token="right"))
 
 
@@ -196,7 +196,7 @@ def test_what_fails_behind_it_is_one_line_without_what_was_sent(ask, entrance, c
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("payload" * 1000)
 
-    answer = ask("POST", "/x", Safety(failing, Rules.of("127.0.0.1", PORT), entrance), content=b"x")
+    answer = ask("POST", "/x", Safety(failing, Rules(Address(port=PORT)), entrance), content=b"x")
     assert answer.content == b""  # ended, not broken off
     (record,) = caplog.records
     assert record.getMessage() == "POST /x failed: ValueError"
@@ -276,7 +276,7 @@ def test_websockets_are_closed() -> None:
 
 
 def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
-    rules = Rules.of("0.0.0.0", PORT, ["nas.lan"])
+    rules = Rules(Address("0.0.0.0", PORT, ("nas.lan",)))
     assert all(rules.knows(f"{name}:7860") for name in ("192.168.1.4", "[fe80::1]", "nas.lan", "localhost"))
     assert not any(rules.knows(name) for name in ("evil.example:7860", "192.168.1.4:80", "nas.lan"))
 

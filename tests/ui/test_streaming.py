@@ -37,33 +37,31 @@ class Turn:
 
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
-    sessions, turn = Sessions(), Turn()
+    sessions, turn, following = Sessions(), Turn(), Turn()
     sessions.begin("page")
-    assert not sessions.stop("page")
-    sessions.run("page", turn)
-    assert turn.stopped
+    sessions.stop("page")
+    with sessions.running("page", turn.stop):
+        assert turn.stopped
     sessions.begin("page")  # the next question is not stopped by it
-    sessions.run("page", following := Turn())
-    assert not following.stopped
+    with sessions.running("page", following.stop):
+        assert not following.stopped
 
 
 def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
-    sessions, turn, yours = Sessions(), Turn(), Turn()
-    sessions.begin("yours")
-    sessions.run("yours", yours)
-    sessions.begin("mine")
-    sessions.run("mine", mine := Turn())
-    assert sessions.stop("mine")
-    assert (mine.stopped, yours.stopped) == (True, False)
-    sessions.begin("page")
-    sessions.run("page", turn)
-    sessions.show("page", 3)
-    assert sessions.shows("page", 3)
-    sessions.close("page")
-    assert turn.stopped
-    assert not sessions.shows("page", 3)
-    sessions.end("page", turn)
-    assert not sessions.stop("page")
+    sessions, turn, yours, mine = Sessions(), Turn(), Turn(), Turn()
+    with sessions.running("yours", yours.stop), sessions.running("mine", mine.stop):
+        sessions.stop("mine")
+        assert (mine.stopped, yours.stopped) == (True, False)
+    assert yours.stopped  # nobody waits for it any more
+    with sessions.running("page", turn.stop):
+        sessions.show("page", 3)
+        assert sessions.shows("page", 3)
+        sessions.close("page")
+        assert turn.stopped
+        assert not sessions.shows("page", 3)
+    turn.stopped = False
+    sessions.stop("page")
+    assert not turn.stopped
 
 
 def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:

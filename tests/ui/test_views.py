@@ -1,18 +1,14 @@
 """What the views say: the right words and figures for the data, whatever state it is in."""
 
-from dataclasses import replace
-
 import pytest
 from hostile import acts
 from records import document, hood, job, message, queue, source
 
 from ragblend.app.citations import cite
 from ragblend.app.encoding import KvProgress
-from ragblend.app.hood import HoodSegment, Run
 from ragblend.app.library import DocumentPage
 from ragblend.app.settings import Settings, cost_of
 from ragblend.engine.selection import METHODS, WITHOUT_RATIO
-from ragblend.engine.trace import TraceEvent
 from ragblend.kvstore.policy import PrefillProfile
 from ragblend.ui import page, views
 from ragblend.ui.views import duration, milliseconds, size
@@ -45,11 +41,16 @@ def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong
 # --- under the hood
 
 
+def segment(label, number, text, **runs):
+    tokens = sum(runs.values())
+    return {"label": label, "number": number, "tokens": tokens, "runs": [*runs.items()], "text": text}
+
+
 def segments():
     return [
-        HoodSegment("instructions", None, 10, (Run("fresh", 10),), "You are"),
-        HoodSegment("guide.pdf, p. 3", 1, 100, (Run("reused", 80), Run("recomputed", 20)), "The causeway"),
-        HoodSegment("log.md", 2, 50, (Run("missing", 50),), "A leak"),
+        segment("instructions", None, "You are", f=10),
+        segment("guide.pdf, p. 3", 1, "The causeway", r=80, c=20),
+        segment("log.md", 2, "A leak", m=50),
     ]
 
 
@@ -70,19 +71,19 @@ def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
     assert "full prefill, estimate" in html
     assert "First token 4.0 times faster." in html
     assert acts(html) == ["measure"]
-    measured = views.hood.speed(replace(fast, full_prefill_is="measured"), 7)
+    measured = views.hood.speed(fast | {"full_prefill_is": "measured"}, 7)
     assert "full prefill, measured" in measured
     assert acts(measured) == []
     slow = hood(ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse")
     assert "Slower than full prefill" in views.hood.speed(slow, 1)
-    assert "nothing to see" in views.hood.view(None, 1)  # of an answer without a model
+    assert "nothing to see" in views.hood.view({"error": "x"}, 1)  # of an answer without a model
 
 
 def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
     events = [
-        TraceEvent("stall", "host", 2.0, 1.0, 0, None),
-        TraceEvent("compute", "host", 0.0, 8.0, 0, None),
-        TraceEvent("load", "w", 0.0, 3.0, 0, 2),
+        ("stall", "host", 2.0, 1.0, 0, None),
+        ("compute", "host", 0.0, 8.0, 0, None),
+        ("load", "w", 0.0, 3.0, 0, 2),
     ]
     html = views.hood.timeline(events)
     assert html.count('class="track"') == 2

@@ -7,19 +7,18 @@ import pytest
 from hostile import HUNDRED, SCRIPTS, acts, faults
 from records import WHEN, document, hood, job, message, queue, source, stats
 
-from ragblend.app.chats import Chat, ChatPage, FoundChat
+from ragblend.app.chats import Chat
 from ragblend.app.citations import cite
 from ragblend.app.comparing import Compared, Comparison, Side
 from ragblend.app.documents import SCANNED
 from ragblend.app.encoding import KvProgress
-from ragblend.app.highlight import NotLocated, PageHighlight, TextHighlight
+from ragblend.app.highlight import Highlight
 from ragblend.app.jobs import Added
 from ragblend.app.library import DocumentPage
 from ragblend.app.models import GIGABYTE, Machine, offers
 from ragblend.app.pdf_pages import Box, PageImage
 from ragblend.app.removal import Removed
 from ragblend.app.settings import Cost
-from ragblend.app.store_view import Sample
 from ragblend.app.upkeep import Finding, Repaired
 from ragblend.app.watching import Watched
 from ragblend.ui import views
@@ -28,7 +27,7 @@ from ragblend.ui.views import markdown, problem
 
 def compared(method, text, ratio=None, kl=0.02):
     tokens = {"prompt": 100, "reused": 80, "recomputed": 10}
-    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, 0.1, text)
+    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, text)
 
 
 def drawn(text):
@@ -42,14 +41,14 @@ def drawn(text):
     yield "chat.welcome", 0, [], text, offers(Machine(40 * GIGABYTE, 2, 1e13, 1e11))
     yield ("chat.reading_samples",)
     chat = Chat(1, text, WHEN, WHEN, 2)
-    yield "chat.conversations", ChatPage((chat,), 1), 1
-    yield "chat.found_conversations", [FoundChat(chat, text)], None
+    yield "chat.conversations", [chat], 1, 1
+    yield "chat.found_conversations", [(chat, text)], None
     yield "chat.export_links", 1
     image = PageImage(1, text, b"\x89PNG", 10, 10, (Box(1, 1, 5, 5),))
     yield ("passage.empty",)
-    yield "passage.view", source(text), PageHighlight(text, text, (image,)), True
-    yield "passage.view", source(text), TextHighlight(text, text, text, 0, len(text), True, True, text)
-    yield "passage.view", source(text), NotLocated(text, text, text, text)
+    yield "passage.view", source(text), Highlight(text, (image,)), True
+    yield "passage.view", source(text), Highlight(text, (), text, 0, len(text), True, True)
+    yield "passage.view", source(text), Highlight(text, reason=text)
     yield ("hood.empty",)
     yield "hood.view", hood(text), 1
     rows = tuple(document(text, state=state, reason=text + SCANNED) for state in ("done", "failed"))
@@ -63,13 +62,13 @@ def drawn(text):
     for state in ("failed", "embedding"):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
     yield "library.added", Added(1, (text,) * 9, ((text, text),))
-    yield "library.watched", [Watched(1, text, text, False, text)]
+    yield "library.watched", [Watched(1, text, text, text)]
     yield "library.deleted", [Removed(text, 3, 500)]
     yield ("compare.looking",)
     full, left = (compared(name, text) for name in ("full", text))
     yield "compare.comparison", Comparison("q", 100, 3, text, full, (left, full)), False
     yield "store.overview", stats(text), 2, 7, 5000
-    yield "store.hit_rates", [Sample(1.0, 1, 1), Sample(2.0, 5, 1)]
+    yield "store.hit_rates", [(1.0, 1, 1), (2.0, 5, 1)]
     yield "store.findings", [Finding("kv", text)]
     yield "store.repaired", Repaired(1, 3, 3, 2, 0, 0, ())
     yield "settings.cost", Cost(("model", text), True, True, 3, 30, None)

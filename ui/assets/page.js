@@ -256,5 +256,5 @@
     }).observe(document.body, { childList: true, subtree: true });
   }
   document.readyState === "loading" ? addEventListener("DOMContentLoaded", begin) : begin();
-  window.ragblend = { bind, theme, keptTheme: kept, announce };
+  window.ragblend = { bind, theme, keptTheme: kept };
 })();
