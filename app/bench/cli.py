@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ragblend.app.bench.table import Table
     from ragblend.app.settings import Settings
 
-ABOUT = "Measure: does the fused answer agree with full prefill, and how much sooner does it start?"
+ABOUT = "Measure: does the fused answer agree with full prefill, and how much faster does it start?"
 OUTPUT = Path("bench-results")
 WAY_OUT = {
     "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",

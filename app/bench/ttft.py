@@ -1,4 +1,4 @@
-"""How much sooner does the answer start, and where did the time go? (`ragblend bench ttft`)
+"""How much faster does the answer start, and where did the time go? (`ragblend bench ttft`)
 
 All methods run in turn, round after round, on the same prompt, so that whatever else the machine does is
 shared among them; the medians and the ratios against full prefill come from the same rounds.
