@@ -8,7 +8,7 @@ Whatever goes wrong on the way, the prompt is vLLM's own.
 import logging
 from typing import Any
 
-from ragblend.integrations.vllm.versions import refusal
+from ragblend.integrations.vllm.versions import refusal, warning
 
 if (_refusal := refusal()) is not None:
     raise ImportError(_refusal)
@@ -40,6 +40,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER and (said := warning()) is not None:
+            log.warning("%s", said)
         if (why := unsupported(vllm_config, kv_cache_config)) is not None:
             log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", why)
             return

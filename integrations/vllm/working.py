@@ -70,7 +70,9 @@ class WorkerSide:
         self._runtime.close()
 
     def work(self, orders: Orders) -> None:
-        """Before the step's forward."""
+        """Before the step's forward. In most steps there is nothing to do."""
+        if not orders.prompts and orders.encode is None:
+            return
         with _by_hand():
             for order in orders.prompts:
                 self._serve(order)

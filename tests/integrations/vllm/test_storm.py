@@ -1,12 +1,14 @@
 """400 requests, 8 at a time, a quarter aborted, some preempted, passages deleted and damaged meanwhile."""
 
 import random
+from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import tiny_models
 from vllm_helpers import SHAPE, passage, serve
 
-REQUESTS, AT_ONCE, TOKENS = 400, 8, 40
+REQUESTS, AT_ONCE, TOKENS, BLOCK = 400, 8, 24, 32
 LASTING = [passage(number, 45) for number in range(8)]
 PASSING = [passage(number, 45) for number in range(100, 108)]  # deleted or damaged on the way
 
@@ -33,6 +35,43 @@ class Storm:
                 found[number, off] = tuple(output.outputs[0].token_ids)
         self.server.llm.reset_prefix_cache()
         return found
+
+    def whole_blocks(self, number: int) -> int:
+        """Tokens of a prompt whose fused blocks can be found again."""
+        return (len(self.prompts[number]) - 1) // BLOCK * BLOCK
+
+    def went_on(self, number: int, said: tuple[int, ...], left: set[int], resumed: set[int]) -> bool:
+        """Whether each piece of an answer is what follows, alone, behind the fused blocks of so many tokens.
+
+        left: the numbers of tokens whose blocks were left at some time; resumed: where pieces may begin.
+        """
+        stops = [*sorted(resumed | {0}), len(said)]
+        whole = self.whole_blocks(number)
+        return all(
+            any(
+                self.follows(number, tokens, said[:start], stop - start) == said[start:stop]
+                for tokens in {*left, whole}
+            )
+            for start, stop in pairwise(stops)
+        )
+
+    def follows(self, number: int, tokens: int, said: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """What follows prompt and answer, alone, where of its fused blocks those of so many tokens are left."""
+        side, given = self.core.scheduler.connector._scheduler, list[int]()
+        allocated = side.allocated
+
+        def noted(request, blocks, loaded):
+            given.extend(blocks[0])
+            allocated(request, blocks, loaded)
+
+        self.server.llm.reset_prefix_cache()
+        side.allocated = noted
+        self.server.ask([self.prompts[number]], max_tokens=1, logprobs=None)
+        side.allocated = allocated
+        self.core.scheduler.kv_cache_manager.evict_blocks(set(given[tokens // BLOCK :]))
+        [output] = self.server.ask([[*self.prompts[number], *said]], max_tokens=count, logprobs=None)
+        assert output.num_cached_tokens == tokens
+        return tuple(output.outputs[0].token_ids)
 
     def run(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Finished answers by request: (prompt, token ids)."""
@@ -99,34 +138,38 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         scheduler._preempt_request = lambda request, *args, **more: (
             preempted.append(request.request_id), preempt(request, *args, **more)
         )  # fmt: skip
-        side, mixed = scheduler.connector._scheduler, dict[tuple[int, ...], int]()
-        matched = side.matched
+        side = scheduler.connector._scheduler
+        left, resumed = defaultdict[int, set[int]](set), defaultdict[str, set[int]](set)
+        matched, numbers = side.matched, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
 
         def noted(request, computed_tokens):
-            found = matched(request, computed_tokens)
-            whole_blocks = (request.num_prompt_tokens - 1) // 32 * 32
-            if request.request_id in side._plans and 0 < computed_tokens < whole_blocks:
-                # Some of its fused blocks were evicted, and vLLM computes these: both stand under its salt from now on.
-                sent = int(request.request_id[1:].split("-")[0])
-                mixed.setdefault(tuple(request.prompt_token_ids), sent)
+            found, number = matched(request, computed_tokens), numbers[tuple(request.prompt_token_ids)]
+            if request.request_id in side._plans and computed_tokens and not found:
+                # Where fused blocks were evicted vLLM computes these, and they stand under the same salt.
+                left[number].add(min(computed_tokens, storm.whole_blocks(number)))
+            resumed[request.request_id.split("-")[0]].add(request.num_output_tokens)
             return found
 
         side.matched = noted
         finished = storm.run()
+        side.matched = matched
         assert 200 < len(finished) < REQUESTS - 50 and preempted
-        sound = {
-            name: answer
-            for name, answer in finished.items()
-            if answer[0] in storm.sound
-            and int(name[1:]) < mixed.get(tuple(storm.prompts[answer[0]]), REQUESTS)
+        sound = {name: answer for name, answer in finished.items() if answer[0] in storm.sound}
+        others = {
+            name: (number, said)
+            for name, (number, said) in sound.items()
+            if said not in (expected[number, False], expected[number, True])
         }
         wrong = [
             name
-            for name, (number, said) in sound.items()
-            if said not in (expected[number, False], expected[number, True])
+            for name, (number, said) in others.items()
+            if not storm.went_on(number, said, left[number], resumed[name])
         ]
-        assert len(sound) > 50
-        assert not wrong, f"{len(wrong)} of {len(sound)}"
+        went_on = any(min(tokens) < storm.whole_blocks(number) for number, tokens in left.items())
+        assert len(sound) > 100 and went_on == caching
+        assert not wrong, (
+            f"{len(wrong)} of {len(sound)}, {len(others)} of them behind fused blocks and computed ones"
+        )
         assert pool.get_num_free_blocks() == free
         assert not side._plans and not side._reports and not side._orders
     finally:
