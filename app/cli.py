@@ -29,9 +29,9 @@ from ragblend.app.waiting import set_waiting
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
-# What is imported stays: by Python's own thresholds a fifth of the time to a first token is spent on looking for
-# garbage in it, and as much again when the process ends.
-COLLECTED = (100_000, 50, 100)
+# What is imported stays, 0.8 million objects: by Python's own thresholds a fifth of the time to a first token is spent
+# on looking for garbage in it, and as much again when the process ends. So that begins after a million.
+IMPORTED, COLLECTED = (1_000_000, 50, 100), (100_000, 50, 100)
 PRIVATE_UMASK = 0o077  # everything that any library writes from here on is for this user only
 
 app = typer.Typer(
@@ -139,14 +139,21 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
         atexit.register(gc.freeze)
     set_waiting()
     umask, collected = os.umask(PRIVATE_UMASK), gc.get_threshold()
-    gc.set_threshold(*COLLECTED)
+    gc.set_threshold(*IMPORTED)
+    gc.callbacks.append(_collect)
     try:
         code = _run(given, commands, name)
         _flush()
         return code
     finally:
+        gc.callbacks.remove(_collect)
         gc.set_threshold(*collected)
         os.umask(umask)
+
+
+def _collect(phase: str, info: dict[str, int]) -> None:
+    """From the first search for garbage on."""
+    gc.set_threshold(*COLLECTED)
 
 
 def _run(given: list[str], commands: typer.Typer, name: str) -> int:

@@ -20,7 +20,7 @@ from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
 from ragblend.app.hood import full_prefill, has_breakdown
 from ragblend.app.progress import OnProgress, silent
-from ragblend.app.retrieval import search
+from ragblend.app.retrieval import scores, search
 from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
 from ragblend.app.workspace import Workspaces
@@ -164,11 +164,12 @@ class Conversations:
             self._sessions.pop(chat_id, None)
 
     def warm_up(self) -> None:
-        """Load the embedder and open the index before the first question, so that no question pays for it."""
+        """Load the embedder, and the index if it is needed, before the first question: none pays for it."""
         first = self._workspaces.first
-        question = first.embedder.embed_question("warm up")
         if first.library.has_passages(first.settings.collection):
-            first.index.query(question, 1)
+            scores(first, "warm up", 1)
+        else:
+            first.embedder.load()
 
     # --- inside
 

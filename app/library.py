@@ -275,6 +275,23 @@ class Library(Database):
                 with suppress(DamagedDocumentError):
                     yield self.embeddings_of(document.id)
 
+    def nearest(self, collection: str, embedding: Embeddings, count: int) -> dict[str, float]:
+        """The nodes nearest to one embedding (E,), each with its cosine similarity, best first; from reading all.
+
+        A node is as near as the nearest of its vectors. Damage shows when the passages are read.
+        """
+        query = (
+            "SELECT node_id, windows, embedding FROM chunks JOIN documents ON id = document_id "
+            "WHERE collection = ? AND length(embedding) = windows * ? AND windows > 0"
+        )
+        rows = self.rows(query, collection, 4 * len(embedding))
+        if not rows:
+            return {}
+        vectors = np.frombuffer(b"".join(row["embedding"] for row in rows), dtype="<f4")
+        starts = np.cumsum([0, *(row["windows"] for row in rows[:-1])])
+        best = np.maximum.reduceat(vectors.reshape(-1, len(embedding)) @ embedding, starts)
+        return {rows[at]["node_id"]: float(best[at]) for at in np.argsort(-best, kind="stable")[:count]}
+
     def has_passages(self, collection: str) -> bool:
         query = "SELECT 1 FROM chunks JOIN documents ON id = document_id WHERE collection = ? LIMIT 1"
         return bool(self.rows(query, collection))

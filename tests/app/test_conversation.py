@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from ragblend.app import retrieval
 from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats
 from ragblend.app.conversation import AskOptions, Conversations
 from ragblend.app.desk import Desk
 from ragblend.app.hood import has_breakdown
 from ragblend.app.ingest import ingest
+from ragblend.app.retrieval import scores
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
 
 SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
@@ -362,8 +364,19 @@ def test_json_is_the_one_that_was_promised(talks):
     assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
 
 
-def test_lost_index_says_what_to_do(talks, workspaces):
+def test_few_passages_are_compared_as_the_index_would(talks, workspaces, monkeypatch):
+    """A process that asks one question of a small library need not import Chroma."""
+    compared = scores(workspaces.first, SKY, 3)
+    monkeypatch.setattr(retrieval, "COMPARED_PASSAGES", 0)
+    indexed = scores(workspaces.first, SKY, 3)
+    assert list(compared) == list(indexed) and len(compared) == 3
+    assert list(compared.values()) == pytest.approx(list(indexed.values()), abs=1e-3)
+
+
+def test_lost_index_says_what_to_do(talks, workspaces, monkeypatch):
     index = workspaces.first.index
     index.delete(list(index.node_ids()))
+    assert talks.answer(SKY).sources[0].document == "sky.txt", "few passages need no index"
+    monkeypatch.setattr(retrieval, "COMPARED_PASSAGES", 0)
     with pytest.raises(LibraryError, match="store repair"):
         talks.answer(SKY)

@@ -1,0 +1,65 @@
+"""How long a new process of `ragblend ask` takes to the first token of its answer, by the clock and of processors.
+
+    python -m benchmarks.measure_start --home HOME                    medians of five; HOME as `ragblend ingest` left it
+    python -m benchmarks.measure_start --home HOME --other CHECKOUT   in turns with another checkout of this repository
+
+A first run of each is not counted: it may convert the model and read files from the disk. Linux, for /proc.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.results import REPO
+
+QUESTION = "How long is the causeway under water at every high tide?"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
+    """Seconds until the answer begins on stdout, and seconds of processors until then; the rest is not waited for."""
+    command = [sys.executable, "-m", "ragblend.app.cli", "ask", question, "--home", str(home)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    begun = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            raise SystemExit(f"`ragblend ask` in {checkout} ended with {process.wait()} and gave no answer")
+        clock = time.perf_counter() - begun
+        user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        process.kill()
+    return clock, (int(user) + int(system)) / TICKS
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--other", type=Path, action="append", default=[])
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args(arguments)
+    times: dict[Path, list[tuple[float, float]]] = {each: [] for each in (*asked.other, REPO)}
+    for turn in range(asked.repeats + 1):
+        for checkout, found in times.items():
+            took = first_token(checkout, asked.home, asked.question)
+            if turn:
+                found.append(took)
+    for checkout, found in times.items():
+        clocks, processors = zip(*found, strict=True)
+        print(
+            f"{checkout}: {statistics.median(clocks):.2f} s (least {min(clocks):.2f}), of processors "
+            f"{statistics.median(processors):.2f} s (least {min(processors):.2f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
