@@ -24,6 +24,8 @@ def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float
     """Seconds until the answer begins on stdout, and seconds of processors until then; the rest is not waited for."""
     command = [sys.executable, "-m", "ragblend.app.cli", "ask", question, "--home", str(home)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # each checkout says for itself how its threads wait
+        environment.pop(name, None)
     begun = time.perf_counter()
     with subprocess.Popen(
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
