@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.results import REPO
+from benchmarks.common import REPO
 
 QUESTION = "How long is the causeway under water at every high tide?"
 TICKS = os.sysconf("SC_CLK_TCK")
