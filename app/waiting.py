@@ -28,7 +28,7 @@ def _has_a_core_for_each(load: Path) -> bool:
     try:
         running = int(load.read_text().split()[3].partition("/")[0])
         cores = len(os.sched_getaffinity(0))
+        threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
     except (OSError, ValueError, IndexError, AttributeError):
         return False
-    threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
     return running - 1 + min(threads, cores) <= cores

@@ -49,3 +49,11 @@ def test_what_the_user_says_stays(tmp_path, cores, monkeypatch, load):
 def test_a_system_that_does_not_say_has_them_sleep(tmp_path, cores):
     set_waiting(tmp_path / "none")
     assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
+
+
+def test_threads_by_level_are_no_number(tmp_path, cores, monkeypatch):
+    """OpenMP takes a list, one for each level of nesting; a command must begin all the same."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
+    (tmp_path / "loadavg").write_text("0.10 0.10 0.10 1/200 42")
+    set_waiting(tmp_path / "loadavg")
+    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
