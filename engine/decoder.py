@@ -149,10 +149,11 @@ class Decoder(ABC):
         first, last = rows[:-collected], rows[-collected:]
         window = self.window if kind == SLIDING else None
         start = 0 if window is None else max(0, int(last[0]) - window + 1)
-        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
+        seen = position_mask(last, tokens, window, absent, start)
+        ragged = int(seen.all(dim=-2).cumprod(-1).sum())
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": Collector(collected, start, mask)}
+        return view | {"collector": Collector(collected, start, additive(seen, dtype)[0, 0], ragged)}
 
 
 class TransformersDecoder(Decoder):
