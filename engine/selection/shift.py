@@ -286,9 +286,8 @@ def _by_head(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def affordable(row_products: float, computed: int, shifted: int, numbers: int) -> int:
-    """The most landmarks with which `shifted` rows of so many numbers take COST_SHARE of what `computed` rows take.
-
-    row_products: of a row in a layer; the shift's are in each layer, and those of similarity in one of SHARED_LAYERS.
+    """The most landmarks with which `shifted` rows of so many numbers take COST_SHARE of what `computed` rows take, each
+    row_products in a layer: their products in each layer, and their similarity in one of SHARED_LAYERS.
     """
     each = shifted * numbers * (1 + 1 / SHARED_LAYERS)
     return max(LEAST_LANDMARKS, int(COST_SHARE * row_products * computed / max(each, 1)))
