@@ -77,11 +77,6 @@ class Decoder(ABC):
     def attention_share(self) -> float:
         """Parameters of the attention as a share of its layer: what a peek at one layer costs at most."""
 
-    @property
-    @abstractmethod
-    def layer_parameters(self) -> int:
-        """Of one layer: how many products a row takes in it, beside attention."""
-
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """(R,) ids -> (1, R, hidden)."""
@@ -179,12 +174,7 @@ class TransformersDecoder(Decoder):
     def attention_share(self) -> float:
         layer = self.layers[min(1, len(self.layers) - 1)]
         attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
-        return attention / max(1, self.layer_parameters)
-
-    @property
-    def layer_parameters(self) -> int:
-        layer = self.layers[min(1, len(self.layers) - 1)]
-        return sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+        return attention / max(1, sum(p.numel() for p in layer.parameters()))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self.base.embed_tokens(token_ids[None])  # type: ignore[operator]
