@@ -12,7 +12,7 @@ from ragblend.engine import cache as cache_module
 from ragblend.engine.plan import Kind
 from ragblend.engine.prompt import Literal, Prompt
 from ragblend.engine.selection import BLIND, ByAttention, by_attention
-from ragblend.engine.selection.base import fresh_rows
+from ragblend.engine.selection.base import Attention, fresh_rows
 from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
@@ -313,3 +313,12 @@ def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
     assert report.tokens.fresh > prefix + 60 and prefix < report.probe_rows <= prefix + 12
     everything = stored.engine.prefill(tokenized, method="probe", ratio=1.0)
     assert largest_error(everything.logits, stored.logits(tokenized)[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_is_scored_in_its_order_however_little_it_is(dtype):
+    """The square of a float16 below 0.0002 is nothing in float16."""
+    weights = torch.tensor([[[1e-5, 4e-5, 2e-5, 8e-5]]], dtype=dtype).expand(2, 3, 4)
+    scores = by_attention.rooted_squares(None, Attention(0, 0, None, None, 1.0, None, weights))
+    assert scores.argsort().tolist() == [0, 2, 1, 3]
+    assert torch.allclose(scores, 3**0.5 * weights[0, 0].float(), rtol=0.01)
