@@ -67,7 +67,7 @@ class Tile:
 class Collector:
     """The last `rows` of those being computed, whose attention is collected.
 
-    They see keys from first_key on, under the additive mask (rows, K), all of them those before ragged (of K).
+    They see keys from first_key on, under the additive mask (rows, K), all of them those before ragged_key.
     collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises
     leaves the layer.
     """
@@ -75,7 +75,7 @@ class Collector:
     rows: int
     first_key: int
     mask: Tensor
-    ragged: int = 0
+    ragged_key: int
     collect: "Collect | None" = None
 
 
@@ -95,13 +95,18 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
             stop = min(_rounded_up(stop), int(rows[-1]) + 1)
         if window is not None:
             first = max(0, least - window)
-        ragged = least if absent is None and stop - first <= (window or stop) else first
+        ragged = ragged_from(first, least, stop, window, absent)
         mask = None
         if ragged < stop:
             visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         tiles.append(Tile(start, end, first, stop, ragged, mask))
     return tiles
+
+
+def ragged_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
+    """Of keys first..stop, the one from which on not every row may see all; the first row sees those before least."""
+    return least if absent is None and stop - first <= (window or stop) else first
 
 
 def _rounded_up(keys: int) -> int:
@@ -309,6 +314,7 @@ def _collected(
         value[:, collector.first_key :],
     )
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
+    ragged = collector.ragged_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
     weights = query.new_empty(heads, rows, keys.shape[1])
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
@@ -317,7 +323,7 @@ def _collected(
         of = slice(head, head + at_once)
         scores = weights.view(key_heads, -1, keys.shape[1])[of]
         torch.bmm(grouped[of], keys[of].transpose(1, 2), out=scores)
-        scores.view(-1, rows, keys.shape[1])[..., collector.ragged :] += collector.mask[:, collector.ragged :]
+        scores.view(-1, rows, keys.shape[1])[..., ragged:] += collector.mask[:, ragged:]
         torch.bmm(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)

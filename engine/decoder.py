@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import EAGER, NAME, Collect, Collector, additive, position_mask, tiles
+from ragblend.engine.attention import (
+    EAGER,
+    NAME,
+    Collect,
+    Collector,
+    additive,
+    position_mask,
+    ragged_from,
+    tiles,
+)
 from ragblend.engine.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
@@ -148,12 +157,13 @@ class Decoder(ABC):
         """The same where attention is collected of the last rows, which are in no mask but the collector's."""
         first, last = rows[:-collected], rows[-collected:]
         window = self.window if kind == SLIDING else None
-        start = 0 if window is None else max(0, int(last[0]) - window + 1)
-        seen = position_mask(last, tokens, window, absent, start)
-        ragged = int(seen.all(dim=-2).cumprod(-1).sum())
+        least = int(last[0]) + 1
+        start = 0 if window is None else max(0, least - window)
+        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
+        ragged = ragged_from(start, least, tokens, window, absent)
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": Collector(collected, start, additive(seen, dtype)[0, 0], ragged)}
+        return view | {"collector": Collector(collected, start, mask, ragged)}
 
 
 class TransformersDecoder(Decoder):
