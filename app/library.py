@@ -4,7 +4,9 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 """
 
 import logging
+import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import Database, Layout, is_sound, now, sealing
+from ragblend.app.database import Database, Layout, is_sound, now, sealing, words_of
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
 from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
@@ -62,7 +64,27 @@ NOTES = (
     "text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
     *sealing("notes", NOTE),
 )
-REGISTRY = Layout("registry", TABLES, upgrades=((*ERASED, *SEALED), NOTES), checked=True)
+# Version 4: the words of passages in FTS5, which keeps no copy of the text and reads it from a view where it must.
+# Rows of `chunks` have no number that a VACUUM keeps. A passage goes before its document does: the view needs both.
+WORDS = (
+    "CREATE TABLE numbers (id INTEGER PRIMARY KEY, node_id TEXT NOT NULL UNIQUE)",
+    "INSERT INTO numbers (node_id) SELECT node_id FROM chunks",
+    "CREATE VIEW wordings AS SELECT numbers.id, node_id, worded(collection, CAST(text AS BLOB)) AS text FROM numbers "
+    "JOIN chunks USING (node_id) JOIN documents ON documents.id = document_id",
+    "CREATE VIRTUAL TABLE words USING fts5 (text, content = 'wordings', content_rowid = 'id', "
+    "tokenize = 'porter unicode61 remove_diacritics 2')",
+    "INSERT INTO words (words) VALUES ('rebuild')",
+    "CREATE TRIGGER chunks_worded AFTER INSERT ON chunks BEGIN INSERT INTO numbers (node_id) VALUES (new.node_id); "
+    "INSERT INTO words (rowid, text) SELECT id, text FROM wordings WHERE node_id = new.node_id; END",
+    "CREATE TRIGGER chunks_unworded BEFORE DELETE ON chunks BEGIN INSERT INTO words (words, rowid, text) "
+    "SELECT 'delete', id, text FROM wordings WHERE node_id = old.node_id; "
+    "DELETE FROM numbers WHERE node_id = old.node_id; END",
+    "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
+    "DELETE FROM chunks WHERE document_id = old.id; END",
+)
+UPGRADES = ((*ERASED, *SEALED), NOTES, WORDS)
+REGISTRY = Layout("registry", TABLES, upgrades=UPGRADES, checked=True, full_text="words")
+MOST_WORDS = 100  # of a question that are looked for
 
 
 @dataclass(frozen=True)
@@ -189,7 +211,10 @@ class Library(Database):
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
-        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`."""
+        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`.
+
+        Those of its words that the index has go with the next `erase`.
+        """
         with self.transaction() as connection:
             _note_unerased(connection, document)
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
@@ -249,6 +274,44 @@ class Library(Database):
         found = {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
         self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
         return found
+
+    def scores(self, node_ids: Sequence[str], question: NDArray[np.float32]) -> dict[str, float]:
+        """The cosine similarity of these passages to a question (E,): that of the nearest window."""
+        rows = self.among("SELECT node_id, windows, embedding FROM chunks WHERE node_id IN", node_ids)
+        return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
+
+    def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, float]:
+        """The node ids of passages of these collections that share words with a question, with their BM25, best first.
+
+        A word that half of the passages have says nothing. How rare a word is in other collections has no part in it:
+        nobody learns what these hold. An index that cannot be read is as if empty, and said.
+        """
+        try:
+            found = self._by_words(collections, question).most_common(count)
+            rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", [number for number, _ in found])
+        except LibraryError as error:
+            log.warning("searching without words: %s", error)
+            return {}
+        nodes = {row["id"]: row["node_id"] for row in rows}
+        return {nodes[number]: score for number, score in found if number in nodes}
+
+    def _by_words(self, collections: Sequence[str], question: str) -> Counter[int]:
+        scores = Counter[int]()
+        asked = sum(map(self.count_passages, collections))
+        everywhere = self.column("SELECT count(*) FROM numbers")[0]
+        ways = zip(*(words_of(each, question.lower()) for each in collections), strict=True)
+        for words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # one word, as it is indexed in each collection
+            having = [
+                self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
+            ]
+            for word, here in zip(words, having, strict=True):
+                if here and 2 * sum(having) < asked:
+                    # FTS5 counts how rare it is as if all collections were one.
+                    weight = -_rarity(sum(having), asked) / _rarity(here, everywhere)
+                    query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
+                    for number, score in self.rows(query, f'"{word}"'):
+                        scores[number] += weight * score
+        return scores
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""
@@ -328,6 +391,18 @@ class Library(Database):
         """Nothing that was taken from it stands anywhere else."""
         self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
+    def index_words(self) -> None:
+        """Build the index of words again from the passages."""
+        self.execute(*self._full_text("rebuild"))
+
+    def words_damage(self) -> str:
+        """What is wrong with the index of words, or that it does not fit the passages."""
+        try:
+            self.execute("INSERT INTO words (words, rank) VALUES ('integrity-check', 1)")
+        except LibraryError as error:
+            return str(error)
+        return ""
+
     def _passage_rows(self, document: str) -> list[sqlite3.Row]:
         rows = self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
         if not all(is_sound(row, PASSAGE) for row in rows):
@@ -355,6 +430,11 @@ class Library(Database):
             return bool(self._passage_rows(document.id)) or document.state is not State.DONE
         except DamagedDocumentError:
             return False
+
+
+def _rarity(having: int, passages: int) -> float:
+    """BM25's weight of a word that so many passages have (Robertson and Spärck Jones), as FTS5 counts it."""
+    return math.log((passages - having + 0.5) / (having + 0.5))
 
 
 def _note_unerased(connection: sqlite3.Connection, document: str) -> None:

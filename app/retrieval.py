@@ -1,14 +1,29 @@
-"""A question -> the passages nearest to it, in one collection or several, each text once."""
+"""A question -> the passages that answer it best, in one collection or several, each text once.
 
-from collections.abc import Sequence
+MiniLM reads the question, Chroma has the ids of what is near, the registry those that share its words, and the texts.
+Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragblend.app.answer import Source
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 
-SPARE = 2  # ask the index for this many times more than wanted: two files may hold the same passage
+if TYPE_CHECKING:
+    from ragblend.integrations.chroma import Hit
+
+DEEP = (
+    4  # ask each index for this many times more than wanted: what one has far down the other may have on top
+)
+RANK_CONSTANT = 60  # how little the first ranks are apart; that of the paper
 
 
 def search(
@@ -18,39 +33,66 @@ def search(
 
     ways: the question as it is and perhaps otherwise; each way gives every second passage.
     """
-    ranked = [
-        sorted((source for one in workspaces for source in nearest(one, way, top_k)), key=lambda s: -s.score)
-        for way in ways
-    ]
-    near = [[source for source in each if source.score >= least_score] for each in ranked]
-    mixed = [source for place in zip_longest(*near) for source in place if source is not None]
+    ranked = [_ranked(workspaces, way, DEEP * top_k, least_score) for way in ways]
+    mixed = [source for place in zip_longest(*ranked) for source in place if source is not None]
     return without_duplicates(mixed)[:top_k]
 
 
-def nearest(workspace: Workspace, question: str, top_k: int) -> list[Source]:
-    """The passages of one collection that are nearest to a question, best first, and some more than top_k of them.
+def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_score: float) -> list[Source]:
+    """Those that are near enough, in the order that nearness and words give together.
 
-    MiniLM reads the question, Chroma has the ids, the registry the texts.
+    Words alone bring none: one that a question shares by chance would make an answer to what nothing here is about.
     """
+    if not workspaces:
+        return []
+    first = workspaces[0]
+    library, vector = first.library, first.embedder.embed_question(question)
+    scores = {hit.node_id: hit.score for workspace in workspaces for hit in nearest(workspace, vector, count)}
+    words = dict[str, float]()
+    if first.settings.search == "hybrid":
+        words = library.by_words([each.settings.collection for each in workspaces], question, count)
+        scores |= library.scores([node for node in words if node not in scores], vector)
+    sources = _sources(library, {node: score for node, score in scores.items() if score >= least_score})
+    by_nearness = sorted(sources, key=lambda node: -scores[node])
+    return [sources[node] for node in fused(by_nearness, [node for node in words if node in sources])]
+
+
+def fused(*rankings: Sequence[str]) -> list[str]:
+    """Reciprocal rank fusion: the best of all rankings first; of equals what an earlier ranking has first.
+
+    Source: Cormack, Clarke and Büttcher, SIGIR 2009.
+    """
+    scores = defaultdict[str, float](float)
+    for ranking in rankings:
+        for rank, each in enumerate(ranking, start=1):
+            scores[each] += 1 / (RANK_CONSTANT + rank)
+    return sorted(scores, key=lambda each: -scores[each])
+
+
+def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> "list[Hit]":
+    """Of one collection, by its index, best first. Raises LibraryError where that is lost."""
     library, collection = workspace.library, workspace.settings.collection
-    hits = workspace.index.query(workspace.embedder.embed_question(question), top_k * SPARE)
+    hits = workspace.index.query(question, count)
     if not hits and not library.counts_by_state(collection)["pending"]:
         raise LibraryError(
             f"Searching the collection {collection!r} in {workspace.home.root}: its index is empty, but the registry "
             "holds passages. Run `ragblend store repair` to build the index again."
         )
-    best = {hit.node_id: hit.score for hit in hits}
-    passages = library.passages(list(best))
+    return hits
+
+
+def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]:
+    """What the registry has of these, by node id; scores: their cosine similarity to the question."""
+    passages = library.passages(list(scores))
     documents = library.documents_with([passage.document_id for passage in passages.values()])
-    found = [
-        Source(
-            0, node, p.document_id, collection, documents[p.document_id].name, p.location,
-            round(best[node], 4), p.text,
+    return {
+        node: Source(
+            0, node, p.document_id, documents[p.document_id].collection, documents[p.document_id].name, p.location,
+            round(scores[node], 4), p.text,
         )
         for node, p in passages.items()
         if p.document_id in documents
-    ]  # fmt: skip
-    return sorted(found, key=lambda source: -best[source.node_id])
+    }  # fmt: skip
 
 
 def without_duplicates(sources: Sequence[Source]) -> list[Source]:

@@ -1,13 +1,19 @@
 """The registry: every change is all or nothing, ids are stable, deletion is complete, damage is named."""
 
+import random
+import re
 import sqlite3
 import stat
+import subprocess
+import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
 
+from ragblend.app.database import Database, Layout
 from ragblend.app.documents import FileFacts, Passage, State, document_id, node_id
-from ragblend.app.library import Library
+from ragblend.app.library import DOCUMENT, INSERT_PASSAGE, Library
 from ragblend.kvstore.errors import LibraryError
 
 FACTS = FileFacts(10, 20, "ab" * 32)
@@ -132,3 +138,108 @@ def test_a_registry_of_version_one_gets_checksums_once(tmp_path):
         with Library(path) as library:
             assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
             assert library.unerased() == {"default": True} and library.collections() == ["default"]
+
+
+def words_in(path):
+    """What the index of words holds, from the file."""
+    with closing(sqlite3.connect(path)) as sql:
+        sql.execute("CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab (main, words, row)")
+        return {re.sub(r"^x\d+", "", term) for (term,) in sql.execute("SELECT term FROM temp.vocabulary")}
+
+
+def made_up_words(count, seed):
+    """Each unlike all others from its first letters on, and its own stem."""
+    chance = random.Random(seed)
+    return ["".join(chance.choices("bcdfghjklmnpqrtvwxz", k=12)) for _ in range(count)]
+
+
+def test_no_word_of_a_deleted_text_stays_in_the_index(library):
+    """FTS5 notes what is deleted and keeps it; a document that is cut anew loses words as well."""
+    texts = [made_up_words(20, seed) for seed in range(40)]
+    documents = [fill(library, f"/{n}", [" ".join(text)])[0] for n, text in enumerate(texts)]
+    for document in documents[::3]:
+        library.remove(document)
+    fill(library, "/1", ["something else"])
+    gone = {word for text in [*texts[::3], texts[1]] for word in text}
+    kept = {word for text in texts for word in text} - gone
+    assert library.erase() and words_in(library.path) == kept | {"someth", "els"}
+    content = library.path.read_bytes()
+    assert [word for word in gone if word[4:].encode() in content] == []
+    assert sum(word[4:].encode() in content for word in kept) == len(kept)
+    assert library.words_damage() == ""
+
+
+def old_registry(path, version, text="a red boat"):
+    """As it was made by the version before the index of words."""
+    from ragblend.app.library import TABLES, UPGRADES
+
+    class Before(Database):
+        layout = Layout("registry", TABLES, upgrades=UPGRADES[: version - 1], checked=True)
+
+    with Before(path) as old, old.transaction() as sql:
+        for number in range(5):
+            values = (f"d{number}", f"/{number}", "default", "done", "", 1, 2, "x", "r", "now")
+            sql.execute(
+                f"INSERT INTO documents ({', '.join(DOCUMENT)}) VALUES ({', '.join('?' * 10)})", values
+            )
+            said = text if number == 3 else f"nothing {number}"
+            row = (f"n{number}", f"d{number}", 0, said, "", 1, np.ones(3, "<f4").tobytes())
+            sql.execute(INSERT_PASSAGE, row)
+
+
+def test_a_registry_of_before_has_its_words_indexed_once_and_says_so(tmp_path, caplog):
+    path = tmp_path / "old.sqlite"
+    old_registry(path, version=3)
+    for said in (1, 1):
+        with Library(path) as library:
+            assert library.by_words(["default"], "Whose is the boat?", 5).keys() == {"n3"}
+            assert library.words_damage() == "" and len(caplog.records) == said
+    with Library(path) as library:
+        library.remove("d3")
+        assert library.by_words(["default"], "boat", 5) == {} and library.words_damage() == ""
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from ragblend.app import database, library
+found = []
+def words_of(*_):
+    found.append(1)
+    if len(found) == 4:
+        os._exit(9)
+    return ["word"]
+database.words_of = words_of
+library.Library(Path(sys.argv[1]))
+"""
+
+
+def test_a_home_killed_while_its_words_are_indexed_opens_again(tmp_path):
+    path = tmp_path / "old.sqlite"
+    old_registry(path, version=3)
+    assert subprocess.run([sys.executable, "-c", KILLED, path], check=False).returncode == 9
+    with closing(sqlite3.connect(path)) as sql:
+        assert sql.execute("PRAGMA user_version").fetchone() == (3,)
+    with Library(path) as library:
+        assert library.by_words(["default"], "boat", 5).keys() == {"n3"} and library.words_damage() == ""
+
+
+def test_a_damaged_index_of_words_harms_nothing_else_and_is_made_again(library, caplog):
+    document, nodes = fill(library, "/a", ["a red boat", "a house", "a mill"])
+    with library.transaction() as sql:
+        sql.execute("UPDATE words_data SET block = x'ffffffffffff' WHERE id >= 10")
+    assert library.by_words(["default"], "boat", 5) == {}
+    assert "store repair" in caplog.records[0].getMessage() and "malformed" in library.words_damage()
+    assert len(library.passages_of(document)) == 3
+    library.index_words()
+    assert library.by_words(["default"], "boat", 5).keys() == {nodes[0]} and library.words_damage() == ""
+
+
+def test_a_passage_that_is_no_text_any_more_can_be_removed(library):
+    """Python's own decoding would refuse the row, and the document could not be deleted."""
+    document, _ = fill(library, "/a", ["one", "two"])
+    with closing(sqlite3.connect(library.path)) as sql, sql:
+        sql.execute("DROP TRIGGER chunks_changed")
+        sql.execute("UPDATE chunks SET text = CAST(x'ff6f6e65' AS TEXT) WHERE position = 0")
+    library.remove(document)
+    assert library.count_passages("default") == 0
