@@ -6,10 +6,11 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 import logging
 import math
 import sqlite3
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -281,22 +282,26 @@ class Library(Database):
         return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
 
     def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, float]:
-        """The node ids of passages of these collections that share words with a question, with their BM25, best first.
+        """The node ids of passages of these collections that share words with a question, the best by BM25 first.
 
-        A word that half of the passages have says nothing. How rare a word is in other collections has no part in it:
-        nobody learns what these hold. An index that cannot be read is as if empty, and said.
+        With each the share of the question that it holds, in (0, 1], its words weighed by how rare they are; one that
+        half of the passages have says nothing. How rare a word is in other collections has no part in it: nobody learns
+        what these hold. An index that cannot be read is as if empty, and said.
         """
         try:
-            found = self._by_words(collections, question).most_common(count)
-            rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", [number for number, _ in found])
+            scores, held = self._by_words(collections, question)
+            best = nlargest(count, scores, key=scores.__getitem__)
+            rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", best)
         except LibraryError as error:
             log.warning("searching without words: %s", error)
             return {}
         nodes = {row["id"]: row["node_id"] for row in rows}
-        return {nodes[number]: score for number, score in found if number in nodes}
+        return {nodes[number]: held[number] for number in best if number in nodes}
 
-    def _by_words(self, collections: Sequence[str], question: str) -> Counter[int]:
-        scores = Counter[int]()
+    def _by_words(
+        self, collections: Sequence[str], question: str
+    ) -> tuple[dict[int, float], dict[int, float]]:
+        scores, held, whole = defaultdict[int, float](float), defaultdict[int, float](float), 0.0
         asked = sum(map(self.count_passages, collections))
         everywhere = self.column("SELECT count(*) FROM numbers")[0]
         ways = zip(*(words_of(each, question.lower()) for each in collections), strict=True)
@@ -304,14 +309,17 @@ class Library(Database):
             having = [
                 self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
             ]
+            weight = _rarity(sum(having), asked)
+            if weight <= 0:
+                continue
+            whole += weight
             for word, here in zip(words, having, strict=True):
-                if here and 2 * sum(having) < asked:
+                query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
+                for number, score in self.rows(query, f'"{word}"') if here else ():
                     # FTS5 counts how rare it is as if all collections were one.
-                    weight = -_rarity(sum(having), asked) / _rarity(here, everywhere)
-                    query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
-                    for number, score in self.rows(query, f'"{word}"'):
-                        scores[number] += weight * score
-        return scores
+                    scores[number] -= score * weight / _rarity(here, everywhere)
+                    held[number] += weight
+        return scores, {number: weight / whole for number, weight in held.items()}
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""

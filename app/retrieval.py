@@ -4,6 +4,8 @@ MiniLM reads the question, Chroma has the ids of what is near, the registry thos
 Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`).
 """
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 DEEP = (
     4  # ask each index for this many times more than wanted: what one has far down the other may have on top
 )
+CODE = re.compile(r"(?=\w*\d)\w{3,}")
+# The share of a question, by the weight of its words, that a passage holds which is found by such a word.
+WHOLE = 0.9
 RANK_CONSTANT = 60  # how little the first ranks are apart; that of the paper
 
 
@@ -41,18 +46,20 @@ def search(
 def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_score: float) -> list[Source]:
     """Those that are near enough, in the order that nearness and words give together.
 
-    Words alone bring none: one that a question shares by chance would make an answer to what nothing here is about.
+    A word that is shared by chance brings none: it would make an answer to what nothing here is about. A number or code
+    does, of which vectors know nothing, to a passage that holds all else of the question too.
     """
     if not workspaces:
         return []
     first = workspaces[0]
     library, vector = first.library, first.embedder.embed_question(question)
     scores = {hit.node_id: hit.score for workspace in workspaces for hit in nearest(workspace, vector, count)}
-    words = dict[str, float]()
+    words, enough = dict[str, float](), WHOLE if CODE.search(question) else math.inf
     if first.settings.search == "hybrid":
         words = library.by_words([each.settings.collection for each in workspaces], question, count)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    sources = _sources(library, {node: score for node, score in scores.items() if score >= least_score})
+    found = [node for node in scores if scores[node] >= least_score or words.get(node, 0.0) >= enough]
+    sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     return [sources[node] for node in fused(by_nearness, [node for node in words if node in sources])]
 

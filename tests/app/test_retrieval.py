@@ -75,10 +75,18 @@ def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     assert found["hybrid"] == 30 and found["vectors"] < 5
 
 
-def test_a_shared_word_alone_finds_nothing(workspace, logs):
-    (source,) = search([workspace_with(workspace, logs)], ["7013"], 1, 0.0)
+def test_a_shared_word_alone_finds_nothing_and_a_whole_code_does(workspace, logs):
+    workspace_with(workspace, logs)
+    (source,) = search([workspace], ["7013"], 1, 0.9)
     assert source.document == "1.txt" and source.score < 0.9
-    assert search([workspace], ["7013"], 1, 0.9) == []
+    assert search([workspace], ["7014"], 1, 0.9) == []
+    assert search([workspace], ["Has 7013 anything to do with Madagascar?"], 1, 0.9) == []
+    (workspace.home.root.parent / "thanks.txt").write_text(
+        "Then they said thanks to the crew and went home at 7."
+    )
+    ingest(workspace, [workspace.home.root.parent / "thanks.txt"])
+    for chance in ("Thanks!", "7"):
+        assert search([workspace], [chance], 1, 0.9) == []
 
 
 def workspace_with(workspace, folder):
@@ -124,9 +132,7 @@ def test_what_other_collections_hold_changes_no_score(library):
     fill(library, "/b", ["mill"] * 40, "secret")
     fill(library, "/c", ["weather in the hills"] * 40, "other")
     after = library.by_words(["default"], "Whose is the red boat or the mill?", 9)
-    assert list(after) == list(before)
-    ratios = [after[node] / before[node] for node in before]
-    assert max(ratios) / min(ratios) < 1.1, "but for the length of a passage, which is the mean of all"
+    assert list(after.items()) == list(before.items())
 
 
 def test_words_are_found_in_other_forms(library):
@@ -173,6 +179,6 @@ def check_unbroken(library, caplog, question):
     """What FTS5 refuses is said, and answered by vectors alone: it refuses nothing."""
     if not library.documents("default"):
         fill(library, "/a", ["a red boat", "a green house", "the mill", "船 🚢"])
-    assert all(score > 0 for score in library.by_words(["default"], question, 3).values())
+    assert all(0 < share <= 1.0001 for share in library.by_words(["default"], question, 3).values())
     assert len(library.by_words(["default"], f"{question} BOATS", 3)) >= 1 or len(question) > 200
     assert len(library.by_words(["default"], "boat", 3)) == 1 and not caplog.records
