@@ -135,6 +135,22 @@ def test_what_other_collections_hold_changes_no_score(library):
     assert list(after.items()) == list(before.items())
 
 
+def test_a_word_counts_once_by_how_rare_it_is(library):
+    """FTS5 has weighed it already: three words of log(7.5 / 3.5) are more than one of log(9.5 / 1.5), squares are not."""
+    texts = [
+        "sluice b c d",
+        "oak elm ash e",
+        "oak f g h",
+        "oak i j k",
+        "elm l m n",
+        "elm o p q",
+        "ash r s t",
+        "ash u v w",
+    ]
+    _, nodes = fill(library, "/a", [*texts, "x y z zz", "xx yy zz xz"])
+    assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
+
+
 def test_words_are_found_in_other_forms(library):
     _, nodes = fill(
         library, "/a", ["Lighthouses at Orléans", "The e\u0301cluse ﬁts", "foo_bar(x)", "NASA", "x", "y", "z"]
