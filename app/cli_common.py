@@ -56,6 +56,7 @@ class Answering:
         parser=ratio_of,
     )
     top_k: int | None = option(None, "How many passages to read [6].")
+    search: str | None = option(None, "How they are found: hybrid (meaning and words) or vectors [hybrid].")
     max_new_tokens: int | None = option(None, "Longest answer, in tokens [what suits the model, else 256].")
     keep_tokens: int | None = option(
         None, "Of the passages keep so many tokens a head after the first token [all]."

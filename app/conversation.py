@@ -20,7 +20,7 @@ from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
 from ragblend.app.hood import full_prefill, has_breakdown
 from ragblend.app.progress import OnProgress, silent
-from ragblend.app.retrieval import scores, search
+from ragblend.app.retrieval import nearest, search
 from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
 from ragblend.app.workspace import Workspaces
@@ -167,7 +167,7 @@ class Conversations:
         """Load the embedder, and the index if it is needed, before the first question: none pays for it."""
         first = self._workspaces.first
         if first.library.has_passages(first.settings.collection):
-            scores(first, "warm up", 1)
+            nearest(first, first.embedder.embed_question("warm up"), 1)
         else:
             first.embedder.load()
 

@@ -32,6 +32,7 @@ DEVICES = [
     ("NVIDIA graphics card (CUDA)", "cuda"),
     ("Apple graphics (MPS)", "mps"),
 ]
+SEARCHES = [("What they mean, and their words", "hybrid"), ("What they mean alone", "vectors")]
 THEMES = [("As the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
@@ -58,6 +59,7 @@ def _form() -> dict[str, Any]:
     return {
         "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
         "device": gr.Dropdown(DEVICES, value="", label="Computes on", elem_id="rb-device"),
+        "search": gr.Dropdown(SEARCHES, value="hybrid", label="Passages are found by", elem_id="rb-search"),
         "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
         "mode": gr.Radio(modes, value=MANUAL, label="How much is read again", elem_id="rb-ratio-mode"),
     } | {
@@ -117,7 +119,7 @@ class SettingsTab:
         settings, form = self._desk.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
-        as_they_are = ("model", "top_k", "chunk_tokens", "temperature")
+        as_they_are = ("model", "search", "top_k", "chunk_tokens", "temperature")
         return {
             **{form[name]: getattr(settings, name) for name in as_they_are},
             form["max_new_tokens"]: settings.answer_tokens,
@@ -241,10 +243,11 @@ def with_chosen(method: str) -> list[tuple[str, str]]:
 
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
-    model, device, method, mode, percent, top_k, chunk, longest, temperature = values
+    model, device, search, method, mode, percent, top_k, chunk, longest, temperature = values
     return {
         "model": str(model).strip() or "default",
         "device": device or None,
+        "search": search,
         "method": method or None,
         "ratio": AUTO if mode == AUTO else round(percent / 100, 4),
         "top_k": int(top_k),
