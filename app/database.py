@@ -261,11 +261,9 @@ def _definitions(sql: sqlite3.Connection, layout: Layout) -> set[tuple[object, .
     Without FTS5 its table itself cannot be dropped, and is there or not.
     """
     rows = {tuple(row) for row in sql.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")}
-    own, left = ("sqlite_",), ""
-    if layout.full_text:
-        own = ("sqlite_", f"{layout.full_text.name}_")
-        left = "" if has_full_text(sql) else layout.full_text.name
-    return {row for row in rows if row[1] != left and not str(row[1]).startswith(own)}
+    name = layout.full_text.name if layout.full_text else "sqlite"
+    left = "" if has_full_text(sql) else name
+    return {row for row in rows if row[1] != left and not str(row[1]).startswith(("sqlite_", f"{name}_"))}
 
 
 def _expected(layout: Layout, version: int) -> set[tuple[object, ...]]:

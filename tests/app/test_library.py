@@ -316,3 +316,10 @@ def index_of(path):
     """The bytes of the index of words."""
     with closing(sqlite3.connect(path)) as sql:
         return b"".join(block for (block,) in sql.execute("SELECT block FROM words_data"))
+
+
+def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
+    """Words find a passage whatever became of its embedding."""
+    _, nodes = fill(library, "/a", ["a red boat", "a house"])
+    library.execute("UPDATE chunks SET embedding = x'00' WHERE node_id = ?", nodes[0])
+    assert library.scores(nodes, np.ones(3, np.float32)).keys() == {nodes[1]}
