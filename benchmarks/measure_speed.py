@@ -46,6 +46,7 @@ from ragblend.engine import attention
 from ragblend.engine.correction import Correction
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled
+from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "speed.md", DOCS / "pictures" / "speed.svg"
@@ -222,9 +223,13 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
             geometry.kv_heads * (geometry.key_size + geometry.value_size),
         )
         moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
-        fitted = min(chosen, 768)
-        products = layers * (4 * moved * fitted * width + 4 * fitted**2 * width)
-        found["shift"] = machine.bound_ms(products, float32=layers * 2 * fitted**3)
+        fitted = min(chosen, shift.MOST_FITTED)
+        marks = min(fitted, shift.affordable(engine.runtime.decoder.layer_parameters, chosen, moved, width))
+        similar = 2 * (moved + fitted) * marks * width  # in one of SHARED_LAYERS, as the system
+        told = 2 * (moved + fitted) * marks * width
+        system = 2 * marks**3 + (4 * marks**2 * fitted if marks < fitted else 0)
+        each = layers / shift.SHARED_LAYERS
+        found["shift"] = machine.bound_ms(layers * told + each * similar, float32=each * system)
     return found
 
 

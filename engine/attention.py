@@ -67,13 +67,15 @@ class Tile:
 class Collector:
     """The last `rows` of those being computed, whose attention is collected.
 
-    They see keys from first_key on, under the additive mask (rows, K). collect(self, queries (N, rows, D), keys
-    (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises leaves the layer.
+    They see keys from first_key on, under the additive mask (rows, K), all of them those before ragged (of K).
+    collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises
+    leaves the layer.
     """
 
     rows: int
     first_key: int
     mask: Tensor
+    ragged: int = 0
     collect: "Collect | None" = None
 
 
@@ -315,7 +317,7 @@ def _collected(
         of = slice(head, head + at_once)
         scores = weights.view(key_heads, -1, keys.shape[1])[of]
         torch.bmm(grouped[of], keys[of].transpose(1, 2), out=scores)
-        scores.view(-1, rows, keys.shape[1]).add_(collector.mask)
+        scores.view(-1, rows, keys.shape[1])[..., collector.ragged :] += collector.mask[:, collector.ragged :]
         torch.bmm(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)

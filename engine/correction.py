@@ -8,7 +8,7 @@ from ragblend.engine.decoder import Decoder
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.rope import rotated
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.shift import Change, Run
+from ragblend.engine.selection.shift import Change, Run, affordable
 
 
 class Correction:
@@ -24,15 +24,19 @@ class Correction:
         stored = decoder.geometry.torch_dtype
         # As it is in bfloat16, else float32: squares of float16 may overflow.
         self._dtype = stored if stored == torch.bfloat16 else torch.float32
-        self._run = Run(rows[self._at], chunks, self._dtype)
+        computed, shifted = rows[self._at], sum(stop - start for start, stop in chunks)
+        numbers = decoder.geometry.kv_heads * (decoder.geometry.key_size + decoder.geometry.value_size)
+        most = affordable(decoder.layer_parameters, computed.numel(), shifted, numbers)
+        self._run = Run(computed, chunks, self._dtype, most)
         self._tables: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
         """Correct one layer's stored KV in the cache; new_* (H, R, D) are about to be written over it."""
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         computed = self._run.computed
-        keys_apart = new_keys.index_select(1, self._at).float() - keys.index_select(1, computed).float()
-        values_apart = new_values.index_select(1, self._at).float() - values.index_select(1, computed).float()
+        # index_select would first copy all of a buffer that has room behind its rows.
+        keys_apart = new_keys[:, self._at].float() - keys[:, computed].float()
+        values_apart = new_values[:, self._at].float() - values[:, computed].float()
 
         def unrotated(of: Tensor, positions: Tensor | slice) -> Tensor:
             return self._rotated(layer, of, positions, sign=-1)

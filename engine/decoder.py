@@ -77,6 +77,11 @@ class Decoder(ABC):
     def attention_share(self) -> float:
         """Parameters of the attention as a share of its layer: what a peek at one layer costs at most."""
 
+    @property
+    @abstractmethod
+    def layer_parameters(self) -> int:
+        """Of one layer: how many products a row takes in it, beside attention."""
+
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """(R,) ids -> (1, R, hidden)."""
@@ -149,10 +154,11 @@ class Decoder(ABC):
         first, last = rows[:-collected], rows[-collected:]
         window = self.window if kind == SLIDING else None
         start = 0 if window is None else max(0, int(last[0]) - window + 1)
-        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
+        seen = position_mask(last, tokens, window, absent, start)
+        ragged = int(seen.all(dim=-2).cumprod(-1).sum())
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": Collector(collected, start, mask)}
+        return view | {"collector": Collector(collected, start, additive(seen, dtype)[0, 0], ragged)}
 
 
 class TransformersDecoder(Decoder):
@@ -173,7 +179,12 @@ class TransformersDecoder(Decoder):
     def attention_share(self) -> float:
         layer = self.layers[min(1, len(self.layers) - 1)]
         attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
-        return attention / max(1, sum(p.numel() for p in layer.parameters()))
+        return attention / max(1, self.layer_parameters)
+
+    @property
+    def layer_parameters(self) -> int:
+        layer = self.layers[min(1, len(self.layers) - 1)]
+        return sum(p.numel() for p in layer.parameters() if p.dim() > 1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self.base.embed_tokens(token_ids[None])  # type: ignore[operator]

@@ -6,7 +6,7 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
 1. Observed   dX (C, F), F = 2 H D: of the computed rows new minus stored, keys un-rotated to position 0, so that they
               compare wherever they stand, beside values                                        `Change`
-2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `KernelShift.delta`
+2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `Similarity.fit`
 3. Added      s(i, C) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
 4. Trusted    times 0.8 C / (C + D / 2): what is fitted to few rows is a guess, the more so the more there is to tell.
               And far from all computed rows s is nothing, so that nothing is added there.
@@ -21,7 +21,10 @@ layer's input was, and what resembles what hardly changes from layer to layer: t
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
 beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
 layer, in a third of them twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many are
-fitted, evenly.
+fitted, evenly. Where that is much beside what computing the rows takes, M of them, evenly, are landmarks: all C are
+still observed, but s is told from landmarks alone (the subset of regressors, ibid., §8.3.1), and costs 2 n M F:
+
+    W (M, F) = (S(M, C) S(C, M) + 0.3 S(M, M))^-1 S(M, C) dX
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +43,11 @@ NOISE = 0.3
 LENGTH = 0.25
 SHRINK_SIZES = 0.5
 MOST_FITTED = 768
+# What the shift's products may take, as a share of the computed rows' own; but no fewer landmarks than these.
+COST_SHARE = 0.15
+LEAST_LANDMARKS = 128
+# Added to the landmarks' system, whose least number is otherwise lost in float32 where two of them are neighbours.
+STEADY = 1e-3
 MOST_AT_ONCE = 128
 # Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
 SHARED_LAYERS = 3
@@ -48,12 +56,13 @@ SHARED_LAYERS = 3
 @dataclass(frozen=True)
 class Run:
     """What is the same in all layers of a request: positions computed (C,) that had stored KV, and chunks that may be
-    shifted, (start, stop) each; dtype: of what is stored, as it is compared.
+    shifted, (start, stop) each; dtype: of what is stored, as it is compared; most_landmarks: see `affordable`.
     """
 
     computed: Tensor
     chunks: Sequence[tuple[int, int]]
     dtype: torch.dtype = torch.float32
+    most_landmarks: int = MOST_FITTED
     _latest: list["Similarity"] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
@@ -68,15 +77,25 @@ class Run:
         return self.computed[self.picked]
 
     @cached_property
-    def nearness(self) -> list[tuple[slice, slice, Tensor]]:
-        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128)."""
-        found = []
+    def landmarks(self) -> Tensor:
+        """(M,) places among the fitted rows; all of them, if they may be as many."""
+        return evenly_spread(torch.arange(len(self.fitted), device=self.computed.device), self.most_landmarks)
+
+    @cached_property
+    def nearness(self) -> list[tuple[slice, slice, slice, Tensor]]:
+        """Of each chunk its rows, its fitted rows, its landmarks, and (rows, landmarks) of dtype, 1 + 2
+        exp(-distance / 128).
+        """
+        found, landmarks = [], self.fitted[self.landmarks]
         for begin, end in self.chunks:
-            first, last = (int(torch.searchsorted(self.fitted, edge)) for edge in (begin, end))
+            fitted, marked = (
+                slice(*(int(torch.searchsorted(rows, edge)) for edge in (begin, end)))
+                for rows in (self.fitted, landmarks)
+            )
             rows = torch.arange(begin, end, device=self.fitted.device)
-            apart = (rows[:, None] - self.fitted[first:last]).abs()
+            apart = (rows[:, None] - landmarks[marked]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
-            found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
+            found.append((slice(begin, end), fitted, marked, gain.to(self.dtype)))
         return found
 
     def similarity(self, change: "Change") -> "Similarity":
@@ -129,8 +148,8 @@ class KernelShift:
         similarity = run.similarity(change)
         observed = _flat(*(part[:, run.picked] for part in (change.keys, change.values)))
         trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
-        padded = pad((trust * observed).to(run.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
-        weights = similarity.inverse @ padded  # (C, F)
+        padded = pad((trust * observed).to(run.dtype), (0, 0, 0, similarity.fit.shape[1] - len(observed)))
+        weights = similarity.fit @ padded  # (M, F)
         of_keys = change.keys.shape[0] * change.keys.shape[-1]
         for (begin, _), near in zip(run.chunks, similarity.near, strict=True):
             added = near @ weights  # (n, F)
@@ -140,14 +159,14 @@ class KernelShift:
 
 @dataclass(frozen=True)
 class Similarity:
-    """How rows resemble the fitted ones, by what `layer` stored for them.
+    """How rows resemble the landmarks, by what `layer` stored for them.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: of each chunk s(i, C) (n, C). C is an even number, and the last may be of
-    zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+    fit (M, C): what makes weights of observed changes. near: of each chunk s(i, M) (n, M). M and C are even numbers,
+    and the last may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
     """
 
     layer: int
-    inverse: Tensor
+    fit: Tensor
     near: Sequence[Tensor]
 
     @classmethod
@@ -156,16 +175,17 @@ class Similarity:
         known = change.stored(run.fitted)
         scale = Scale.of(*known)
         fitted = scale.compared(*known)
-        others, odd = _mirrored(fitted), len(fitted) % 2
-        system, near = _similar(fitted, others).float(), list[Tensor]()
-        for chunk, those, gain in run.nearness:
-            system[those, those].mul_(gain[run.fitted[those] - chunk.start])
-            rows = fitted.new_zeros(len(gain), len(fitted) + odd)
-            _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
-            rows[:, those].mul_(gain)
+        others = _mirrored(fitted[run.landmarks])
+        count, odd = len(others), len(others) % 2
+        among, near = _similar(fitted, others).float(), list[Tensor]()
+        for chunk, those, marked, gain in run.nearness:
+            among[those, marked].mul_(gain[run.fitted[those] - chunk.start])
+            rows = fitted.new_zeros(len(gain), count + odd)
+            _similar(scale.compared(*change.stored(chunk)), others, rows[:, :count])
+            rows[:, marked].mul_(gain)
             near.append(rows)
-        system.diagonal().add_(NOISE)
-        return cls(change.layer, pad(_inverse(system).to(fitted), (0, odd, 0, odd)), near)
+        fit = _fit(among, run.landmarks).to(fitted)
+        return cls(change.layer, pad(fit, (0, len(fitted) % 2, 0, odd)), near)
 
 
 @dataclass(frozen=True)
@@ -217,6 +237,16 @@ def _similar(rows: Tensor, others: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(rows, others.T, out=out).clamp_min_(1).rsqrt_()
 
 
+def _fit(among: Tensor, landmarks: Tensor) -> Tensor:
+    """(M, C) from s of fitted rows and landmarks (C, M), float32, which is written over; landmarks (M,) of C."""
+    if len(landmarks) == len(among):
+        among.diagonal().add_(NOISE)
+        return _inverse(among)
+    system = torch.addmm(among[landmarks], among.T, among, beta=NOISE)
+    system.diagonal().add_(STEADY)
+    return _inverse(system) @ among.T
+
+
 def _inverse(system: Tensor) -> Tensor:
     """Of a symmetric positive definite (n, n), float32, by halves.
 
@@ -253,6 +283,15 @@ def _flat(*parts: Tensor) -> Tensor:
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:
     """(n, H D) -> (H, n, D), as a view."""
     return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
+
+
+def affordable(row_products: float, computed: int, shifted: int, numbers: int) -> int:
+    """The most landmarks with which `shifted` rows of so many numbers take COST_SHARE of what `computed` rows take.
+
+    row_products: of a row in a layer; the shift's are in each layer, and those of similarity in one of SHARED_LAYERS.
+    """
+    each = shifted * numbers * (1 + 1 / SHARED_LAYERS)
+    return max(LEAST_LANDMARKS, int(COST_SHARE * row_products * computed / max(each, 1)))
 
 
 def evenly_spread(rows: Tensor, count: int) -> Tensor:

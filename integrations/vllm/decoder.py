@@ -49,11 +49,18 @@ class VllmDecoder(Decoder):
 
     @property
     def attention_share(self) -> float:
-        """From the shapes: vLLM may have packed the parameters away."""
-        config, first = self.config, self.attentions[0]
+        return self._attention_parameters / self.layer_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        return self._attention_parameters + 3 * int(self.config.hidden_size * self.config.intermediate_size)
+
+    @property
+    def _attention_parameters(self) -> int:
+        """From the shapes, as the layer's: vLLM may have packed the parameters away."""
+        first = self.attentions[0]
         heads = 2 * first.num_heads + 2 * self.geometry.kv_heads
-        attention = config.hidden_size * first.head_size * heads
-        return float(attention / (attention + 3 * config.hidden_size * config.intermediate_size))
+        return int(self.config.hidden_size * first.head_size * heads)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self._model.embed_input_ids(token_ids)[None]

@@ -100,14 +100,24 @@ def shifted(bench, monkeypatch):
     return prefilled
 
 
-@pytest.mark.parametrize("most", [768, 12])
-def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most):
-    """One pair of rows at a time; of too many computed rows some are learnt from."""
+def spread(rows, most):
+    """So many of them, evenly."""
+    if most >= len(rows):
+        return rows
+    return [rows[int((place + 0.5) * len(rows) / most)] for place in range(most)]
+
+
+@pytest.mark.parametrize(("most", "marks"), [(768, 768), (12, 768), (768, 15)])
+def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most, marks):
+    """One pair of rows at a time; of too many computed rows some are learnt from, and where they are dear some are
+    landmarks."""
     monkeypatch.setattr(shift, "MOST_FITTED", most)
+    monkeypatch.setattr(shift, "LEAST_LANDMARKS", marks)
+    monkeypatch.setattr(shift, "COST_SHARE", 0.0)
     layer = shifted()
-    picked, left = layer.picked, layer.left()[::7]
-    if most < len(picked):
-        picked = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
+    picked, left = spread(layer.picked, most), layer.left()[::7]
+    landmarks = spread(picked, marks)
+    assert (len(landmarks) < len(picked)) == (marks < most)
 
     def features(row):
         parts = []
@@ -129,14 +139,18 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
         near = 2 * math.exp(-abs(one - other) / 128) if layer.chunk[one] == layer.chunk[other] else 0
         return (1 + near) / math.sqrt(1 + squared(one, other) / (0.25 * typical))
 
-    system = torch.tensor([[alike(a, b) for b in picked] for a in picked], dtype=torch.float64)
-    system += 0.3 * torch.eye(len(picked), dtype=torch.float64)
+    among = torch.tensor([[alike(a, b) for b in landmarks] for a in picked], dtype=torch.float64)
+    marked = among[[picked.index(each) for each in landmarks]]
     strength = 0.8 * len(picked) / (len(picked) + layer.stale[0].shape[-1] / 2)
     for kind in (0, 1):
         changes = torch.stack([layer.change(row, kind) for row in picked])
-        weights = torch.linalg.solve(system, changes.flatten(1))
+        observed = changes.flatten(1)
+        if landmarks == picked:
+            weights = torch.linalg.solve(among + 0.3 * torch.eye(len(picked), dtype=torch.float64), observed)
+        else:
+            weights = torch.linalg.solve(among.T @ among + 0.3 * marked, among.T @ observed)
         for row in left:
-            likeness = torch.tensor([alike(row, each) for each in picked], dtype=torch.float64)
+            likeness = torch.tensor([alike(row, each) for each in landmarks], dtype=torch.float64)
             layer.assert_shifted(row, kind, strength * (likeness @ weights).view_as(changes[0]))
             layer.assert_moved(row, kind, by_more_than=1e-4)
 
