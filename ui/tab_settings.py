@@ -150,7 +150,8 @@ class SettingsTab:
         return {**self.price(name, *values[1:]), self._form["model"]: name}
 
     def price(self, *values: Any) -> Updates:
-        mode, ratio = values[3], values[4] / 100
+        given = dict(zip(self._form, values, strict=True))
+        mode, ratio = given["mode"], given["ratio"] / 100
         updates = {
             self._form["ratio"]: gr.update(visible=mode == MANUAL),
             self._meaning: _meaning(mode, ratio),
