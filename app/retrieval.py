@@ -2,12 +2,14 @@
 
 MiniLM reads the question; the registry or Chroma has the ids of what is near, the registry those that share its words,
 and the texts.
-Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`).
+Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`). A cross-encoder, if the
+settings name one (`reranker`), reads the best of them beside the question and has the last word on their order.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from ragblend.app.answer import Source
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from ragblend.app.rerank import CrossEncoder
 
 # Ask for this many times more than wanted: what is far down in one order may be on top in the other.
 DEEP = 4
@@ -27,13 +32,35 @@ COMPARED_PASSAGES = 500
 def search(
     workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
 ) -> list[Source]:
-    """At most top_k passages of these collections, best first, without numbers yet; LibraryError for a lost index.
+    """At most top_k passages of these collections, best first, without numbers yet.
 
-    ways: the question as it is and perhaps otherwise; each way gives every second passage.
+    ways: the question as it is and perhaps otherwise; each way gives every second passage. Raises LibraryError for a
+    lost index, ModelError for a reranker that cannot be loaded.
     """
+    *_, found = in_stages(workspaces, ways, top_k, least_score)
+    return found
+
+
+def in_stages(
+    workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
+) -> Iterator[list[Source]]:
+    """What `search` finds; before it what is found without the reranker, where there is one and something to order."""
     ranked = [_ranked(workspaces, way, DEEP * top_k, least_score) for way in ways]
-    mixed = [source for place in zip_longest(*ranked) for source in place if source is not None]
-    return without_duplicates(mixed)[:top_k]
+    found = _mixed(ranked)[: DEEP * top_k]
+    yield found[:top_k]
+    reranker = workspaces[0].reranker if len(found) > 1 else None
+    if reranker is not None:
+        yield _mixed([_reranked(reranker, way, found) for way in ways])[:top_k]
+
+
+def _reranked(reranker: "CrossEncoder", question: str, found: Sequence[Source]) -> list[Source]:
+    scores = reranker.scores(question, [source.text for source in found])
+    return [found[at] for at in sorted(range(len(found)), key=lambda at: -scores[at])]
+
+
+def _mixed(ranked: Sequence[Sequence[Source]]) -> list[Source]:
+    """The first of each ranking, then the second ones; each text once."""
+    return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
 
 
 def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_score: float) -> list[Source]:
