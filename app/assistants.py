@@ -20,7 +20,8 @@ import ragblend
 from ragblend.app.answer import Source
 from ragblend.app.cli_common import Terminal
 from ragblend.app.conversation import ANY, AskOptions, Conversations
-from ragblend.app.retrieval import check_askable, check_collection, nearest, without_duplicates
+from ragblend.app.retrieval import check_askable, check_collection
+from ragblend.app.retrieval import search as searched
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.keys import Door
 from ragblend.app.turn import Turn
@@ -69,7 +70,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = without_duplicates(nearest(opened(collection), question, limit))[:limit]
+            passages = searched([opened(collection)], [question], limit, ANY)
             return {"passages": [_passage(each) for each in passages]}
 
         return await _told(found)

@@ -45,6 +45,12 @@ def ratio_of(text: str) -> float | str:
         return text
 
 
+def folder_or_id(text: str) -> str:
+    """A folder by its whole path: the process that runs the command may stand in another one."""
+    path = Path(text).expanduser()
+    return str(path.resolve()) if text and path.is_dir() else text
+
+
 @dataclass(frozen=True)
 class Answering:
     """How a question is answered: settings that hold for one command."""
@@ -56,6 +62,10 @@ class Answering:
         parser=ratio_of,
     )
     top_k: int | None = option(None, "How many passages to read [6].")
+    search: str | None = option(None, "How they are found: hybrid (meaning and words) or vectors [hybrid].")
+    reranker: str | None = option(
+        None, "Cross-encoder that puts them in order: a hub id or a folder [none].", parser=folder_or_id
+    )
     max_new_tokens: int | None = option(None, "Longest answer, in tokens [what suits the model, else 256].")
     keep_tokens: int | None = option(
         None, "Of the passages keep so many tokens a head after the first token [all]."

@@ -1,15 +1,16 @@
 """Asking: search the collections, build the context, stream the answer, keep all of it.   <- START HERE
 
-`Conversations.ask` (kept) or `answer` (not) -> `retrieval.search` -> `context.fit` -> `Engine.stream`, in a `Turn`. The
-command line, the page and `comparing` all ask this way.
+`Conversations.ask` (kept) or `answer` (not) -> `retrieval.in_stages` -> `context.fit` -> `Engine.stream`, in a `Turn`.
+The command line, the page and `comparing` all ask this way.
 """
 
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragblend.app.answer import Source
@@ -20,14 +21,16 @@ from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
 from ragblend.app.hood import full_prefill, has_breakdown
 from ragblend.app.progress import OnProgress, silent
-from ragblend.app.retrieval import scores, search
+from ragblend.app.retrieval import in_stages, nearest
 from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
 from ragblend.app.workspace import Workspaces
+from ragblend.engine.prompt import Prompt
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
+    from ragblend.engine.results import Stream
     from ragblend.engine.session import Session
 
 # Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
@@ -98,14 +101,12 @@ class Conversations:
         self, question: str, options: AskOptions | None = None, earlier: Sequence[Message] = ()
     ) -> Turn:
         """The same, and nothing is kept. earlier: the messages before it. Raises as `ask` does."""
-        return self._turn(self.prepare(question, options or AskOptions(), earlier), None)
+        return self._turn(self._unkept(question, options or AskOptions(), earlier), None)
 
     def prepare(self, question: str, options: AskOptions, earlier: Sequence[Message] = ()) -> Asked:
         """Search, and build the prompt that fits the window. Raises as `ask` does."""
-        self._check(question, options)
-        messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
-        asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
-        return self._prepared(asked, messages, options)
+        *_, asked = self._unkept(question, options, earlier)
+        return asked
 
     def digest(self, document: Document, chat_id: int | None = None, show: OnProgress = silent) -> Digest:
         """Summarise a document of the library; kept in that conversation, if there is one."""
@@ -164,12 +165,14 @@ class Conversations:
             self._sessions.pop(chat_id, None)
 
     def warm_up(self) -> None:
-        """Load the embedder, and the index if it is needed, before the first question: none pays for it."""
+        """Load the embedder, index and reranker, as far as they are needed, before the first question pays for them."""
         first = self._workspaces.first
         if first.library.has_passages(first.settings.collection):
-            scores(first, "warm up", 1)
+            nearest(first, first.embedder.embed_question("warm up"), 1)
         else:
             first.embedder.load()
+        if first.reranker is not None:
+            first.reranker.load()
 
     # --- inside
 
@@ -182,38 +185,68 @@ class Conversations:
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 
-    def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Asked:
+    def _unkept(self, question: str, options: AskOptions, earlier: Sequence[Message]) -> Iterator[Asked]:
+        self._check(question, options)
+        messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
+        asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
+        return self._prepared(asked, messages, options)
+
+    def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Iterator[Asked]:
+        """As far as retrieval has come, a stage at a time: the last one is what is answered."""
         settings = options.settings(self.settings)
         turns, begun = past_turns(messages), time.perf_counter()
         ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
-        found, notice = self._search(collections, ways, settings.top_k, options.least_score)
-        retrieve_ms = (time.perf_counter() - begun) * 1e3
         known = any(turn.sources for turn in turns)
-        words = words_for(options.mode, settings.system, bool(found) or known)
-        if not found:
-            notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
-            if options.mode == "documents" and not known:
-                return Asked(asked, None, words, notice, retrieve_ms, settings)
-        room = self.engine.context_window - settings.answer_tokens
-        context = fit(self.engine, room, words, messages, asked.text, found)
-        notices = " ".join(text for text in (notice, context.notice) if text) or None
-        return Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
+        for found, said in self._search(collections, ways, settings.top_k, options.least_score):
+            retrieve_ms, notice = (time.perf_counter() - begun) * 1e3, said
+            words = words_for(options.mode, settings.system, bool(found) or known)
+            if not found:
+                notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
+                if options.mode == "documents" and not known:
+                    yield Asked(asked, None, words, notice, retrieve_ms, settings)
+                    continue
+            room = self.engine.context_window - settings.answer_tokens
+            context = fit(self.engine, room, words, messages, asked.text, found)
+            notices = " ".join(text for text in (notice, context.notice) if text) or None
+            yield Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
 
-    def _turn(self, asked: Asked, chats: Chats | None) -> Turn:
+    def _turn(self, stages: Iterator[Asked], chats: Chats | None) -> Turn:
         engine, stream = self.engine, None
+        asked = next(stages)
         if asked.context is not None:
             session = None if chats is None else self._session(asked.question.chat_id)
             given: dict[str, Any] = {"session": session, "client": asked.client, **asked.settings.answering}
-            stream = engine.stream(asked.context.prompt, **given)
+            if asked.settings.reranker and engine.device != "cpu":  # which would be taken from the reranker
+                asked, stream = self._read_ahead(asked, stages, given)
+            else:
+                *_, asked = asked, *stages
+                stream = engine.stream(asked.prompt, **given)
         turn = Turn(asked, engine, stream, chats)
         self._turns.add(turn)
         return turn
 
+    def _read_ahead(
+        self, asked: Asked, stages: Iterator[Asked], given: dict[str, Any]
+    ) -> "tuple[Asked, Stream]":
+        """The last stage, and its answer under way: the device reads each stage's prompt while the next one is made."""
+        prompts = SimpleQueue[Prompt | None]()
+        stream = self.engine.stream_staged(iter(prompts.get, None), **given)
+        try:
+            prompts.put(asked.prompt)
+            for asked in stages:
+                prompts.put(asked.prompt)
+        except BaseException:
+            stream.stop()
+            prompts.put(asked.prompt)  # with which it sees that it was stopped
+            raise
+        prompts.put(None)
+        return asked, stream
+
     def _search(
         self, collections: Sequence[str], ways: Sequence[str], top_k: int, least_score: float
-    ) -> tuple[list[Source], str | None]:
-        """The best passages of all collections, and what must be said about those that hold none.
+    ) -> Iterator[tuple[list[Source], str | None]]:
+        """The best passages of all collections so far, and what must be said about those that hold none.
 
         A follow-up ("and who owns it?") is looked for as it is, and behind the question before it, because a change of
         topic is as likely as a pronoun.
@@ -222,9 +255,10 @@ class Conversations:
         if unknown := [name for name in names if name not in self._workspaces.names()]:
             raise UsageError(f"Asking: there is no collection {_listed(unknown)}. Choose one that there is.")
         full = [name for name in names if self._workspaces.library.has_passages(name)]
-        found = search([self._workspaces.of(name) for name in full], ways, top_k, least_score)
         empty = [name for name in names if name not in full]
-        return found, f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
+        said = f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
+        for found in in_stages([self._workspaces.of(name) for name in full], ways, top_k, least_score):
+            yield found, said
 
     def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:
         """The prompt that the answer was made from, built again from what was stored."""

@@ -1,12 +1,16 @@
 """A small SQLite file of the app's own: private, in WAL, every change one transaction, deleted bytes overwritten."""
 
 import hashlib
+import logging
+import re
 import sqlite3
 import threading
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,21 @@ from ragblend.kvstore.sqlite import (
     write_ahead,
 )
 
+log = logging.getLogger("ragblend")
 BATCH_ROWS = 500
+WORD = re.compile(r"[^\W_]+")
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+
+
+@dataclass(frozen=True)
+class FullText:
+    """A table of words (FTS5), which SQLite can build again from the others.
+
+    removed: statements by which a SQLite without FTS5 takes out what would keep it from writing the other tables.
+    """
+
+    name: str
+    removed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,8 @@ class Layout:
     """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync.
 
     tables: of version 1; upgrades: statements that make each next version of the one before, once, all or none;
-    checked: the file is read through when it is opened, and what SQLite finds wrong with it is raised at every use.
+    checked: the file is read through when it is opened, and what SQLite finds wrong with it is raised at every use;
+    full_text: what the last upgrade makes, which is left out where SQLite has no FTS5.
     """
 
     what: str
@@ -41,6 +59,7 @@ class Layout:
     durable: bool = True
     upgrades: tuple[tuple[str, ...], ...] = ()
     checked: bool = False
+    full_text: FullText | None = None
 
     @property
     def version(self) -> int:
@@ -84,7 +103,7 @@ class Database(Closing):
         """The first value of each row."""
         return [row[0] for row in self.rows(query, *values)]
 
-    def among(self, query: str, keys: Iterable[str]) -> list[sqlite3.Row]:
+    def among(self, query: str, keys: Iterable[object]) -> list[sqlite3.Row]:
         """The rows of a query that ends in `IN`, for any number of keys."""
         everything = list(dict.fromkeys(keys))
         found: list[sqlite3.Row] = []
@@ -118,18 +137,27 @@ class Database(Closing):
     def erase(self) -> bool:
         """Leave no byte of what was deleted in the file; False while others use it for long, or on a full disk."""
         with self._mutex, self._named_errors():
-            return erase(self._sql, self.path.parent)
+            # FTS5 only notes what is deleted: it goes when the parts of the index are merged.
+            return erase(self._sql, self.path.parent, *self._full_text("optimize"))
 
     def _check(self) -> str:
         """What SQLite finds wrong, or a layout that is not ours. Damaged indexes are made again from the rows."""
         found = integrity(self._sql, 1)
         if found:
             with suppress(sqlite3.Error):
-                self._sql.execute("REINDEX")
+                for statement in ("REINDEX", *self._full_text("rebuild")):
+                    self._sql.execute(statement)
                 found = integrity(self._sql, 1)
-        if not found and _definitions(self._sql) != _expected(self.layout):
+        if not found and _definitions(self._sql, self.layout) != _expected(self.layout, self._version):
             found = ["its tables are not those that were made"]
         return found[0] if found else ""
+
+    def _full_text(self, command: str) -> list[str]:
+        """The statement that gives FTS5 a command, if there is such a table."""
+        if not self.full_text:
+            return []
+        name = self.full_text.name
+        return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"]
 
     def _demand_sound(self) -> None:
         if self.damage:
@@ -154,10 +182,16 @@ class Database(Closing):
         write_ahead(sql, "FULL" if layout.durable else "NORMAL")
         sql.execute("PRAGMA foreign_keys = ON")
         _add_functions(sql)
-        if found < layout.version:
+        self.full_text = layout.full_text if has_full_text(sql) else None
+        self._version = layout.version - (self.full_text != layout.full_text)
+        if found != self._version:
+            if found:
+                log.warning(
+                    "%s is brought to the form of this version, once; that may take a minute", self.path
+                )
             with transaction(sql):
                 # Unless another process has done it meanwhile.
-                _upgrade(sql, layout, sql.execute("PRAGMA user_version").fetchone()[0])
+                _upgrade(sql, layout, sql.execute("PRAGMA user_version").fetchone()[0], self._version)
         # Text that damage has made no UTF-8 must not keep the sound rows beside it from being read.
         sql.text_factory = lenient_text
 
@@ -199,29 +233,44 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _upgrade(sql: sqlite3.Connection, layout: Layout, found: int) -> None:
-    first = () if found else (tuple(layout.tables.strip().split(";\n")),)
-    for statements in (*first, *layout.upgrades[max(0, found - 1) :]):
-        for statement in statements:
-            sql.execute(statement)
-    sql.execute(f"PRAGMA user_version = {layout.version}")
+def has_full_text(sql: sqlite3.Connection) -> bool:
+    """Whether SQLite was built with FTS5."""
+    return ("fts5",) in map(tuple, sql.execute("PRAGMA module_list"))
+
+
+def _upgrade(sql: sqlite3.Connection, layout: Layout, found: int, version: int) -> None:
+    steps = list(layout.upgrades[max(0, found - 1) : version - 1])
+    if not found:
+        steps.insert(0, tuple(layout.tables.strip().split(";\n")))
+    elif found > version and layout.full_text:
+        steps = [layout.full_text.removed]
+    for statement in chain(*steps):
+        sql.execute(statement)
+    sql.execute(f"PRAGMA user_version = {version}")
 
 
 def _add_functions(sql: sqlite3.Connection) -> None:
     sql.create_function("folded", 1, _folded, deterministic=True)
+    sql.create_function("worded", 2, _worded, deterministic=True)
     sql.create_function("sealed", -1, _sealed, deterministic=True)
 
 
-def _definitions(sql: sqlite3.Connection) -> set[tuple[object, ...]]:
-    query = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite@_%' ESCAPE '@'"
-    return {tuple(row) for row in sql.execute(query)}
+def _definitions(sql: sqlite3.Connection, layout: Layout) -> set[tuple[object, ...]]:
+    """Of what we made: how SQLite keeps its own tables and those of FTS5 is each version's own.
+
+    Without FTS5 its table itself cannot be dropped, and is there or not.
+    """
+    rows = {tuple(row) for row in sql.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")}
+    name = layout.full_text.name if layout.full_text else "sqlite"
+    left = "" if has_full_text(sql) else name
+    return {row for row in rows if row[1] != left and not str(row[1]).startswith(("sqlite_", f"{name}_"))}
 
 
-def _expected(layout: Layout) -> set[tuple[object, ...]]:
+def _expected(layout: Layout, version: int) -> set[tuple[object, ...]]:
     with closing(connect(":memory:")) as sql:
         _add_functions(sql)
-        _upgrade(sql, layout, 0)
-        return _definitions(sql)
+        _upgrade(sql, layout, 0, version)
+        return _definitions(sql, layout)
 
 
 def _sealed(*values: object) -> bytes:
@@ -237,6 +286,20 @@ def _folded(text: object) -> str:
     return str(text).casefold()
 
 
+def words_of(collection: str, text: str) -> list[str]:
+    """The words of a text as they are indexed: each with its collection, so that no two collections share one.
+
+    Digits and consonants before a word change nothing for FTS5's stemmer.
+    """
+    mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
+    return [f"x{mark}{word}" for word in WORD.findall(unicodedata.normalize("NFKC", text))]
+
+
+def _worded(collection: str, text: bytes) -> str:
+    """Bytes, because damage may have made them no UTF-8, and the row must be deletable all the same."""
+    return " ".join(words_of(collection, text.decode("utf-8", "replace")))
+
+
 def _named(error: sqlite3.Error, what: str, path: Path) -> LibraryError | StoreFullError:
     code = error_code(error)
     if code == sqlite3.SQLITE_FULL:
@@ -247,9 +310,9 @@ def _named(error: sqlite3.Error, what: str, path: Path) -> LibraryError | StoreF
         return LibraryError(
             f"Using the {what} {path}: another program keeps it locked. Close that, and try again."
         )
-    advice = (
-        "Check the folder's rights and space."
-        if code in READ_ONLY
-        else "Restore it from a backup or move it away."
-    )
+    advice = "Restore it from a backup or move it away."
+    if code in READ_ONLY:
+        advice = "Check the folder's rights and space."
+    elif error.sqlite_errorcode == sqlite3.SQLITE_CORRUPT_VTAB:
+        advice = "Run `ragblend store repair`, which makes its index of words again."
     return LibraryError(f"Using the {what} {path}: {error}. Nothing was changed. {advice}")

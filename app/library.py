@@ -4,17 +4,23 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 """
 
 import logging
+import math
+import re
 import sqlite3
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import Database, Layout, is_sound, now, sealing
+from ragblend.app.database import WORD, Database, FullText, Layout, is_sound, now, sealing, words_of
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
 from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
@@ -62,7 +68,45 @@ NOTES = (
     "text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
     *sealing("notes", NOTE),
 )
-REGISTRY = Layout("registry", TABLES, upgrades=((*ERASED, *SEALED), NOTES), checked=True)
+# Version 4: the words of passages in FTS5, which keeps no copy of the text and reads it from a view where it must.
+# Rows of `chunks` have no number that a VACUUM keeps. A passage goes before its document does: the view needs both.
+WORDS = (
+    "DROP TABLE IF EXISTS words",  # what WITHOUT_WORDS leaves
+    "CREATE TABLE numbers (id INTEGER PRIMARY KEY, node_id TEXT NOT NULL UNIQUE)",
+    "INSERT INTO numbers (node_id) SELECT node_id FROM chunks",
+    "CREATE VIEW wordings AS SELECT numbers.id, node_id, worded(collection, CAST(text AS BLOB)) AS text FROM numbers "
+    "JOIN chunks USING (node_id) JOIN documents ON documents.id = document_id",
+    "CREATE VIRTUAL TABLE words USING fts5 (text, content = 'wordings', content_rowid = 'id', "
+    "tokenize = 'porter unicode61 remove_diacritics 2')",
+    "INSERT INTO words (words) VALUES ('rebuild')",
+    "CREATE TRIGGER chunks_worded AFTER INSERT ON chunks BEGIN INSERT INTO numbers (node_id) VALUES (new.node_id); "
+    "INSERT INTO words (rowid, text) SELECT id, text FROM wordings WHERE node_id = new.node_id; END",
+    "CREATE TRIGGER chunks_unworded BEFORE DELETE ON chunks BEGIN INSERT INTO words (words, rowid, text) "
+    "SELECT 'delete', id, text FROM wordings WHERE node_id = old.node_id; "
+    "DELETE FROM numbers WHERE node_id = old.node_id; END",
+    "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
+    "DELETE FROM chunks WHERE document_id = old.id; END",
+)
+# Without FTS5 `words` cannot be dropped, and is dropped later only with its first ten rows, which hold no word.
+WITHOUT_WORDS = (
+    "DROP TRIGGER chunks_worded",
+    "DROP TRIGGER chunks_unworded",
+    "DROP TRIGGER documents_unworded",
+    "DROP VIEW wordings",
+    "DROP TABLE numbers",
+    "DELETE FROM words_data WHERE id > 10",
+    "DELETE FROM words_idx",
+    "DELETE FROM words_docsize",
+)
+UPGRADES = ((*ERASED, *SEALED), NOTES, WORDS)
+REGISTRY = Layout(
+    "registry", TABLES, upgrades=UPGRADES, checked=True, full_text=FullText("words", WITHOUT_WORDS)
+)
+MOST_WORDS = 100  # of a question that are looked for
+# A number or code with its parts: INV-2024-0817, 48213, 4711. One that is no more than a year, a round number or a
+# number with its unit stands in passages by chance.
+CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
+COMMON = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
 
 
 @dataclass(frozen=True)
@@ -189,7 +233,10 @@ class Library(Database):
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
-        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`."""
+        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`.
+
+        Those of its words that the index has go with the next `erase`.
+        """
         with self.transaction() as connection:
             _note_unerased(connection, document)
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
@@ -249,6 +296,68 @@ class Library(Database):
         found = {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
         self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
         return found
+
+    def scores(self, node_ids: Sequence[str], question: NDArray[np.float32]) -> dict[str, float]:
+        """The cosine similarity of these passages to a question (E,): that of the nearest window.
+
+        Damage shows when the passages are read; an embedding of which a part is gone is left out.
+        """
+        whole = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
+        rows = self.among(
+            f"SELECT node_id, windows, embedding FROM chunks WHERE {whole} AND node_id IN", node_ids
+        )
+        return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
+
+    def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, bool]:
+        """The node ids of passages of these collections that share words with a question, the best by BM25 first.
+
+        With each whether it holds a code of the question (`codes_of`): these are the first. A word that half of the
+        passages have says nothing. How rare a word is in other collections has no part in it: nobody learns what these
+        hold. An index that cannot be read is as if empty, and said; so is a SQLite without one.
+        """
+        if self.full_text is None:
+            say_no_words()
+            return {}
+        try:
+            scores = self._by_words(collections, question)
+            holding = self._holding(collections, question, count)
+            best = nlargest(
+                count, dict.fromkeys((*scores, *holding)), key=lambda each: (each in holding, scores[each])
+            )
+            rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", best)
+        except LibraryError as error:
+            log.warning("searching without words: %s", error)
+            return {}
+        nodes = {row["id"]: row["node_id"] for row in rows}
+        return {nodes[number]: number in holding for number in best if number in nodes}
+
+    def _by_words(self, collections: Sequence[str], question: str) -> Counter[int]:
+        scores = Counter[int]()
+        asked = sum(map(self.count_passages, collections))
+        everywhere = self.column("SELECT count(*) FROM numbers")[0]
+        ways = zip(*(words_of(each, question.lower()) for each in collections), strict=True)
+        for words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # one word, as it is indexed in each collection
+            having = [
+                self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
+            ]
+            for word, here in zip(words, having, strict=True):
+                if here and 2 * sum(having) < asked:
+                    # FTS5 counts how rare it is as if all collections were one.
+                    weight = -_rarity(sum(having), asked) / _rarity(here, everywhere)
+                    query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
+                    for number, score in self.rows(query, f'"{word}"'):
+                        scores[number] += weight * score
+        return scores
+
+    def _holding(self, collections: Sequence[str], question: str, count: int) -> set[int]:
+        """Passages in which a code of the question stands, its parts in their order; `count` for each at most."""
+        query = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
+        return {
+            number
+            for collection in collections
+            for code in codes_of(question)[:MOST_WORDS]
+            for number in self.column(query, f'"{" ".join(words_of(collection, code))}"', count)
+        }
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
         """Those of these that are passages of some document."""
@@ -345,6 +454,21 @@ class Library(Database):
         """Nothing that was taken from it stands anywhere else."""
         self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
+    def index_words(self) -> None:
+        """Build the index of words again from the passages, where SQLite has FTS5."""
+        for statement in self._full_text("rebuild"):
+            self.execute(statement)
+
+    def words_damage(self) -> str:
+        """What is wrong with the index of words, or that it does not fit the passages."""
+        if self.full_text is None:
+            return ""
+        try:
+            self.execute("INSERT INTO words (words, rank) VALUES ('integrity-check', 1)")
+        except LibraryError as error:
+            return str(error)
+        return ""
+
     def _passage_rows(self, document: str) -> list[sqlite3.Row]:
         rows = self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
         if not all(is_sound(row, PASSAGE) for row in rows):
@@ -372,6 +496,36 @@ class Library(Database):
             return bool(self._passage_rows(document.id)) or document.state is not State.DONE
         except DamagedDocumentError:
             return False
+
+
+@cache
+def say_no_words() -> None:
+    """Once in a process, however many libraries it opens."""
+    log.warning(
+        "searching without words: the SQLite of this Python (%s) was built without FTS5. Passages are found by meaning "
+        "alone; use a Python whose SQLite has it, or say `--search vectors`.",
+        sqlite3.sqlite_version,
+    )
+
+
+def codes_of(question: str) -> list[str]:
+    """Numbers and codes of a question that name one thing, such as an invoice: four letters or digits at least.
+
+    Three are enough where they are all that is asked, and then it may be a year as well.
+    """
+    found = [text for text in CODE.findall(unicodedata.normalize("NFKC", question)) if re.search(r"\d", text)]
+    if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
+        return [text for text in found if len(text) >= 3]
+    return list(
+        dict.fromkeys(
+            text for text in found if len("".join(WORD.findall(text))) >= 4 and not COMMON.fullmatch(text)
+        )
+    )
+
+
+def _rarity(having: int, passages: int) -> float:
+    """BM25's weight of a word that so many passages have (Robertson and Spärck Jones), as FTS5 counts it."""
+    return math.log((passages - having + 0.5) / (having + 0.5))
 
 
 def _note_unerased(connection: sqlite3.Connection, document: str) -> None:

@@ -1,66 +1,130 @@
-"""A question -> the passages nearest to it, in one collection or several, each text once."""
+"""A question -> the passages that answer it best, in one collection or several, each text once.
 
-from collections.abc import Sequence
+MiniLM reads the question; the registry or Chroma has the ids of what is near, the registry those that share its words,
+and the texts.
+Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`). A cross-encoder, if the
+settings name one (`reranker`), reads the best of them beside the question and has the last word on their order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragblend.app.answer import Source
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 
-SPARE = 2  # ask for this many times more than wanted: two files may hold the same passage
-# Of so few the registry compares every vector, in some 15 ms. Importing Chroma takes a process 0.4 s.
+if TYPE_CHECKING:
+    from ragblend.app.rerank import CrossEncoder
+
+# Ask for this many times more than wanted: what is far down in one order may be on top in the other.
+DEEP = 4
+RANK_CONSTANT = 60  # how little the first ranks are apart; that of the paper
+# Of so few passages the registry compares every vector, in some 15 ms. Importing Chroma takes a process 0.4 s.
 COMPARED_PASSAGES = 500
 
 
 def search(
     workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
 ) -> list[Source]:
-    """At most top_k passages of these collections, best first, without numbers yet; LibraryError for a lost index.
+    """At most top_k passages of these collections, best first, without numbers yet.
 
-    ways: the question as it is and perhaps otherwise; each way gives every second passage.
+    ways: the question as it is and perhaps otherwise; each way gives every second passage. Raises LibraryError for a
+    lost index, ModelError for a reranker that cannot be loaded.
     """
-    ranked = [
-        sorted((source for one in workspaces for source in nearest(one, way, top_k)), key=lambda s: -s.score)
-        for way in ways
-    ]
-    near = [[source for source in each if source.score >= least_score] for each in ranked]
-    mixed = [source for place in zip_longest(*near) for source in place if source is not None]
-    return without_duplicates(mixed)[:top_k]
+    *_, found = in_stages(workspaces, ways, top_k, least_score)
+    return found
 
 
-def nearest(workspace: Workspace, question: str, top_k: int) -> list[Source]:
-    """The passages of one collection that are nearest to a question, best first, and some more than top_k of them.
+def in_stages(
+    workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
+) -> Iterator[list[Source]]:
+    """What `search` finds; before it what is found without the reranker, where there is one and something to order."""
+    ranked = [_ranked(workspaces, way, DEEP * top_k, least_score) for way in ways]
+    found = _mixed(ranked)[: DEEP * top_k]
+    yield found[:top_k]
+    reranker = workspaces[0].reranker if len(found) > 1 else None
+    if reranker is not None:
+        yield _mixed([_reranked(reranker, way, found) for way in ways])[:top_k]
 
-    MiniLM reads the question, the registry or Chroma finds the ids, the registry has the texts.
+
+def _reranked(reranker: "CrossEncoder", question: str, found: Sequence[Source]) -> list[Source]:
+    scores = reranker.scores(question, [source.text for source in found])
+    return [found[at] for at in sorted(range(len(found)), key=lambda at: -scores[at])]
+
+
+def _mixed(ranked: Sequence[Sequence[Source]]) -> list[Source]:
+    """The first of each ranking, then the second ones; each text once."""
+    return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
+
+
+def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_score: float) -> list[Source]:
+    """Those that are near enough, in the order that nearness and words give together.
+
+    A word alone brings none: one that a question shares by chance would make an answer to what nothing here is about.
+    A number or code does, of which an embedder knows nothing and which somebody who asks for it means exactly.
     """
+    if not workspaces:
+        return []
+    first = workspaces[0]
+    library, vector = first.library, first.embedder.embed_question(question)
+    scores = dict[str, float]()
+    for workspace in workspaces:
+        scores |= nearest(workspace, vector, count)
+    words = dict[str, bool]()
+    if first.settings.search == "hybrid":
+        words = library.by_words([each.settings.collection for each in workspaces], question, count)
+        scores |= library.scores([node for node in words if node not in scores], vector)
+    found = {node: score for node, score in scores.items() if score >= least_score or words.get(node)}
+    sources = _sources(library, found)
+    by_nearness = sorted(sources, key=lambda node: -scores[node])
+    return [sources[node] for node in fused(by_nearness, [node for node in words if node in sources])]
+
+
+def fused(*rankings: Sequence[str]) -> list[str]:
+    """Reciprocal rank fusion: the best of all rankings first; of equals what an earlier ranking has first.
+
+    Source: Cormack, Clarke and Büttcher, SIGIR 2009.
+    """
+    scores = defaultdict[str, float](float)
+    for ranking in rankings:
+        for rank, each in enumerate(ranking, start=1):
+            scores[each] += 1 / (RANK_CONSTANT + rank)
+    return sorted(scores, key=lambda each: -scores[each])
+
+
+def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> dict[str, float]:
+    """Of one collection, each with its cosine similarity, best first. Raises LibraryError for a lost index."""
     library, collection = workspace.library, workspace.settings.collection
-    best = scores(workspace, question, top_k * SPARE)
-    if not best and not library.counts_by_state(collection)["pending"]:
+    if library.count_passages(collection) <= COMPARED_PASSAGES:
+        found = library.nearest(collection, question, count)
+    else:
+        found = {hit.node_id: hit.score for hit in workspace.index.query(question, count)}
+    if not found and not library.counts_by_state(collection)["pending"]:
         raise LibraryError(
             f"Searching the collection {collection!r} in {workspace.home.root}: its index is empty, but the registry "
             "holds passages. Run `ragblend store repair` to build the index again."
         )
-    passages = library.passages(list(best))
+    return found
+
+
+def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]:
+    """What the registry has of these, by node id; scores: their cosine similarity to the question."""
+    passages = library.passages(list(scores))
     documents = library.documents_with([passage.document_id for passage in passages.values()])
-    found = [
-        Source(
-            0, node, p.document_id, collection, documents[p.document_id].name, p.location,
-            round(best[node], 4), p.text,
+    return {
+        node: Source(
+            0, node, p.document_id, documents[p.document_id].collection, documents[p.document_id].name, p.location,
+            round(scores[node], 4), p.text,
         )
         for node, p in passages.items()
         if p.document_id in documents
-    ]  # fmt: skip
-    return sorted(found, key=lambda source: -best[source.node_id])
-
-
-def scores(workspace: Workspace, question: str, count: int) -> dict[str, float]:
-    """The node ids that are nearest to a question, each with its cosine similarity, best first."""
-    library, collection = workspace.library, workspace.settings.collection
-    embedding = workspace.embedder.embed_question(question)
-    if library.count_passages(collection) <= COMPARED_PASSAGES:
-        return library.nearest(collection, embedding, count)
-    return {hit.node_id: hit.score for hit in workspace.index.query(embedding, count)}
+    }  # fmt: skip
 
 
 def without_duplicates(sources: Sequence[Source]) -> list[Source]:

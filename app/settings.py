@@ -46,6 +46,7 @@ MANNERS = {
     )
 }
 BUNDLED = "smollm2-135m-instruct"  # what the name `default` stands for
+SEARCHES = ("hybrid", "vectors")
 KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
 
 
@@ -61,6 +62,8 @@ class Settings:
     of a store that machines share. kv_codec `int8`
     halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
     one is the cheapest that adds no delay (`controller` in the answer's JSON).
+    search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
+    folder of a cross-encoder that puts the best of them in order (None or "": none does).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     repetition_penalty: of the answer's own tokens; at temperature 0 small models go round in circles without one.
     max_new_tokens None: what suits the model (`MANNERS`, else 256).
@@ -76,6 +79,8 @@ class Settings:
     method: str = DEFAULT_METHOD
     ratio: float | str = DEFAULT_RATIO
     top_k: int = 6
+    search: str = "hybrid"
+    reranker: str | None = None
     chunk_tokens: int = 512
     chunk_overlap: int = 0
     store_budget_bytes: int | None = None
@@ -184,6 +189,11 @@ RULES: dict[str, Rule] = {
         "a share between 0 and 1, such as 0.15, or auto",
     ),
     "top_k": (lambda count: 1 <= count <= 1000, "a number of passages from 1 to 1000"),
+    "search": (lambda name: name in SEARCHES, f"one of {', '.join(SEARCHES)}"),
+    "reranker": (
+        lambda name: not name or (name.strip() and name != "default" and not name.lower().endswith(".gguf")),
+        "the hub id (owner/name) or the folder of a cross-encoder, or empty for none",
+    ),
     "chunk_tokens": (lambda count: 16 <= count <= 8192, "16 to 8192 tokens"),
     "store_budget_bytes": _COUNT,
     "memory_budget_bytes": _NOT_NEGATIVE,

@@ -15,6 +15,7 @@ from ragblend.app.database import now
 from ragblend.app.hood import breakdown_of
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
+from ragblend.engine.prompt import Prompt
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.kvstore.files import Closing
 
@@ -37,6 +38,11 @@ class Asked:
     retrieve_ms: float
     settings: Settings
     client: str = ""
+
+    @property
+    def prompt(self) -> Prompt:
+        assert self.context is not None, "nothing was found, so there is nothing to read"
+        return self.context.prompt
 
 
 class Turn(Closing):

@@ -69,6 +69,8 @@ def check_index(workspace: Workspace) -> list[Finding]:
     registered = {node for nodes, _ in collection for node in nodes}
     advice = "`ragblend store repair` builds the index again."
     findings = []
+    if damage := workspace.library.words_damage():
+        findings.append(Finding("index", f"that of words: {damage}"))
     if missing := len(registered - indexed):
         findings.append(
             Finding("index", f"{missing} passages of the registry are not in the index; {advice}")
@@ -84,6 +86,7 @@ def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], No
     Raises LibraryError where the registry's file itself is damaged: it cannot be built from anything else.
     """
     library, collection = workspace.library, workspace.settings.collection
+    library.index_words()  # first: a passage whose words it has otherwise could not be taken out
     damaged_here = [each for each in library.damaged_documents() if each.collection == collection]
     lost = tuple(each.path for each in damaged_here if not _restored(workspace, each))
     for path in lost:

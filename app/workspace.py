@@ -24,6 +24,7 @@ from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
 
 if TYPE_CHECKING:
+    from ragblend.app.rerank import CrossEncoder
     from ragblend.engine.engine import Engine
     from ragblend.kvstore.store import KVStore
 
@@ -126,7 +127,7 @@ class Workspaces(Closing):
         with self._lock:
             self.settings = self.settings.changed({k: v for k, v in changes.items() if k != "collection"})
             self._open.clear()
-            self._close(lambda what, _: what == "store")  # it has a budget
+            self._close(lambda what, _: what in ("store", "reranker"))  # one has a budget, one may be another
             return self.settings
 
     @property
@@ -232,6 +233,10 @@ class Workspace(Closing):
 
         pick_device(self.settings.device)
         policy_named(self.settings.method)
+        if self.settings.reranker:
+            from ragblend.app.rerank import find_reranker
+
+            find_reranker(self.settings.reranker)
 
     @property
     def library(self) -> Library:
@@ -245,6 +250,16 @@ class Workspace(Closing):
     @property
     def embedder(self) -> MiniLMEmbedder:
         return self.workspaces.embedder
+
+    @property
+    def reranker(self) -> "CrossEncoder | None":
+        """The one that the settings name, on the engine's device; where vLLM has that, on the processor."""
+        name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
+        if not name:
+            return None
+        from ragblend.app.rerank import CrossEncoder
+
+        return self.workspaces.file("reranker", lambda: CrossEncoder(name, device), f"{name} on {device}")
 
     @cached_property
     def engine(self) -> "Engine":

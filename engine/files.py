@@ -25,7 +25,7 @@ def find_model(name: str) -> Path:
         return _bundled()
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked_folder(path)
+        return checked_folder(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelNotFoundError(
@@ -36,7 +36,7 @@ def find_model(name: str) -> Path:
         raise ModelNotFoundError(
             f"there is no model at {path}; pass `default`, a hub id (owner/name), a folder or a .gguf"
         )
-    return _checked_folder(local_copy(name) or download(name))
+    return checked_folder(local_copy(name) or download(name))
 
 
 def _bundled() -> Path:
@@ -47,7 +47,8 @@ def _bundled() -> Path:
     raise ModelNotFoundError(f"the default model is not installed; {DEFAULT_HINT}")
 
 
-def _checked_folder(folder: Path) -> Path:
+def checked_folder(folder: Path) -> Path:
+    """The same folder. Raises ModelNotFoundError, or TokenizerMissingError, where transformers could not load it."""
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} has no config.json, so it is no model that transformers can load")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -16,7 +16,7 @@ RagBlendError
 │   ├── TokenizerMissingError a model folder without a tokenizer
 │   ├── CorruptModelError     a damaged GGUF or safetensors file
 │   ├── ModelServerError      the server that has the model is not there, refuses, or ended within an answer
-│   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill)
+│   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill), or gives no one score
 ├── PromptError               a prompt that cannot be run
 │   ├── PromptTooLongError    longer than the model's window
 │   └── UnknownChunkError     a node id that was never encoded here

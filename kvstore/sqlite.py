@@ -91,15 +91,16 @@ def erase_log(sql: sqlite3.Connection) -> bool:
     return not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
 
-def erase(sql: sqlite3.Connection, folder: Path) -> bool:
+def erase(sql: sqlite3.Connection, folder: Path, *before: str) -> bool:
     """Write the file anew, without what was deleted; False while others use it for long, or without room for a copy.
 
     SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it once
-    moved rows about. The copy of the file that this needs is made in `folder`.
+    moved rows about. The copy of the file that this needs is made in `folder`. before: statements that are run first.
     """
     sql.execute(f"PRAGMA temp_store_directory = '{str(folder).replace(chr(39), chr(39) * 2)}'")
     try:
-        sql.execute("VACUUM")
+        for statement in (*before, "VACUUM"):
+            sql.execute(statement)
     except sqlite3.OperationalError as error:
         if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
             raise

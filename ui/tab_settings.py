@@ -15,6 +15,7 @@ from ragblend.app.models import (
     must_be_fetched,
     offers,
 )
+from ragblend.app.rerank import find_reranker
 from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
@@ -32,11 +33,13 @@ DEVICES = [
     ("NVIDIA graphics card (CUDA)", "cuda"),
     ("Apple graphics (MPS)", "mps"),
 ]
+SEARCHES = [("What they mean, and their words", "hybrid"), ("What they mean alone", "vectors")]
 THEMES = [("As the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
 INFO = {
     "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
+    "reranker": "a cross-encoder that puts them in order: a folder, or a hub id; empty for none",
     "method": "Passages were read one by one; some of each is read again next to the others, for a better answer.",
     "top_k": "How many places in your documents the model is given to answer from.",
     "chunk_tokens": "Documents are cut into pieces of at most this length; 100 tokens are about 75 English words.",
@@ -58,6 +61,10 @@ def _form() -> dict[str, Any]:
     return {
         "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
         "device": gr.Dropdown(DEVICES, value="", label="Computes on", elem_id="rb-device"),
+        "search": gr.Dropdown(SEARCHES, value="hybrid", label="Passages are found by", elem_id="rb-search"),
+        "reranker": gr.Textbox(
+            "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=INFO["reranker"]
+        ),
         "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
         "mode": gr.Radio(modes, value=MANUAL, label="How much is read again", elem_id="rb-ratio-mode"),
     } | {
@@ -117,11 +124,12 @@ class SettingsTab:
         settings, form = self._desk.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
-        as_they_are = ("model", "top_k", "chunk_tokens", "temperature")
+        as_they_are = ("model", "search", "top_k", "chunk_tokens", "temperature")
         return {
             **{form[name]: getattr(settings, name) for name in as_they_are},
             form["max_new_tokens"]: settings.answer_tokens,
             form["device"]: settings.device or "",
+            form["reranker"]: settings.reranker or "",
             form["method"]: gr.update(choices=with_chosen(settings.method), value=settings.method),
             form["mode"]: MANUAL if by_hand else AUTO,
             form["ratio"]: gr.update(value=round(100 * float(share), 2), visible=by_hand),
@@ -148,7 +156,8 @@ class SettingsTab:
         return {**self.price(name, *values[1:]), self._form["model"]: name}
 
     def price(self, *values: Any) -> Updates:
-        mode, ratio = values[3], values[4] / 100
+        given = dict(zip(self._form, values, strict=True))
+        mode, ratio = given["mode"], given["ratio"] / 100
         updates = {
             self._form["ratio"]: gr.update(visible=mode == MANUAL),
             self._meaning: _meaning(mode, ratio),
@@ -163,6 +172,7 @@ class SettingsTab:
         before, changes = workspaces.settings, chosen(values)
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
+        changes["reranker"] = changes["reranker"] or (before.reranker and "")  # None would leave it as it was
         wanted = before.changed(changes)
         held = workspaces.count_documents(), workspaces.count_passages()
         return changes, cost_of(before, wanted, *held, self._profile())
@@ -186,6 +196,10 @@ class SettingsTab:
                 check_model(model, workspaces.home.models)
                 if must_be_fetched(model):
                     yield from self._fetched(model)
+            if (reranker := changes["reranker"]) and reranker != workspaces.settings.reranker:
+                if must_be_fetched(reranker):
+                    yield from self._fetched(reranker)
+                find_reranker(reranker)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
             way_back = before if model != before else None
@@ -241,10 +255,12 @@ def with_chosen(method: str) -> list[tuple[str, str]]:
 
 
 def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
-    model, device, method, mode, percent, top_k, chunk, longest, temperature = values
+    model, device, search, reranker, method, mode, percent, top_k, chunk, longest, temperature = values
     return {
         "model": str(model).strip() or "default",
         "device": device or None,
+        "search": search,
+        "reranker": str(reranker).strip(),
         "method": method or None,
         "ratio": AUTO if mode == AUTO else round(percent / 100, 4),
         "top_k": int(top_k),

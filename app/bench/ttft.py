@@ -111,7 +111,8 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
     """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
-    from ragblend.app.retrieval import nearest
+    from ragblend.app.conversation import ANY
+    from ragblend.app.retrieval import search
     from ragblend.app.workspace import Workspace
 
     with Workspace.open(home) as workspace:
@@ -122,7 +123,7 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             yield None
             return
         workspace.embedder.load()
-        yield partial(nearest, workspace)
+        yield lambda question, count: search([workspace], [question], count, ANY)
 
 
 def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:

@@ -36,6 +36,27 @@ def _halves(text):
     return [" ".join(words[:middle]), " ".join(words[middle:])] if middle > 3 else [text]
 
 
+def make_cross_encoder(folder, texts, labels=1, positions=64):
+    """A BERT of two layers that knows these texts' words: random, with scores that are far apart."""
+    import torch
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    words = BertWordPieceTokenizer()
+    words.train_from_iterator(texts, vocab_size=2000, min_frequency=1, show_progress=False)
+    folder.mkdir()
+    words.save(str(folder / "tokenizer.json"))
+    tokenizer = BertTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), model_max_length=positions)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=2000, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=positions, num_labels=labels, initializer_range=0.5,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
 class FakeEmbedder:
     """A bag of words, hashed: texts that share words are near each other."""
 

@@ -10,7 +10,7 @@ from ragblend.app.conversation import AskOptions, Conversations
 from ragblend.app.desk import Desk
 from ragblend.app.hood import has_breakdown
 from ragblend.app.ingest import ingest
-from ragblend.app.retrieval import scores
+from ragblend.app.retrieval import nearest
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
 
 SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
@@ -366,9 +366,10 @@ def test_json_is_the_one_that_was_promised(talks):
 
 def test_few_passages_are_compared_as_the_index_would(talks, workspaces, monkeypatch):
     """A process that asks one question of a small library need not import Chroma."""
-    compared = scores(workspaces.first, SKY, 3)
+    question = workspaces.first.embedder.embed_question(SKY)
+    compared = nearest(workspaces.first, question, 3)
     monkeypatch.setattr(retrieval, "COMPARED_PASSAGES", 0)
-    indexed = scores(workspaces.first, SKY, 3)
+    indexed = nearest(workspaces.first, question, 3)
     assert list(compared) == list(indexed) and len(compared) == 3
     assert list(compared.values()) == pytest.approx(list(indexed.values()), abs=1e-3)
 

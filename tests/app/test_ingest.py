@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from ragblend.app import readers
+from ragblend.app.conversation import ANY
 from ragblend.app.discovery import discover
 from ragblend.app.documents import State
 from ragblend.app.encoding import encode_missing
 from ragblend.app.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
 from ragblend.app.removal import remove_document
-from ragblend.app.retrieval import nearest
+from ragblend.app.retrieval import search
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.gate import GateVerdict
 from ragblend.integrations.chroma import apart
@@ -195,7 +196,7 @@ def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents)
     assert len(report.added) == 3 and workspace.engine.stored() == set()
     assert not workspace.engine.weights_loaded, "the model is not needed for that"
     assert {d.state for d in workspace.library.documents("default")} == {State.DONE}
-    found = nearest(workspace, "To whom does the red boat belong?", 1)
+    found = search([workspace], ["To whom does the red boat belong?"], 1, ANY)
     assert "Ada" in found[0].text
     encode_missing(workspace)
     assert_consistent(workspace)
@@ -237,12 +238,14 @@ def test_of_many_files_the_first_can_be_asked_by_a_part_and_then_by_all(workspac
     take_in(workspace, [many])
     assert sketched(workspace) == ["boat00.txt", "boat01.txt", "boat02.txt"]
     before = vectors_of(workspace)
-    assert {source.document for source in nearest(workspace, "boat 0 carries herring", 8)} >= {"boat00.txt"}
+    assert {source.document for source in search([workspace], ["boat 0 carries herring"], 8, ANY)} >= {
+        "boat00.txt"
+    }
     workspace.embedder.embedded.clear()
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
     after = vectors_of(workspace)
     assert sum(map(len, after.values())) == sum(map(len, before.values())) + 3
-    assert nearest(workspace, "keeper0 there", 1)[0].document == "boat00.txt"
+    assert search([workspace], ["keeper0 there"], 1, ANY)[0].document == "boat00.txt"
     with Workspaces.open(
         tmp_path / "other", chunk_tokens=16
     ) as other:  # file by file: none waits behind another

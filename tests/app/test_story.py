@@ -1,12 +1,18 @@
 """The whole story on the bundled models, nothing faked: documents in, answers out, KV reused, removed, mended."""
 
+import threading
+
 import pytest
+from app_fakes import make_cross_encoder
 
 from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.ingest import ingest
 from ragblend.app.removal import remove_document
+from ragblend.app.rerank import CrossEncoder
 from ragblend.app.upkeep import check
 from ragblend.app.workspace import Workspace
+from ragblend.engine.engine import Engine
+from ragblend.kvstore.errors import ModelError
 
 TIDES = (
     "The tide table of Harrow Sound is kept by the widow Marsh. High water comes twice a day, and the causeway is "
@@ -72,3 +78,61 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
         removed = remove_document(workspace, workspace.library.find("default", "extra.txt"))
     assert removed.bytes_freed > 0 and set(workspace.engine.store.keys()) == before
     assert check(workspace) == []
+
+
+def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace, tmp_path, monkeypatch):
+    """As on an accelerator, where there is something to gain."""
+    from ragblend.engine import engine as engines
+    from ragblend.engine import speculation
+
+    reranker = make_cross_encoder(tmp_path / "reranker", [TIDES, BELL, QUESTION])
+    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": str(reranker), "top_k": 2}))
+    read, real = {"ahead": 0, "in place": 0}, speculation.prefill
+    begun = threading.Event()
+
+    def counted(where):
+        def prefill(*given, **how):
+            read[where] += 1
+            begun.set()
+            return real(*given, **how)
+
+        return prefill
+
+    monkeypatch.setattr(speculation, "prefill", counted("ahead"))
+    monkeypatch.setattr(engines, "prefill", counted("in place"))
+    expected = asked(opened.first, QUESTION)
+    fused = asked(workspace, QUESTION, top_k=2)
+    assert read == {"ahead": 0, "in place": 2} and expected.sources != fused.sources
+
+    class Slow(CrossEncoder):
+        """Has not finished before reading has begun."""
+
+        agrees = False
+
+        def scores(self, question, texts):
+            assert begun.wait(60)
+            return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts)
+
+    slow = Slow(str(reranker), "cpu")
+    monkeypatch.setattr(type(workspace), "reranker", slow)
+    monkeypatch.setattr(engines.Engine, "device", "cuda")
+    for slow.agrees, want, times in ((False, expected, 2), (True, fused, 1)):
+        begun.clear()
+        read.update({"ahead": 0, "in place": 0})
+        answer = asked(opened.first, QUESTION)
+        assert (answer.text, answer.sources) == (want.text, want.sources)
+        assert read["ahead"] >= 1 and sum(read.values()) == times
+
+
+def test_a_reranker_that_fails_leaves_the_device_free(workspace, monkeypatch):
+    class Broken:
+        def scores(self, question, texts):
+            raise ModelError("the reranker is damaged")
+
+    monkeypatch.setattr(type(workspace), "reranker", Broken())
+    monkeypatch.setattr(Engine, "device", "cuda")
+    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": "some/one"}))
+    with pytest.raises(ModelError, match="damaged"):
+        asked(opened.first, QUESTION)
+    with workspace.engine.runtime.queue.turn():
+        assert workspace.engine.runtime.queue.inside == 1

@@ -25,6 +25,15 @@ def test_missing_and_extra_vectors_are_found_and_mended(filled):
     assert check(filled) == [] and sorted(filled.index.node_ids()) == nodes
 
 
+def test_an_index_of_words_that_does_not_fit_is_found_and_mended(filled):
+    with filled.library.transaction() as sql:
+        sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
+    (finding,) = check(filled)
+    assert finding.part == "index" and "words" in finding.message
+    repair(filled, lambda text: None)
+    assert check(filled) == [] and filled.library.by_words(["default"], "rye", 1)
+
+
 def test_repair_makes_the_hashes_of_known_passages_again(filled):
     known = filled.known_passages
     before = len(known)

@@ -216,6 +216,8 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_m
     page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
     before = mine.changes()
     mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document put in the queue.')")
+    page.fill("#rb-reranker input, #rb-reranker textarea", "/no/such/reranker")
+    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/reranker')")
     page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
     mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
     mine.tab("Library")

@@ -1,0 +1,124 @@
+"""A cross-encoder, if the user names one: it reads question and passage together, and says how well they match."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragblend.engine.files import checked_folder
+from ragblend.engine.hub import download, is_hub_id, local_copy
+from ragblend.kvstore.errors import (
+    CorruptModelError,
+    DeviceError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from ragblend.kvstore.files import Closing
+
+BATCH_PAIRS = 8
+
+
+def find_reranker(name: str) -> Path:
+    """The folder that its name means; a hub id is downloaded unless it was before. Raises ModelError's children."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and not is_hub_id(name):
+        raise ModelNotFoundError(
+            f"Looking for the reranker: there is no folder {path}. Name a cross-encoder's folder or hub id "
+            "(owner/name), or none (`reranker` in the settings)."
+        )
+    try:
+        return checked_folder(path if path.is_dir() else local_copy(name) or download(name))
+    except ModelError as error:
+        raise type(error)(f"Looking for the reranker: {error}") from error
+
+
+class CrossEncoder(Closing):
+    """Loaded on first use, from transformers' own classes for one label; safe for threads. device: None for the best.
+
+    In float32: of passages that match about as well bfloat16 makes equals.
+    """
+
+    def __init__(self, name: str, device: str | None) -> None:
+        self.name, self._device_name = name, device
+        self._lock = threading.Lock()
+        self._model: Any = None
+        self._tokenizer: Any = None
+
+    def load(self) -> None:
+        """Load it now. Raises ModelError's children, and UsageError for a device that is not there."""
+        with self._lock:
+            self._load()
+
+    def close(self) -> None:
+        """Let go of the weights; they are loaded again at the next use."""
+        with self._lock:
+            self._model = self._tokenizer = None
+
+    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        """How well each text answers the question: higher is better, in no unit. Raises as `load`, and DeviceError."""
+        with self._lock:  # a tokenizer must not be used by two threads at once
+            self._load()
+            try:
+                return self._scores(question, texts)
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"Reranking by {self.name} on {self._model.device}: the device failed ({error}). Name a smaller "
+                    "reranker or none (`reranker` in the settings)."
+                ) from error
+
+    def _scores(self, question: str, texts: Sequence[str]) -> list[float]:
+        import torch
+
+        # A tokenizer may know no limit, and of a RoBERTa's positions two are not for tokens.
+        longest = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings - 2)
+        # The passage alone is cut, unless the question by itself would leave it no room.
+        is_short = len(self._tokenizer(question, add_special_tokens=False)["input_ids"]) <= longest // 2
+        how = {"truncation": "only_second" if is_short else "longest_first", "max_length": longest}
+        scores, order = [0.0] * len(texts), sorted(range(len(texts)), key=lambda at: len(texts[at]))
+        for start in range(0, len(order), BATCH_PAIRS):
+            part = order[start : start + BATCH_PAIRS]  # of about one length, so that little is padding
+            pairs = [question] * len(part), [texts[at] for at in part]
+            read = self._tokenizer(*pairs, padding=True, return_tensors="pt", **how).to(self._model.device)
+            with torch.inference_mode():
+                found = self._model(**read).logits[:, 0].tolist()
+            for at, score in zip(part, found, strict=True):
+                scores[at] = score
+        return scores
+
+    def _load(self) -> None:
+        if self._model is not None:
+            return
+        folder = find_reranker(self.name)
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        from ragblend.engine.device import loading_alone, pick_device
+        from ragblend.engine.model import load_tokenizer
+
+        device = pick_device(self._device_name)
+        try:
+            labels = AutoConfig.from_pretrained(str(folder)).num_labels
+            if labels != 1:
+                raise UnsupportedModelError(
+                    f"Loading the reranker in {folder}: it has {labels} labels, and a cross-encoder has one, its "
+                    "score. Name another model, or none (`reranker` in the settings)."
+                )
+            self._tokenizer = load_tokenizer(folder)
+            with loading_alone():
+                loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                    str(folder), dtype="float32", local_files_only=True, output_loading_info=True
+                )
+            model, loading = loaded
+            if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
+                raise ValueError(f"{len(missing)} weights are missing ({missing[0]}, ...)")
+            self._model = model.eval().to(device)
+            self._scores("Is this read?", ["Yes.", "It is."])  # what cannot be run is refused here
+        except ModelError:
+            self._model = None
+            raise
+        except Exception as error:  # whatever a damaged file makes transformers, or the trial, raise
+            self._model = None
+            raise CorruptModelError(
+                f"Loading the reranker in {folder}: it cannot be used ({type(error).__name__}: {error}). Fetch it "
+                "again, name another model, or none (`reranker` in the settings)."
+            ) from error

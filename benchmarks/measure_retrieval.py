@@ -1,0 +1,131 @@
+"""What the app's search finds by vectors, and by vectors and words, of the same questions.
+
+    python -m benchmarks.measure_retrieval --data musique_dev.json
+
+All passages of the file are one collection. Relevant are those that came with a question, or of these the ones that
+hold an answer to it; of the sample documents, cut as the app cuts them, the passages that hold an answer. Recall at k
+is the share of them among k passages found, of at most k; differences are paired, with a 95% bootstrap interval over
+questions.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from ragblend.app import samples
+from ragblend.app.bench.data import Question, load
+from ragblend.app.bench.metrics import normalise
+from ragblend.app.bench.summary import difference_interval
+from ragblend.app.conversation import LEAST_SCORE
+from ragblend.app.documents import FileFacts, Passage, document_id, node_id
+from ragblend.app.ingest import embed_in_full, take_in
+from ragblend.app.retrieval import search
+from ragblend.app.settings import SEARCHES, Settings
+from ragblend.app.workspace import Workspace
+
+DEPTHS = (3, Settings.top_k, 10)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question with what should be found for it."""
+
+    question: str
+    relevant: frozenset[str]
+
+
+def holding(texts: Sequence[str], answers: Sequence[str]) -> frozenset[str]:
+    """Those that hold one of the answers, as whole words."""
+    wanted = [f" {normalise(answer)} " for answer in answers]
+    return frozenset(text for text in texts if any(each in f" {normalise(text)} " for each in wanted))
+
+
+def fill(workspace: Workspace, texts: Sequence[str]) -> None:
+    """Passages as they are, in one document."""
+    library, name = workspace.library, workspace.settings.collection
+    document = document_id(name, "/passages")
+    parts = [Passage(node_id(document, n, text), document, n, text, "") for n, text in enumerate(texts)]
+    rows = workspace.embedder.embed_passages(texts)
+    library.begin(name, "/passages")
+    library.replace_passages(document, FileFacts(0, 0, ""), "", parts, rows)
+    library.finish(document)
+    workspace.index.upsert([part.node_id for part in parts], rows)
+
+
+def compared(home: Path, what: str, cases: Sequence[Case]) -> list[str]:
+    """A row of a table for each depth."""
+    asked = [case for case in cases if case.relevant]
+    recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
+    for name in SEARCHES:
+        with Workspace.open(home, search=name) as workspace:
+            search([workspace], ["warm up"], 1, LEAST_SCORE)
+            ms[name] = []
+            for depth, case in product(DEPTHS, asked):
+                begun = time.process_time()
+                found = search([workspace], [case.question], depth, LEAST_SCORE)
+                ms[name].append(1e3 * (time.process_time() - begun))
+                share = len({source.text for source in found} & case.relevant) / min(
+                    depth, len(case.relevant)
+                )
+                recalls.setdefault((name, depth), []).append(share)
+    lines = []
+    for depth in DEPTHS:
+        hybrid, vectors = (recalls[name, depth] for name in SEARCHES)
+        low, high = difference_interval(hybrid, vectors) or (0.0, 0.0)
+        means = statistics.mean(vectors), statistics.mean(hybrid)
+        lines.append(
+            f"| {what} | {len(asked)} | {depth} | {means[0]:.3f} | {means[1]:.3f} | {means[1] - means[0]:+.3f} "
+            f"({low:+.3f} to {high:+.3f}) |"
+        )
+    times = ", ".join(f"{name} {statistics.median(ms[name]):.1f} ms" for name in SEARCHES)
+    return [*lines, f"<!-- processor time of a search: {times} -->"]
+
+
+def of_file(home: Path, questions: Sequence[Question]) -> list[str]:
+    with Workspace.open(home) as workspace:
+        fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
+    own = [Case(each.text, frozenset(each.passages)) for each in questions]
+    answers = [Case(each.text, holding(each.passages, each.answers)) for each in questions]
+    return [
+        *compared(home, "file, the question's passages", own),
+        *compared(home, "file, those with an answer", answers),
+    ]
+
+
+def of_samples(home: Path) -> list[str]:
+    with Workspace.open(home) as workspace:
+        take_in(workspace, [samples.documents_folder()])
+        embed_in_full(workspace)
+        library = workspace.library
+        passages = {
+            document.name: [passage.text for passage in library.passages_of(document.id)]
+            for document in library.documents(workspace.settings.collection)
+        }
+    cases = []
+    for each in samples.questions():
+        texts = [text for name in each.documents for text in passages[name]]
+        cases.append(Case(each.question, holding(texts, each.answers)))
+    return compared(home, f"samples ({sum(map(len, passages.values()))} passages)", cases)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="Questions in the format of `ragblend bench quality`.")
+    given = parser.parse_args()
+    lines = ["| relevant | questions | k | vectors | hybrid | difference |", "|" + "---|" * 6]
+    with tempfile.TemporaryDirectory() as folder:
+        if given.data:
+            lines += of_file(Path(folder) / "file", load(given.data, skip=True).questions)
+        lines += of_samples(Path(folder) / "samples")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

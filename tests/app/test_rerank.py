@@ -1,0 +1,243 @@
+"""A cross-encoder puts what was found in order, by its own scores; what it cannot do is said, and the app goes on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from app_fakes import make_cross_encoder
+
+from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.app.ingest import ingest
+from ragblend.app.rerank import BATCH_PAIRS, CrossEncoder
+from ragblend.app.retrieval import DEEP, in_stages, search
+from ragblend.kvstore.errors import (
+    CorruptModelError,
+    ModelError,
+    ModelNotFoundError,
+    SettingsError,
+    TokenizerMissingError,
+    UnsupportedModelError,
+)
+
+COLOURS = ["red", "blue", "green", "white", "black", "yellow", "brown", "grey", "golden", "rusty"]
+PLACES = ["quay", "harbour", "mole", "yard"]
+TEXTS = [f"The {colour} boat lies at the {place}." for place in PLACES for colour in COLOURS]
+QUESTION = "Which boat lies at the harbour?"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_cross_encoder(tmp_path / "reranker", [*TEXTS, QUESTION])
+
+
+@pytest.fixture
+def boats(tmp_path):
+    """A file a text."""
+    folder = tmp_path / "boats"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+def plain(folder, question, texts, **how):
+    """What transformers says by itself, one pair at a time."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        pairs = [tokenizer([question], [text], return_tensors="pt", **how) for text in texts]
+        return [model(**pair).logits.item() for pair in pairs]
+
+
+def test_scores_are_those_of_transformers(folder):
+    texts = [*TEXTS, "", TEXTS[0] * 2]
+    assert len(texts) > 2 * BATCH_PAIRS
+    scores = CrossEncoder(str(folder), "cpu").scores(QUESTION, texts)
+    assert scores == pytest.approx(plain(folder, QUESTION, texts), abs=1e-5)
+    assert CrossEncoder(str(folder), "cpu").scores(QUESTION, []) == []
+
+
+def test_the_passage_alone_is_cut(folder):
+    """To 62 tokens of both: a pair has three of its own."""
+    encoder, filler = CrossEncoder(str(folder), "cpu"), "boat " * 60
+    long, other_end = f"{TEXTS[0]} {filler}", f"{TEXTS[0]} {filler} golden yard"
+    expected = plain(folder, QUESTION, [long], truncation="only_second", max_length=62)
+    assert encoder.scores(QUESTION, [long, other_end]) == pytest.approx(expected * 2, abs=1e-5)
+    assert encoder.scores(f"{QUESTION} golden", [long]) != pytest.approx(expected, abs=1e-3)
+    (score,) = encoder.scores("Which boat? " * 60, [TEXTS[0]])
+    assert score != encoder.scores("Which boat? " * 60, [TEXTS[19]])[0], "a question leaves the passage room"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions and texts that a cross-encoder was asked about."""
+    asked, real = [], CrossEncoder.scores
+
+    def scores(self, question, texts):
+        asked.append((question, list(texts)))
+        return real(self, question, texts)
+
+    monkeypatch.setattr(CrossEncoder, "scores", scores)
+    return asked
+
+
+def best_first(folder, question, texts):
+    scores = dict(zip(texts, plain(folder, question, texts), strict=True))
+    return sorted(texts, key=lambda text: -scores[text])
+
+
+def test_the_best_of_the_fused_order_are_put_in_its_order(open_workspace, folder, boats, asked):
+    """Each text once; the scores that are shown stay cosines."""
+    (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
+    workspace = open_workspace()
+    ingest(workspace, [boats])
+    fused = search([workspace], [QUESTION], 3, ANY)
+    assert asked == []
+    first, last = in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY)
+    ((question, texts),) = asked
+    assert (question, len(texts), first) == (QUESTION, DEEP * 3 - 1, fused)
+    assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
+    assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
+    cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY)))
+    assert [source.score for source in last] == [cosines[source.text] for source in last]
+
+
+def test_each_way_gives_every_second_passage(open_workspace, folder, boats, asked):
+    workspace = open_workspace(reranker=str(folder))
+    ingest(workspace, [boats])
+    ways = [QUESTION, "Is it golden?"]
+    found = search([workspace], ways, 2, ANY)
+    texts = asked[0][1]
+    assert asked == [(way, texts) for way in ways] and len(texts) == DEEP * 2
+    orders = [best_first(folder, way, texts) for way in ways]
+    assert orders[0][:2] != orders[1][:2]
+    in_turn = dict.fromkeys(text for place in zip(*orders, strict=True) for text in place)
+    assert [source.text for source in found] == list(in_turn)[:2]
+
+
+def test_nothing_is_found_that_was_not(open_workspace, folder, boats):
+    workspace = open_workspace(reranker=str(folder))
+    ingest(workspace, [boats])
+    assert search([workspace], [QUESTION], 3, 2.0) == []
+    assert (
+        Conversations(workspace.workspaces)
+        .answer("Who?", AskOptions(least_score=2.0))
+        .whole()
+        .text.startswith("Nothing about this was found")
+    )
+
+
+@pytest.fixture
+def damages(tmp_path, folder):
+    """Folders that are none of a cross-encoder, by what is wrong."""
+
+    def damaged(name):
+        where = tmp_path / name
+        if name in ("three-labels", "embedder"):
+            make_cross_encoder(where, TEXTS, 3 if name == "three-labels" else 1)
+        else:
+            folder.rename(where)
+        if name == "embedder":
+            from transformers import BertModel
+
+            BertModel.from_pretrained(where).save_pretrained(where)
+            config = json.loads((where / "config.json").read_text())
+            (where / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+        if name == "no-tokenizer":
+            for file in where.glob("tokenizer*"):
+                file.unlink()
+        if name == "cut-off":
+            weights = where / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-5000])
+        if name == "no-json":
+            (where / "config.json").write_text("{")
+        if name == "no-config":
+            (where / "config.json").unlink()
+        return where
+
+    return damaged
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("three-labels", UnsupportedModelError, "it has 3 labels, and a cross-encoder has one"),
+        ("embedder", CorruptModelError, "weights are missing"),
+        ("no-tokenizer", TokenizerMissingError, "copy the tokenizer's files next to the weights"),
+        ("cut-off", CorruptModelError, "Fetch it again"),
+        ("no-json", CorruptModelError, "Fetch it again"),
+        ("no-config", ModelNotFoundError, "no config.json"),
+    ],
+)
+def test_what_is_no_cross_encoder_is_refused_by_name(
+    open_workspace, boats, damages, folder, name, error, words
+):
+    """And answers come again once there is none, or a whole one at its place."""
+    where = damages(name)
+    workspace = open_workspace(reranker=str(where))
+    ingest(workspace, [boats])
+    talks = Conversations(workspace.workspaces)
+    with pytest.raises(error, match=words) as caught:
+        talks.answer(QUESTION)
+    assert str(where) in str(caught.value) and "eranker" in str(caught.value)
+    workspace.workspaces.change(reranker="")
+    assert talks.answer(QUESTION).whole().sources
+    make_cross_encoder(where.with_name("whole"), [*TEXTS, QUESTION]).rename(where.with_name("moved"))
+    workspace.workspaces.change(reranker=str(where.with_name("moved")))
+    assert talks.answer(QUESTION).whole().sources
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "somebody/nothing", "default-model"])
+def test_what_is_not_here_is_refused_before_anything_is_loaded(open_workspace, name):
+    """A hub id, too, where the hub cannot be asked."""
+    workspace = open_workspace(reranker=name)
+    for refused in (workspace.check_engine, workspace.reranker.load):
+        with pytest.raises(ModelNotFoundError, match="reranker") as caught:
+            refused()
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [" ", "default", "a.gguf", "folder/A.GGUF"])
+def test_a_language_model_is_no_setting(open_workspace, name):
+    with pytest.raises(SettingsError, match="reranker"):
+        open_workspace(reranker=name)
+
+
+def test_one_is_loaded_for_all_and_let_go_when_it_changes(workspaces, folder):
+    workspaces.create("other")
+    assert workspaces.first.reranker is None
+    workspaces.change(reranker=str(folder))
+    shared = workspaces.first.reranker
+    assert shared is workspaces.of("other").reranker is workspaces.under(workspaces.settings).first.reranker
+    workspaces.change(top_k=3)
+    assert workspaces.first.reranker is not shared
+    assert workspaces.under(workspaces.settings.changed({"reranker": ""})).first.reranker is None
+
+
+def test_nothing_is_imported_where_none_is_named(tmp_path):
+    asked = (
+        "import sys; from ragblend.app.workspace import Workspace; from ragblend.app import conversation; "
+        "from ragblend.app.retrieval import search; w = Workspace.open(sys.argv[1]); "
+        "assert w.reranker is None and search([], ['x'], 3, 0.0) == []; "
+        "print(sorted({'torch', 'transformers', 'ragblend.app.rerank'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", asked, str(tmp_path / "home")], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_command_line_takes_one(cli, told, folder, boats, monkeypatch):
+    cli("ingest", boats)
+    plain_ones = told("ask", QUESTION, "--top-k", "3")["sources"]
+    monkeypatch.chdir(folder.parent)
+    ones = told("ask", QUESTION, "--top-k", "3", "--reranker", folder.name)["sources"]
+    assert [each["text"] for each in ones] != [each["text"] for each in plain_ones]
+    assert told("ask", QUESTION, "--top-k", "3", "--reranker", "")["sources"] == plain_ones
+    assert cli("ask", QUESTION, "--reranker", "default") == 2
+    with pytest.raises(ModelError):
+        CrossEncoder("not/here", None).load()

@@ -1,0 +1,213 @@
+"""What a search finds by meaning and by words: put together, apart for each collection, unbroken by any question."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from ragblend.app.conversation import ANY
+from ragblend.app.documents import FileFacts, Passage, node_id
+from ragblend.app.ingest import ingest
+from ragblend.app.library import Library
+from ragblend.app.retrieval import fused, search
+
+FAR = 2.0  # no passage is as near
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_fusion_keeps_all_and_what_all_agree_on(seed):
+    chance = random.Random(seed)
+    rankings = [chance.sample("abcdefgh", chance.randrange(9)) for _ in range(chance.randrange(4))]
+    order = fused(*rankings)
+    assert sorted(order) == sorted({each for ranking in rankings for each in ranking})
+    for ranking in rankings:
+        assert fused(ranking, ranking) == ranking
+    for better in order:
+        for worse in order:
+            places = [(r.index(better), r.index(worse)) for r in rankings if better in r and worse in r]
+            if len(places) == len(rankings) and all(a < b for a, b in places):
+                assert order.index(better) < order.index(worse)
+
+
+def test_fusion_counts_ranks_and_prefers_the_first_ranking_among_equals():
+    assert fused(["a", "b"], ["b", "a"]) == ["a", "b"]
+    assert fused(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], "1/63 + 1/61 is a little more than 2/62"
+    assert fused(["a", "b"], ["b"]) == ["b", "a"]
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """Thirty files that differ in one number each."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for n in range(30):
+        (folder / f"{n}.txt").write_text(f"The pump {7000 + 13 * n} was tested and found in order.")
+    return folder
+
+
+class Blurred:
+    """Tells all passages from one another by chance alone, as an embedder does with numbers."""
+
+    name = "blurred"
+
+    def load(self):
+        pass
+
+    def embed_passages(self, texts, progress=None, part="whole"):
+        chance = np.random.default_rng(1)
+        rows = [self.embed_question("") + 0.1 * chance.normal(size=8) for _ in texts]
+        return [(row / np.linalg.norm(row)).astype(np.float32)[None] for row in rows]
+
+    def embed_question(self, text):
+        return np.full(8, 8**-0.5, np.float32)
+
+
+def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
+    """The two values of the setting."""
+    found = {}
+    for way in ("vectors", "hybrid"):
+        workspace = open_workspace(search=way)
+        monkeypatch.setattr(type(workspace), "embedder", Blurred())
+        ingest(workspace, [logs])
+        questions = [f"What became of pump {7000 + 13 * n}?" for n in range(30)]
+        best = [search([workspace], [question], 1, ANY)[0] for question in questions]
+        found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
+        assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
+    assert found["hybrid"] == 30 and found["vectors"] < 5
+
+
+def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace, logs, tmp_path):
+    """Far from every question are all passages here, but for what words bring."""
+    letter = tmp_path / "letter.txt"
+    letter.write_text(
+        "In 2018, the 19th of May at 10.30, they said thanks to the crew for invoice INV-2024-0817 and room 214, "
+        "paid 5000 crowns, or 25.000, and went home with 250kg at 7. Part A4711/b."
+    )
+    ingest(workspace, [logs, letter])
+    for asked in ("7013", "Who has tested 7013?", "Is anything known of pump-7013, please?"):
+        (source,) = search([workspace], [asked], 6, FAR)
+        assert source.document == "1.txt" and source.score < FAR
+    for asked in ("Is INV-2024-0817 paid?", "inv 2024-0817", "What is a4711/B?", "214", "2018"):
+        assert [source.document for source in search([workspace], [asked], 6, FAR)] == ["letter.txt"], asked
+    chance = ["Thanks!", "7", "7014", "INV-2024-0818", "0817-2024 or INV-0817", "Who won the cup in 2018?"]
+    chance += [
+        "Who ruled in the 19th century?",
+        "Are 5000 steps enough?",
+        "25.000 feet in metres",
+        "Do 250kg sink?",
+    ]
+    for asked in [*chance, "What has 214 legs?", "Is it 10.30 yet?"]:
+        assert search([workspace], [asked], 6, FAR) == [], asked
+
+
+def test_a_code_is_found_in_the_only_passage_there_is(workspace, tmp_path):
+    """BM25 gives a word nothing that half of all passages have."""
+    (tmp_path / "one.txt").write_text("The pump 7013 was tested.")
+    ingest(workspace, [tmp_path / "one.txt"])
+    assert len(search([workspace], ["7013"], 6, FAR)) == 1
+
+
+def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs):
+    workspaces.create("trains")
+    text = tmp_path / "train.txt"
+    text.write_text("The train to the harbour is green. The pump 7013 is in it.")
+    default, trains = workspaces.first, workspaces.of("trains")
+    ingest(default, [logs])
+    ingest(trains, [text])
+    question = ["Where is the pump 7013?"]
+    assert {source.collection for source in search([default], question, 30, ANY)} == {"default"}
+    assert {source.document for source in search([trains], question, 30, ANY)} == {"train.txt"}
+    both = search([default, trains], question, 2, ANY)
+    assert {source.document for source in both} == {"1.txt", "train.txt"}
+    assert search([], question, 2, ANY) == []
+
+
+@pytest.fixture
+def library(tmp_path):
+    with Library(tmp_path / "library.sqlite") as opened:
+        yield opened
+
+
+def fill(library, path, texts, collection="default"):
+    document = library.begin(collection, path)
+    passages = [Passage(node_id(document, i, text), document, i, text, "") for i, text in enumerate(texts)]
+    rows = [np.ones((1, 3), np.float32)] * len(texts)
+    library.replace_passages(document, FileFacts(1, 2, "ab"), "r", passages, rows)
+    return document, [passage.node_id for passage in passages]
+
+
+def test_what_other_collections_hold_changes_no_order(library):
+    """How rare a word is there would tell whether others have it."""
+    texts = ["red boat", "red house and its garden", "green boat", "a mill", "a well", "a sluice"]
+    fill(library, "/a", texts)
+    before = library.by_words(["default"], "Whose is the red boat or the mill?", 9)
+    assert len(before) == 4
+    fill(library, "/b", ["mill"] * 40, "secret")
+    fill(library, "/c", ["weather in the hills"] * 40, "other")
+    after = library.by_words(["default"], "Whose is the red boat or the mill?", 9)
+    assert list(after.items()) == list(before.items())
+
+
+def test_a_word_counts_once_by_how_rare_it_is(library):
+    """FTS5 has weighed it already: three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5), squares are not."""
+    texts = [
+        "sluice b c d",
+        "oak elm ash e",
+        "oak f g h",
+        "oak i j k",
+        "elm l m n",
+        "elm o p q",
+        "ash r s t",
+        "ash u v w",
+    ]
+    _, nodes = fill(library, "/a", [*texts, "x y z zz", "xx yy zz xz"])
+    assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
+
+
+def test_words_are_found_in_other_forms(library):
+    _, nodes = fill(
+        library, "/a", ["Lighthouses at Orléans", "The e\u0301cluse ﬁts", "foo_bar(x)", "NASA", "x", "y", "z"]
+    )
+    for question, place in (
+        ("lighthouse", 0), ("ORLEANS", 0), ("écluse", 1), ("ecluses", 1), ("fit", 1), ("bar", 2), ("nasa", 3),
+    ):  # fmt: skip
+        assert list(library.by_words(["default"], question, 9)) == [nodes[place]], question
+
+
+HOSTILE = [
+    "", " ", '"', '""', "'", "*", "boat*", "NEAR(boat, 2)", "boat AND", "OR", "NOT", "^boat", "text:boat", "words:boat",
+    "-boat", "+", "(", ")", "{}", "boat)", "\\", "%", "\x00", "boat\x00", "\ud800", "boat\udfff", "🚢", "👩‍👩‍👧",
+    "the of and", "'; DROP TABLE words; --", "١٢٣", "船", "boat " * 20_000,
+    " ".join(map(str, range(5_000))), "b" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("question", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_question_breaks_the_search_for_words(library, caplog, question):
+    check_unbroken(library, caplog, question)
+
+
+def test_no_text_does(library, caplog):
+    """Any characters, and the ones that FTS5's own language is made of."""
+    chance = random.Random(0)
+    for _ in range(300):
+        signs = [
+            *"\"*^:+-(){}'",
+            "AND",
+            "OR",
+            "NOT",
+            "NEAR",
+            " ",
+            "boat",
+            chr(chance.randrange(sys.maxunicode)),
+        ]
+        check_unbroken(library, caplog, "".join(chance.choices(signs, k=chance.randrange(12))))
+
+
+def check_unbroken(library, caplog, question):
+    """What FTS5 refuses is said, and answered by vectors alone: it refuses nothing."""
+    if not library.documents("default"):
+        fill(library, "/a", ["a red boat", "a green house", "the mill", "船 🚢"])
+    assert len(library.by_words(["default"], f"{question} BOATS", 3)) >= 1 or len(question) > 200
+    assert len(library.by_words(["default"], "boat", 3)) == 1 and not caplog.records
