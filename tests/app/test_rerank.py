@@ -57,7 +57,7 @@ def test_scores_are_those_of_transformers(folder):
     texts = [*TEXTS, "", TEXTS[0] * 2]
     assert len(texts) > 2 * BATCH_PAIRS
     scores = CrossEncoder(str(folder), "cpu").scores(QUESTION, texts)
-    assert scores == pytest.approx(plain(folder, QUESTION, texts), abs=1e-5)
+    assert scores == pytest.approx(plain(folder, QUESTION, texts), abs=1e-4)
     assert CrossEncoder(str(folder), "cpu").scores(QUESTION, []) == []
 
 
@@ -66,8 +66,8 @@ def test_the_passage_alone_is_cut(folder):
     encoder, filler = CrossEncoder(str(folder), "cpu"), "boat " * 60
     long, other_end = f"{TEXTS[0]} {filler}", f"{TEXTS[0]} {filler} golden yard"
     expected = plain(folder, QUESTION, [long], truncation="only_second", max_length=62)
-    assert encoder.scores(QUESTION, [long, other_end]) == pytest.approx(expected * 2, abs=1e-5)
-    assert encoder.scores(f"{QUESTION} golden", [long]) != pytest.approx(expected, abs=1e-3)
+    assert encoder.scores(QUESTION, [long, other_end]) == pytest.approx(expected * 2, abs=1e-4)
+    assert encoder.scores(f"{QUESTION} golden", [long]) != pytest.approx(expected, abs=1e-4)
     (score,) = encoder.scores("Which boat? " * 60, [TEXTS[0]])
     assert score != encoder.scores("Which boat? " * 60, [TEXTS[19]])[0], "a question leaves the passage room"
 
