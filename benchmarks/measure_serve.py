@@ -52,7 +52,7 @@ SLO = 5.0  # times the unloaded time to first token
 # The real engine: documents, and requests by run
 DOCUMENTS, WARM, ALONE, COUNT = 120, 40, 12, 40
 BUDGET = 1.5  # of the corpus
-COMMON, LOADS = 0.8, (0.8, 1.0, 1.25)  # of full prefill's rate, and of each system's own, when nobody waits
+COMMON, LOADS = 0.8, (1.0, 1.4, 2.0)  # of full prefill's rate, and of each system's own, when nobody waits
 # The simulator's
 LARGE, LARGE_WARM, LARGE_COUNT = 2_000, 1_500, 800
 LARGE_LOADS, SATURATED = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1), (0.9, 1.1)

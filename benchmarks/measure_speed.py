@@ -46,6 +46,7 @@ from ragblend.engine import attention
 from ragblend.engine.correction import Correction
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled
+from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "speed.md", DOCS / "pictures" / "speed.svg"
@@ -222,9 +223,12 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
             geometry.kv_heads * (geometry.key_size + geometry.value_size),
         )
         moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
-        fitted = min(chosen, 768)
-        products = layers * (4 * moved * fitted * width + 4 * fitted**2 * width)
-        found["shift"] = machine.bound_ms(products, float32=layers * 2 * fitted**3)
+        fitted = min(chosen, shift.MOST_FITTED)
+        told = (
+            2 * (moved + fitted) * fitted * width
+        )  # and as much for similarity, which layers share, as the system
+        each = layers / shift.SHARED_LAYERS
+        found["shift"] = machine.bound_ms((layers + each) * told, float32=each * 2 * fitted**3)
     return found
 
 

@@ -31,8 +31,9 @@ class Correction:
         """Correct one layer's stored KV in the cache; new_* (H, R, D) are about to be written over it."""
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
         computed = self._run.computed
-        keys_apart = new_keys.index_select(1, self._at).float() - keys.index_select(1, computed).float()
-        values_apart = new_values.index_select(1, self._at).float() - values.index_select(1, computed).float()
+        # index_select would first copy all of a buffer that has room behind its rows.
+        keys_apart = new_keys[:, self._at].float() - keys[:, computed].float()
+        values_apart = new_values[:, self._at].float() - values[:, computed].float()
 
         def unrotated(of: Tensor, positions: Tensor | slice) -> Tensor:
             return self._rotated(layer, of, positions, sign=-1)

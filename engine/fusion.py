@@ -248,7 +248,7 @@ class Fusion:
             if blank.numel():
                 self.cache.blank(layer, blank)
             with self.recorder.part("probe", layer, stream="device"):
-                leaves = ends_early and layer == layers.stop - 1
+                leaves = layer == layers.stop - 1
                 if layer in layers:
                     work = self._probed_layer(layer, work, scores, leaves)
                 else:
