@@ -248,9 +248,8 @@ class Fusion:
             if blank.numel():
                 self.cache.blank(layer, blank)
             with self.recorder.part("probe", layer, stream="device"):
-                leaves = layer == layers.stop - 1
                 if layer in layers:
-                    work = self._probed_layer(layer, work, scores, leaves)
+                    work = self._probed_layer(layer, work, scores, leaves=layer == layers.stop - 1)
                 else:
                     work = replace(work, hidden=self._through(layer, work))
             spent.layer_rows += rows.numel()
