@@ -39,6 +39,7 @@ from ragblend.app.serve.keys import Client, Keys
 WAIT_S = 600.0
 BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one
 TOKENS = 24  # of a stream's answer
+MET = 3  # so often a prompt with a passage is sent, so that the passage is known
 LEFT = 3  # of so many streams one is left
 UNREAD_S = 90.0
 IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
@@ -156,8 +157,11 @@ class Soak:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             await self._asked(client, self.users[0], self.exact[self.users[0]])
             await asyncio.sleep(SETTLED_S)
-            for name in self.users:  # alone
+            for name in self.users:  # alone; its passage is learnt, which takes memory once
                 self.said[name] = await self._asked(client, name, self.exact[name])
+                for _ in range(MET):
+                    await self._asked(client, name, self._noted(name, self.texts.draw), fuses=True)
+            await asyncio.sleep(SETTLED_S)
             end = time.monotonic() + seconds
             tasks = [asyncio.ensure_future(self._talk(client, name, end)) for name in self.users]
             tasks.append(asyncio.ensure_future(self._never_read(end)))
@@ -169,7 +173,7 @@ class Soak:
         draw = random.Random(name)
         while time.monotonic() < end:
             is_exact, is_left = draw.random() < 0.5, draw.random() < 1 / LEFT
-            text = self.exact[name] if is_exact else self.fused[name] + f" Note {draw.random()}."
+            text = self.exact[name] if is_exact else self._noted(name, draw)
             try:
                 if is_exact:
                     said = await self._asked(client, name, text, draw.randrange(TOKENS) if is_left else None)
@@ -181,6 +185,9 @@ class Soak:
             except (httpx.HTTPError, ValueError) as error:
                 print(f"{name}: {error!r}", file=sys.stderr)
                 self.counts["failed"] += 1
+
+    def _noted(self, name: str, draw: random.Random) -> str:
+        return f"{self.fused[name]} Note {draw.random()}."
 
     async def _asked(
         self,
@@ -233,6 +240,8 @@ class Soak:
                 "files": process.num_fds(),
             }
             rows.append(row | {"at": time.monotonic() - begun})
+            if len(rows) % 60 == 1:
+                print(rows[-1], self.counts, file=sys.stderr)
             await asyncio.sleep(1)
         return rows
 

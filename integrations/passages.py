@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 from ragblend.integrations.finding import MINIMUM, Known, TextIndex, known
 from ragblend.integrations.recurring import RecurringText
@@ -45,6 +46,28 @@ class Found:
     node_id: str | None
 
 
+class _File:
+    """A node index, open while a registry has this object: one for all collections of a home, as a key is one."""
+
+    _open: ClassVar[WeakValueDictionary[Path, "_File"]] = WeakValueDictionary()
+    _opening: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: Path) -> None:
+        self.nodes = NodeIndex.open(path)
+        _remove_former(path)
+
+    @classmethod
+    def of(cls, path: Path) -> "_File":
+        with cls._opening:
+            if (file := cls._open.get(path)) is None:
+                file = cls._open[path] = cls(path)
+            return file
+
+    def __del__(self) -> None:
+        if hasattr(self, "nodes"):  # it was opened
+            self.nodes.close()
+
+
 class PassageRegistry:
     """The passages of one collection, for threads and processes. The file is opened when it is first needed."""
 
@@ -54,7 +77,7 @@ class PassageRegistry:
     def __init__(self, path: Path, collection: str) -> None:
         self.path, self.collection = path, collection
         self._lock = threading.RLock()
-        self._nodes: NodeIndex | None = None
+        self._file: _File | None = None
         self.recurring = RecurringText()
         self.awaited = 0  # characters of the shortest passage that was retrieved since a prompt held any
         self._learnt: dict[str, None] | None = None  # those in the file, what was found last at the end
@@ -128,34 +151,21 @@ class PassageRegistry:
         return self._run(lambda nodes: nodes.registered(self.collection))
 
     def close(self) -> None:
-        """Close the file, for everybody who has this object; who uses it again opens it again."""
+        """Let the file go, for everybody who has this object; who uses it again opens it again."""
         with self._lock:
-            if self._nodes is not None:
-                self._nodes.close()
-            self._nodes = None
+            self._file = None
             self._forget_index()
 
     def _run(self, work: Callable[[NodeIndex], T]) -> T:
         """Once more, with a new file, if that one turns out to be damaged."""
         with self._lock:
-            if self._nodes is None:
-                self._nodes = NodeIndex.open(self.path)
-                self._remove_former()
+            if self._file is None:
+                self._file = _File.of(self.path)
+            nodes = self._file.nodes
             try:
-                return work(self._nodes)
+                return work(nodes)
             except DamagedFileError:
-                return work(self._nodes)
-
-    def _remove_former(self) -> None:
-        """A registry of version 1 had a file of its own, without the lengths that a search needs now."""
-        files = [path for name in FORMER if (path := self.path.with_name(name)).exists()]
-        for path in files:
-            discard(path)
-        if files:
-            log.warning(
-                "passages that an earlier version knew are found in prompts again when they are added again, or after "
-                "`ragblend store repair`"
-            )
+                return work(nodes)
 
     def _find(self, nodes: NodeIndex, text: str) -> list[Found]:
         self._refresh(nodes)
@@ -186,6 +196,18 @@ class PassageRegistry:
         self._held += len(added)
         self._last_id = added[-1][0] if added else self._last_id
         self._seen = seen
+
+
+def _remove_former(path: Path) -> None:
+    """A registry of version 1 had a file of its own, without the lengths that a search needs now."""
+    files = [former for name in FORMER if (former := path.with_name(name)).exists()]
+    for former in files:
+        discard(former)
+    if files:
+        log.warning(
+            "passages that an earlier version knew are found in prompts again when they are added again, or after "
+            "`ragblend store repair`"
+        )
 
 
 def _prints(texts: dict[str, str]) -> dict[str, Print | None]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -57,8 +58,9 @@ def registry(home):
 
 @pytest.fixture
 def other(home, registry):
-    """Another object on the same file, as another process has it."""
-    other = PassageRegistry(registry.path, "default")
+    """A connection of its own to the same file, as another process has it: by another name."""
+    home.parent.joinpath("alias").symlink_to(home, target_is_directory=True)
+    other = PassageRegistry(home.parent / "alias" / registry.path.name, "default")
     yield other
     other.close()
 
@@ -312,6 +314,26 @@ def test_threads(registry):
         thread.join()
     assert errors == []
     assert len(registry) == 60
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
+def test_a_home_has_one_open_file_however_many_collections(home, registry):
+    def held():
+        return sum("nodes.sqlite" in os.readlink(file.path) for file in os.scandir("/proc/self/fd"))
+
+    registry.add([Passage(HARBOUR, "h")])
+    alone = held()
+    many = [PassageRegistry.open(home, f"key-{n}") for n in range(20)]
+    for number, each in enumerate(many):
+        each.add([Passage(f"{number} {CRANE}", "c")])
+        assert names(each.find(f"{number} {CRANE}")) == ["c"]
+    assert held() == alone > 0
+    registry.close()
+    many[0].close()
+    assert names(many[1].find(f"1 {CRANE}")) == ["c"]
+    for each in many:
+        each.close()
+    assert held() == 0
 
 
 def test_processes_that_open_and_add_at_once(home, registry):
