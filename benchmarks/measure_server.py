@@ -163,16 +163,20 @@ class Soak:
                     await self._asked(client, name, self._noted(name, self.texts.draw), fuses=True)
             await asyncio.sleep(SETTLED_S)
             end = time.monotonic() + seconds
-            tasks = [asyncio.ensure_future(self._talk(client, name, end)) for name in self.users]
+            tasks = [
+                asyncio.ensure_future(self._talk(client, name, end, number))
+                for number, name in enumerate(self.users)
+            ]
             tasks.append(asyncio.ensure_future(self._never_read(end)))
             rows = await self._watch(end)
             await asyncio.gather(*tasks)
         return rows
 
-    async def _talk(self, client: httpx.AsyncClient, name: str, end: float) -> None:
+    async def _talk(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
+        """Both kinds of prompt in turns: as many of each at any time, since they do not hold the same files."""
         draw = random.Random(name)
         while time.monotonic() < end:
-            is_exact, is_left = draw.random() < 0.5, draw.random() < 1 / LEFT
+            turn, is_exact, is_left = turn + 1, turn % 2 == 0, draw.random() < 1 / LEFT
             text = self.exact[name] if is_exact else self._noted(name, draw)
             try:
                 if is_exact:

@@ -1,6 +1,7 @@
 """Fused prefill inside vLLM: time to first token beside the same vLLM without the connector, and whether answers agree.
 
     python -m benchmarks.measure_vllm speed --home HOME --data musique.json
+    python -m benchmarks.measure_vllm decode --home HOME --data musique.json --starts 4
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
 
 In an environment with vLLM (`make test-vllm` makes one). Both servers get the same model, dtype, cores and options,
@@ -33,6 +34,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS = 32
+REPEATS = 6  # of a prompt, by `decode`
 WARM_UP = 2  # prompts: threads and kernels
 SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Ends a group of processes, stopped ones too, when its input does: with the process that measures, whatever ends that.
@@ -45,7 +47,7 @@ def main() -> int:
     """Run what was asked for, print it, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "agree"))
+    parser.add_argument("what", choices=("speed", "decode", "agree"))
     parser.add_argument(
         "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
     )
@@ -59,6 +61,7 @@ def main() -> int:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first"
     )
+    parser.add_argument("--starts", type=int, default=4, help="of each server, by `decode`")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
     if (
@@ -66,7 +69,7 @@ def main() -> int:
     ):  # nothing is timed, and threads that spin beside busy ones take ten times as long
         os.environ["GOMP_SPINCOUNT"] = "0"
     engine, questions = opened(given)
-    run = {"speed": speed, "agree": agree}[given.what]
+    run = {"speed": speed, "decode": decode, "agree": agree}[given.what]
     figures = run(given, engine, questions, passed.split())
     print(json.dumps(figures, indent=1))
     if given.json:
@@ -75,11 +78,11 @@ def main() -> int:
 
 
 def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """The built-in engine in bfloat16, and the questions."""
+    """The built-in engine in bfloat16, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.app.bench.data import load
 
-    engine = Engine.open(given.model, given.home, device="cpu", dtype="bfloat16")
+    engine = Engine.open(given.model, given.home, dtype="bfloat16")
     return engine, list(load(given.data).questions)[: given.limit]
 
 
@@ -207,8 +210,10 @@ def counted(server: Server) -> dict[str, float]:
     }
 
 
-def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Passages in new orders, each prompt once to the server without, and once at each ratio to the one with."""
+def reordered(
+    given: argparse.Namespace, engine: Any, questions: list[Any]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """The model's folder, and a prompt for each question: stored passages in an order of its own. Closes the engine."""
     chosen = random.Random(0)
     texts = [text for question in questions for text in question.passages]
     long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
@@ -220,6 +225,12 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     ]
     folder = str(engine.runtime.folder)
     engine.close()
+    return folder, prompts
+
+
+def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Passages in new orders, each prompt once to the server without, and once at each ratio to the one with."""
+    folder, prompts = reordered(given, engine, questions)
     rows, parts = [], defaultdict[str, list[dict[str, float]]](list)
     with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
         for number, ids in enumerate(prompts):
@@ -254,6 +265,22 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
         for name in rows[0]
     }
     return {"prompts": len(rows), "tokens": len(prompts[0]), "medians": medians}
+
+
+def decode(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Milliseconds from one token to the next, each start's median; prompts are repeated, so that they are cached."""
+    folder, prompts = reordered(given, engine, questions)
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(given.starts):
+        for name, tokens in found.items():
+            with served(given, folder, name == "with", more) as server:
+                asked = [timed(server, ids)[1] for ids in prompts[:2] for _ in range(REPEATS)]
+                tokens.append(statistics.median(asked[1:]))
+                print({name: tokens}, file=sys.stderr)
+                if name == "with" and not counted(server).get("requests"):
+                    raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
+    ratios = [ours / theirs for ours, theirs in zip(found["with"], found["without"], strict=True)]
+    return {"token_ms": found, "ratios": ratios, "median": statistics.median(ratios)}
 
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:

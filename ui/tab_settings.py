@@ -163,13 +163,13 @@ class SettingsTab:
             self._meaning: _meaning(mode, ratio),
         }
         try:
-            return updates | {self._cost: views.settings.cost(self._priced(values)[1])}
+            return updates | {self._cost: views.settings.cost(self._priced(given)[1])}
         except RagBlendError as error:
             return updates | {self._cost: problem(str(error))}
 
-    def _priced(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], Cost]:
+    def _priced(self, given: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         workspaces = self._desk.workspaces
-        before, changes = workspaces.settings, chosen(values)
+        before, changes = workspaces.settings, chosen(given)
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
         changes["reranker"] = changes["reranker"] or (before.reranker and "")  # None would leave it as it was
@@ -189,7 +189,7 @@ class SettingsTab:
         """Save, after a hub model is here; what is saved works, or is not saved."""
         workspaces = self._desk.workspaces
         try:
-            changes, price = self._priced(values)
+            changes, price = self._priced(dict(zip(self._form, values, strict=True)))
             model = str(changes.get("model", workspaces.settings.model))
             before = workspaces.settings.model
             if model != before:
@@ -254,19 +254,19 @@ def with_chosen(method: str) -> list[tuple[str, str]]:
     return CHOICES if method in LABELS else [*CHOICES, (method, method)]
 
 
-def chosen(values: tuple[Any, ...]) -> dict[str, Any]:
-    model, device, search, reranker, method, mode, percent, top_k, chunk, longest, temperature = values
+def chosen(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings, from the form's fields by their names."""
     return {
-        "model": str(model).strip() or "default",
-        "device": device or None,
-        "search": search,
-        "reranker": str(reranker).strip(),
-        "method": method or None,
-        "ratio": AUTO if mode == AUTO else round(percent / 100, 4),
-        "top_k": int(top_k),
-        "chunk_tokens": int(chunk),
-        "max_new_tokens": int(longest),
-        "temperature": float(temperature),
+        "model": (given["model"] or "").strip() or "default",
+        "device": given["device"] or None,
+        "search": given["search"],
+        "reranker": (given["reranker"] or "").strip(),
+        "method": given["method"] or None,
+        "ratio": AUTO if given["mode"] == AUTO else round(given["ratio"] / 100, 4),
+        "top_k": int(given["top_k"]),
+        "chunk_tokens": int(given["chunk_tokens"]),
+        "max_new_tokens": int(given["max_new_tokens"]),
+        "temperature": float(given["temperature"]),
     }
 
 
