@@ -568,7 +568,7 @@ def measure(part: str, trace: str, home: str) -> None:
             keep(dict(zip(TRACES, found, strict=True)), "simulated")
     else:
         real = read_json(RECORDED).get("real", {}).get(trace, {})
-        alone_s = real["full"]["alone_s"] if "full" in real else None
+        alone_s = real["full"]["alone_s"] if part != "full" and "full" in real else None  # of this machine
         keep(measured(SYSTEMS[NAMES.index(part)], trace, alone_s, home), "real", trace, part)
 
 

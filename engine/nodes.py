@@ -116,7 +116,7 @@ class Nodes:
             return 0
         with self._runtime.queue.turn():
             chunk = encoder.encode(passage)
-        self._keep(key, chunk, name)
+        self.keep(key, chunk, name)
         return len(passage)
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -185,25 +185,25 @@ class Nodes:
             return
         if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
             made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False)
-            self._keep(key, made, chunk.node_id)
+            self.keep(key, made, chunk.node_id)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
         """Store a node of the knowledge tree for that chunk. It goes when the chunk's node does.
 
         made: is called if the chunk is still there. False if it was deleted, or what it stands behind.
         """
-        return self._claim_named(chunk, key) and self._keep(key, made(), chunk.node_id)
+        return self._claim_named(chunk, key) and self.keep(key, made(), chunk.node_id)
 
     def keep_blob(self, chunk: Chunk, blob: Blob) -> bool:
         """Store that value of a chunk as it came from others. False if the chunk's node was deleted meanwhile."""
         key = blob.header.key
-        return self._claim_named(chunk, key) and self._keep(key, blob, chunk.node_id)
+        return self._claim_named(chunk, key) and self.keep(key, blob, chunk.node_id)
 
     def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
         """Whether the chunk's KV is wanted; a node that a prompt was the first to name is entered."""
         if chunk.node_id is not None and not chunk.entered:
             self.enter([chunk.node_id], [chunk.encoded_ids], [key])
-        return self._claim(chunk.node_id, chunk.encoded_ids, key)
+        return self.claim(chunk.node_id, chunk.encoded_ids, key)
 
     def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
         """Load the model if it is not there yet, and have the disk read the passages' KV."""
@@ -227,14 +227,14 @@ class Nodes:
             room_bytes = runtime.store.room_bytes - taken_bytes
         runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
         key = self._key_of(passage, prefix)
-        if key is None or self._is_stored(key) or not self._claim(node_id, passage, key):
+        if key is None or not self.claim(node_id, passage, key) or self._is_stored(key):
             return None
         nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
         if nbytes <= room_bytes and self.fetched(key, passage, prefix, node_id):
             return None
         return _Asked(node_id, passage, key, nbytes, room_bytes)
 
-    def _claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
+    def claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
         """Whether this KV is wanted still: its node was not deleted."""
         with self._runtime.use.turn():
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
@@ -253,15 +253,15 @@ class Nodes:
     def _written(self, computed: "_Computed") -> int:
         """The tokens encoded: none where the node was deleted meanwhile."""
         asked = computed.asked
-        return len(asked.passage) if self._keep(asked.key, computed.chunk, asked.node_id) else 0
+        return len(asked.passage) if self.keep(asked.key, computed.chunk, asked.node_id) else 0
 
     def fetched(self, key: ChunkKey, passage: TokenIds, prefix: TokenIds, node_id: str | None = None) -> bool:
         """Have others' KV of a passage here, where they share it and it comes in time."""
         remote, geometry = self._runtime.store.remote, self._runtime.fingerprint.geometry
         blob = None if remote is None else remote.fetch(Wanted(key, passage, geometry, len(prefix)))
-        return blob is not None and self._keep(key, blob, node_id)
+        return blob is not None and self.keep(key, blob, node_id)
 
-    def _keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
+    def keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
         """Store what was encoded, unless its node has lost the key: deleted is deleted, whoever still worked on it.
 
         Not in the device's turn: who deletes does not wait for the device behind an encode.

@@ -68,6 +68,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.find_cached = lambda request: int(
                 kv_cache_manager.get_computed_blocks(request)[1]
             )
+            self._scheduler.evict = kv_cache_manager.evict_blocks
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

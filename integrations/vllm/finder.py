@@ -6,7 +6,7 @@ what agrees beside them is added. Token ids are looked for as texts of one chara
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragblend.integrations.finding import MINIMUM, TextIndex, known
 from ragblend.kvstore.nodes import NodeIndex, Scope
@@ -18,12 +18,16 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Match:
-    """Tokens start..stop of a prompt are a passage's from its token `skipped` on; whole: all of the passage's."""
+    """Tokens start..stop of a prompt are a passage's from its token `skipped` on; whole: all of the passage's.
+
+    node_id: whose it is; None where the client named the tokens alone.
+    """
 
     start: int
     stop: int
     whole: Ids
     skipped: int
+    node_id: str | None = None
 
 
 class PassageFinder:
@@ -45,8 +49,8 @@ class PassageFinder:
         text, found = _text(token_ids), list[Match]()
 
         def confirm(hashed: int, start: int, stop: int) -> Match | None:
-            candidates = (self._nodes.get(self._scope, name) for name in self._names.get(hashed, ()))
-            matches = (_match(token_ids, ids, start, stop) for ids in candidates if ids)
+            candidates = ((name, self._nodes.get(self._scope, name)) for name in self._names.get(hashed, ()))
+            matches = (_match(token_ids, ids, start, stop, name) for name, ids in candidates if ids)
             return max(filter(None, matches), key=lambda match: match.stop - match.start, default=None)
 
         for _, _, match in self._index.find(text, confirm):
@@ -54,7 +58,7 @@ class PassageFinder:
                 found[-1].stop if found else 0
             )  # edges of two passages may both agree with what is between them
             late = max(0, before - match.start)
-            found.append(Match(match.start + late, match.stop, match.whole, match.skipped + late))
+            found.append(replace(match, start=match.start + late, skipped=match.skipped + late))
         return found
 
     def _refresh(self) -> None:
@@ -84,7 +88,7 @@ def _core(ids: Ids) -> Ids:
     return ids[edge : len(ids) - edge]
 
 
-def _match(prompt: Sequence[int], whole: Ids, start: int, stop: int) -> Match | None:
+def _match(prompt: Sequence[int], whole: Ids, start: int, stop: int, node_id: str) -> Match | None:
     """Where the passage stands whose inner tokens may be at start..stop; None if they are not."""
     edge = _edge(len(whole))
     if tuple(prompt[start:stop]) != _core(whole):
@@ -94,7 +98,7 @@ def _match(prompt: Sequence[int], whole: Ids, start: int, stop: int) -> Match | 
         first, skipped = first - 1, skipped - 1
     while end < len(whole) and last < len(prompt) and prompt[last] == whole[end]:
         last, end = last + 1, end + 1
-    return Match(first, last, whole, skipped)
+    return Match(first, last, whole, skipped, node_id)
 
 
 def _text(ids: Sequence[int]) -> str:

@@ -34,10 +34,10 @@ class Order:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Of one step. encode: a passage without KV and its collection, for when there is nothing else to do."""
+    """Of one step. encode: a passage without KV, its collection and node id, for when there is nothing else to do."""
 
     prompts: list[Order] = field(default_factory=list)
-    encode: tuple[Ids, str] | None = None
+    encode: tuple[Ids, str, str | None] | None = None
 
 
 @dataclass

@@ -3,12 +3,13 @@
 A block that was fused must never reach another prompt: which rows were computed depends on the question. Its hash is
 salted, therefore, with all that its KV depends on: how it was fused, and the whole prompt. So the same question finds
 its blocks again, and a conversation that goes on finds those of its beginning, because prompts that were fused lately
-are remembered and lend their salt to what begins with them.
+are remembered and lend their salt to what begins with them. What is fused itself has its own salt all the same: under
+a lent one another prompt with that beginning would find it.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,12 +26,16 @@ REMEMBERED = 512  # prompts whose beginning a later one may go on from
 
 @dataclass(frozen=True)
 class Plan:
-    """One prompt's passages and what they are worth. stored: of each passage whether there is KV of it."""
+    """One prompt's passages and what they are worth. stored: of each passage whether there is KV of it.
+
+    goes_on: it is hashed as the prompt that it goes on from, of which vLLM has so much that the rest is vLLM's own.
+    """
 
     wish: Wish
     matches: tuple[Match, ...]
     stored: tuple[bool, ...]
     tokens: int
+    goes_on: bool = False
 
     @property
     def stored_tokens(self) -> int:
@@ -63,7 +68,8 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: st
         segments.append(Literal("", tuple(token_ids[at : match.start])))
         ids = tuple(token_ids[match.start : match.stop])
         whole = None if ids == match.whole else match.whole  # of parts there are no paths
-        segments.append(Chunk(token_ids=ids, collection=collection, whole=whole, skipped=match.skipped))
+        part = Chunk(None, match.node_id, ids, collection, match.node_id is not None, whole, match.skipped)
+        segments.append(part)
         at = match.stop
     return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
 
@@ -75,8 +81,13 @@ class Salts:
         self._most = most
         self._known: OrderedDict[tuple[int, bytes], str] = OrderedDict()
 
-    def of(self, token_ids: Sequence[int], said: str) -> str:
-        """The salt of a prompt that is fused as `said`: that of the longest known beginning, or its own; remembered."""
+    def of(
+        self, token_ids: Sequence[int], said: str, goes_on: Callable[[str], bool] = lambda lent: True
+    ) -> tuple[str, bool]:
+        """The salt of a prompt that is fused as `said`, and whether it is another's; remembered.
+
+        That of the longest known beginning if `goes_on` says so of it, else its own.
+        """
         packed = pack_tokens(token_ids)
         digest = hashlib.sha256(said.encode("utf-8", "surrogatepass") + b"\0")
         at, found = 0, None
@@ -86,14 +97,16 @@ class Salts:
             if salt := self._known.get((length, digest.digest())):
                 found = (length, digest.digest()), salt
         digest.update(packed[4 * at :])
-        own = len(token_ids), digest.digest()
-        if found:
+        own, salt = (len(token_ids), digest.digest()), f"ragblend-{digest.hexdigest()}"
+        is_lent = found is not None and found[1] != salt and goes_on(found[1])
+        if found is not None:
             self._known.move_to_end(found[0])
-        self._known[own] = found[1] if found else f"ragblend-{digest.hexdigest()}"
+            salt = found[1] if is_lent else salt
+        self._known[own] = salt
         self._known.move_to_end(own)
         while len(self._known) > self._most:
             self._known.popitem(last=False)
-        return self._known[own]
+        return salt, is_lent
 
 
 def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[list[int], list[int]]:

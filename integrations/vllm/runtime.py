@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.engine.config import EngineConfig, resolve_home
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.gate import GateVerdict
+from ragblend.engine.hub import is_hub_id
 from ragblend.engine.model import LoadedModel
 from ragblend.engine.runtime import Runtime, once
 from ragblend.integrations.vllm.settings import Settings
@@ -69,6 +70,15 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return f"quantization {model.quantization} is not supported: it gives other KV than the stored one"
     if str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
         return f"the KV cache's dtype {cache.cache_dtype} is not supported; only the model's own is"
+    if is_hub_id(str(model.model)):  # which is looked up here as well, as what it says by itself
+        for name, found in (
+            ("revision", model.revision),
+            ("download_dir", vllm_config.load_config.download_dir),
+        ):
+            if found is not None:
+                return f"a {name} ({found}) of a hub model is not supported: name the folder that it is in"
+    if str(vllm_config.load_config.load_format) == "dummy":
+        return "random weights (load_format dummy) are not supported: stored KV is the model's own"
     if model.tokenizer != model.model:
         return f"a tokenizer ({model.tokenizer}) that is not the model's is not supported"
     if model.is_multimodal_model or model.runner_type != "generate":

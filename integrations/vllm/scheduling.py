@@ -4,10 +4,11 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ragblend.engine.prompt import Prompt
+from ragblend.integrations.finding import MINIMUM
 from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import Fused, Order, Orders
 from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of
@@ -21,19 +22,24 @@ MOST_TOLD = 1000  # reports that nobody has asked for yet
 
 
 class SchedulerSide:
-    """find_cached: how many first tokens of a request vLLM's prefix cache has. refusal: why nothing is fused, if so."""
+    """find_cached: how many first tokens of a request vLLM's prefix cache has; evict: take blocks out of it.
+
+    refusal: why nothing is fused, if so.
+    """
 
     find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
+    evict: Callable[[set[int]], None] = staticmethod(lambda blocks: None)
 
     def __init__(self, runtime: VllmRuntime, settings: Settings) -> None:
         self._runtime, self._settings = runtime, settings
         self._finders: dict[str, PassageFinder] = {}
         self._salts = Salts()
         self._plans: dict[str, Plan] = {}
+        self._loading: dict[str, set[int]] = {}  # blocks by request, until it is known what became of them
         self._reports: dict[str, dict[str, Any]] = {}
         self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._orders: list[Order] = []
-        self._missing: OrderedDict[tuple[Ids, str], None] = OrderedDict()
+        self._missing: OrderedDict[tuple[Ids, str], str | None] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has said yet that it can"
         _ = (
             runtime.store,
@@ -56,12 +62,16 @@ class SchedulerSide:
             self._tell(request, misses=plan.stored.count(False))
             if not plan.pays(self.find_cached(request), self._settings.minimum_tokens):
                 return
-            self._plans[request.request_id] = plan
             wish, model = plan.wish, self._runtime.fingerprint.digest
             said = [model, wish.method, wish.ratio, wish.collection, request.cache_salt]
-            request.cache_salt = self._salts.of(request.prompt_token_ids, json.dumps(said))
-            request.block_hashes.clear()
-            request.update_block_hashes()
+
+            def goes_on(lent: str) -> bool:
+                _hash_anew(request, lent)
+                return not plan.pays(self.find_cached(request), self._settings.minimum_tokens)
+
+            salt, is_lent = self._salts.of(request.prompt_token_ids, json.dumps(said), goes_on)
+            _hash_anew(request, salt)
+            self._plans[request.request_id] = replace(plan, goes_on=is_lent)
         except Exception:
             log.warning("request %s is not fused", request.request_id, exc_info=True)
             self._plans.pop(request.request_id, None)
@@ -90,8 +100,8 @@ class SchedulerSide:
         stored = self._stored(prompt_of(ids, matches, wish.collection), wish)
         if wish.encode is None and self._settings.encode_missing:
             for match, there in zip(matches, stored, strict=True):
-                if not there and len(self._missing) < MOST_MISSING:
-                    self._missing[match.whole, wish.collection] = None
+                if not there and len(match.whole) >= MINIMUM and len(self._missing) < MOST_MISSING:
+                    self._missing[match.whole, wish.collection] = match.node_id
         return Plan(wish, tuple(matches), stored, len(ids))
 
     def _matches(self, ids: list[int], wish: Wish) -> list[Match]:
@@ -117,7 +127,7 @@ class SchedulerSide:
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""
         plan = self._plans.get(request.request_id) if self.refusal is None else None
-        if plan is None or not plan.pays(computed_tokens, self._settings.minimum_tokens):
+        if plan is None or plan.goes_on or not plan.pays(computed_tokens, self._settings.minimum_tokens):
             fused_before = {} if plan is None else {"method": plan.wish.method, "ratio": plan.wish.ratio}
             self._tell(request, cached_tokens=computed_tokens, **fused_before)
             return 0
@@ -130,18 +140,26 @@ class SchedulerSide:
         """It will be fused in this step, into these blocks."""
         plan = self._plans[request.request_id]
         ids, stop = list(request.prompt_token_ids), plan.tokens - 1
+        self._loading[request.request_id] = {block for group in blocks for block in group} - {0}
         self._orders.append(Order(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
 
     def orders(self, idle: bool) -> Orders:
         """Those of the step that was scheduled."""
         orders, self._orders = self._orders, []
-        encode = next(iter(self._missing), None) if idle and not orders else None
-        if encode is not None:
-            del self._missing[encode]
-        return Orders(orders, encode)
+        if not (self._missing and idle) or orders:
+            return Orders(orders)
+        (passage, collection), node_id = self._missing.popitem(last=False)
+        return Orders(orders, (passage, collection, node_id))
 
     def done(self, fused: Fused) -> None:
-        """What the worker made of a step's orders."""
+        """What the worker made of a step's orders.
+
+        vLLM hashed the blocks when it gave them, and takes back those of requests that are still running alone.
+        """
+        for request_id, report in fused.prompts.items():
+            blocks = self._loading.pop(request_id, set())
+            if "error" in report:
+                self.evict(blocks)
         known = {request_id: each for request_id, each in fused.prompts.items() if request_id in self._plans}
         self._reports |= known
         for label, report in fused.told.items():
@@ -186,3 +204,9 @@ class SchedulerSide:
     @property
     def has_missing(self) -> bool:
         return bool(self._missing)
+
+
+def _hash_anew(request: Any, salt: str) -> None:
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
 
 log = logging.getLogger("ragblend")
+MOST_ENCODED = 8  # passages of a prompt that says `encode`: everybody else waits for that step
 
 
 class WorkerSide:
@@ -117,8 +118,9 @@ class WorkerSide:
             raise RagBlendError(str(self.refusal))
         wish, policy = order.plan.wish, policy_named(method)
         if wish.encode:
-            for match in order.plan.matches:
-                self._encode(match.whole, wish.collection)
+            pairs = zip(order.plan.matches, order.plan.stored, strict=True)
+            for match in [match for match, there in pairs if not there][:MOST_ENCODED]:
+                self._encode(match.whole, wish.collection, match.node_id)
         prompt = prompt_of(order.token_ids, order.plan.matches, wish.collection)
         request = Request(prompt, policy, wish.ratio, wish.collection, room_tokens=0)
         begun = time.perf_counter()
@@ -177,18 +179,20 @@ class WorkerSide:
         if order.plan.wish.label is not None:
             self._reports.told[order.plan.wish.label] = first
 
-    def _encode(self, passage: Ids, collection: str) -> None:
-        """Store a passage's KV, encoded alone behind the canonical prefix."""
+    def _encode(self, passage: Ids, collection: str, node_id: str | None) -> None:
+        """Store a passage's KV, encoded alone behind the canonical prefix, unless its node was deleted meanwhile."""
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
             runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
             key = runtime.key_of(prefix, passage, collection)
-            if runtime.store.contains(key) or Nodes(runtime, collection).fetched(key, passage, prefix):
+            nodes = Nodes(runtime, collection)
+            if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
+                return
+            if nodes.fetched(key, passage, prefix, node_id):
                 return
             if self._encoder is None:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)
-            runtime.store.put(key, self._encoder.encode(passage), runtime.codec)
-            self._stats.add(encoded=1)
+            self._stats.add(encoded=int(nodes.keep(key, self._encoder.encode(passage), node_id)))
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 

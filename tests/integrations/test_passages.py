@@ -319,7 +319,9 @@ def test_threads(registry):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
 def test_a_home_has_one_open_file_however_many_collections(home, registry):
     def held():
-        files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]  # one of them is listdir's
+        files = [
+            Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")
+        ]  # one of them is listdir's
         return sum(str(home.resolve()) in os.readlink(file) for file in files if file.is_symlink())
 
     registry.add([Passage(HARBOUR, "h")])

@@ -42,6 +42,8 @@ def test_a_prompt_is_cut_into_what_it_is_made_of():
     assert prompt.chunks[0].encoded_ids == whole
     (chunk,) = prompt_of(ids, [Match(10, 40, tuple(ids[10:40]), 0)], "mine").chunks
     assert chunk.whole is None, "no part: it may be a node of a path"
+    (chunk,) = prompt_of(ids, [Match(10, 40, whole, 2, "p1")], "mine").chunks
+    assert (chunk.node_id, chunk.entered) == ("p1", True), "its KV goes when the node does"
 
 
 def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
@@ -59,20 +61,28 @@ def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
 
 def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():
     salts, turn = Salts(), list(range(50))
-    salt = salts.of(turn, "m")
-    second = salts.of([*turn, 1, 2, 3], "m")
-    assert second == salt == salts.of([*turn, 1, 2, 3, 4, 5], "m")
-    assert salts.of([*turn[:-1], 9, 1, 2, 3], "m") != salt, "another question behind the same passages"
-    assert salts.of([*turn, 1, 2, 3], "other") != salt
+    salt, is_lent = salts.of(turn, "m")
+    assert not is_lent and salts.of(turn, "m") == (salt, False)
+    assert salts.of([*turn, 1, 2, 3], "m") == (salt, True) == salts.of([*turn, 1, 2, 3, 4, 5], "m")
+    assert salts.of([*turn[:-1], 9, 1, 2, 3], "m")[0] != salt, "another question behind the same passages"
+    assert salts.of([*turn, 1, 2, 3], "other")[0] != salt
+
+
+def test_what_is_fused_itself_has_its_own_salt_and_lends_that():
+    salts, turn, asked = Salts(), list(range(50)), []
+    first, _ = salts.of(turn, "m")
+    own, is_lent = salts.of([*turn, 1, 2, 3], "m", lambda lent: asked.append(lent) or False)
+    assert asked == [first] and own != first and not is_lent
+    assert salts.of([*turn, 1, 2, 3, 4], "m") == (own, True)
 
 
 def test_only_so_many_beginnings_are_remembered():
     salts = Salts(most=2)
-    salt = salts.of([1, 2], "m")
+    salt, _ = salts.of([1, 2], "m")
     salts.of([3, 4], "m")
-    assert salts.of([1, 2, 5], "m") == salt, "and asking keeps it"
+    assert salts.of([1, 2, 5], "m") == (salt, True), "and asking keeps it"
     salts.of([6, 7], "m")
-    assert salts.of([3, 4, 8], "m") != salts.of([3, 4], "m")
+    assert salts.of([3, 4, 8], "m")[0] != salts.of([3, 4], "m")[0]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 5)])

@@ -163,13 +163,23 @@ def test_a_passage_is_encoded_when_that_is_asked_for_and_never_when_that_is(empt
     key = runtime.key_of(prefix, ids, "default")
     wish = {"spans": [[len(prefix), len(prefix) + len(ids)]]}
     empty.ask([[*prefix, *ids, 5]], [wish | {"encode": False}])
-    core = empty.llm.llm_engine.engine_core.engine_core
-    for _ in range(3):
-        core.step_fn()
+    idle(empty)
     assert not runtime.store.contains(key)
     empty.llm.reset_prefix_cache()
     [output] = empty.ask([[*prefix, *ids, 5]], [wish | {"encode": True, "method": "reuse"}])
     assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0 and runtime.store.contains(key)
+
+
+def test_one_prompt_has_only_so_many_passages_encoded(empty):
+    """Everybody waits for that step."""
+    from ragblend.integrations.vllm.working import MOST_ENCODED
+
+    store, ids = empty.engine.runtime.store, empty.ids([passage(90)], "x")
+    before = store.stats().entries
+    wish = {"spans": [[start, start + 2] for start in range(10, 50, 2)], "encode": True, "method": "reuse"}
+    [output] = empty.ask([ids], [wish])
+    assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 2 * (20 - MOST_ENCODED)
+    assert store.stats().entries - before == MOST_ENCODED
 
 
 def test_named_spans_are_used_and_wrong_ones_are_not(empty):
@@ -260,9 +270,7 @@ def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
     texts = [text, *TEXTS[:3]]
     [output] = empty.ask([empty.ids(texts)])
     assert output.kv_transfer_params["ragblend"]["missing_tokens"] > 0
-    core = empty.llm.llm_engine
-    for _ in range(5):  # as the server's own loop does while `has_pending_push_work`
-        core.engine_core.engine_core.step_fn()
+    idle(empty)
     runtime = empty.engine.runtime
     ids = tuple(runtime.tokenizing.passage_ids(text))
     found = runtime.store.get(runtime.key_of(runtime.canonical_prefix, ids, "default"), ids)
@@ -272,6 +280,74 @@ def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
     [output] = empty.ask([empty.ids(order)])
     assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0
     assert is_as_engine(empty, output, order)
+
+
+def idle(server, steps: int = 5) -> None:
+    """As the server's own loop does while `has_pending_push_work`."""
+    for _ in range(steps):
+        server.llm.llm_engine.engine_core.engine_core.step_fn()
+
+
+@pytest.mark.parametrize("while_it_waits", [False, True])
+def test_kv_that_vllm_encoded_goes_with_its_passage(empty, while_it_waits):
+    text, name = passage(80 + while_it_waits), f"p{80 + while_it_waits}"
+    runtime = empty.engine.runtime
+    ids = tuple(runtime.tokenizing.passage_ids(text))
+    key = runtime.key_of(runtime.canonical_prefix, ids, "default")
+    empty.engine.enter([text], [name])
+    empty.ask([empty.ids([text, *TEXTS[:3]])])
+    if while_it_waits:
+        empty.engine.forget([name])
+        idle(empty)
+    else:
+        idle(empty)
+        assert runtime.store.contains(key)
+        assert empty.engine.forget([name]) > 0
+    assert not runtime.store.contains(key)
+
+
+def test_blocks_that_were_not_filled_serve_nobody_though_their_request_is_gone(empty, monkeypatch):
+    """vLLM looks for failed blocks among the requests that still run."""
+    from vllm import SamplingParams
+
+    from ragblend.integrations.vllm import working
+
+    core = empty.llm.llm_engine.engine_core.engine_core
+    ids = empty.ids([TEXTS[n] for n in (4, 1, 0, 3)], "What was lost?")
+    [own] = empty.ask([ids], [{"off": True}])
+    empty.llm.reset_prefix_cache()
+
+    def breaks(*args):
+        core.aborts_queue.put_nowait([each.request_id for each in core.scheduler.running])
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(working, "prefill", breaks)
+    empty.llm.llm_engine.add_request("gone", {"prompt_token_ids": ids}, SamplingParams(max_tokens=5))
+    idle(empty)
+    monkeypatch.undo()
+    empty.llm.llm_engine.abort_request(["gone"], internal=False)
+    empty.llm.llm_engine.step()
+    [exact] = empty.ask([ids], [{"off": True}])
+    [later] = empty.ask([ids])
+    assert same(exact, own)
+    assert later.kv_transfer_params is None and same(later, own)
+    empty.llm.reset_prefix_cache()
+    assert "error" not in empty.ask([ids])[0].kv_transfer_params["ragblend"]
+
+
+def test_a_second_turn_that_is_fused_serves_no_other_second_turn(empty):
+    first = empty.ids(TEXTS[:2])
+    second, other = (
+        [*first, *empty.ids([TEXTS[n] for n in (5, 3, 2, 4)], question)]
+        for question in ("Who never came back when the mole broke?", QUESTION)
+    )
+    empty.ask([first])
+    [alone] = empty.ask([other])
+    empty.llm.reset_prefix_cache()
+    for ids in (first, second):
+        assert empty.ask([ids])[0].kv_transfer_params is not None
+    [after] = empty.ask([other])
+    assert after.kv_transfer_params is not None and same(after, alone)
 
 
 def test_an_aborted_request_leaves_nothing(empty):

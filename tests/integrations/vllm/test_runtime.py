@@ -31,3 +31,31 @@ def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
         pytest.skip("there is one core")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
         assert worker.submit(cores_of_readers, tmp_path, min(mine)).result(60) == mine
+
+
+@pytest.mark.parametrize(
+    ("model", "load", "said"),
+    [
+        ({"model": "own/tiny", "revision": "abc"}, {}, "a revision (abc) of a hub model"),
+        ({"model": "own/tiny"}, {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
+        ({"model": "own/tiny"}, {"load_format": "dummy"}, "random weights"),
+        ({"model": "/a/folder", "revision": "abc"}, {"download_dir": "/elsewhere"}, None),
+        ({"model": "own/tiny"}, {}, None),
+    ],
+)
+def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
+    """What a hub id says by itself is looked up here; vLLM may have been told otherwise."""
+    from ragblend.integrations.vllm.runtime import unsupported
+
+    usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
+    usual |= {"is_multimodal_model": False, "runner_type": "generate"}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**usual | model),
+        load_config=SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        lora_config=None,
+    )
+    why = unsupported(config, SimpleNamespace(kv_cache_groups=[]))
+    assert why is None if said is None else why is not None and why.startswith(said)
