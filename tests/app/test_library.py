@@ -323,3 +323,11 @@ def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
     _, nodes = fill(library, "/a", ["a red boat", "a house"])
     library.execute("UPDATE chunks SET embedding = x'00' WHERE node_id = ?", nodes[0])
     assert library.scores(nodes, np.ones(3, np.float32)).keys() == {nodes[1]}
+
+
+def test_a_passage_scores_by_its_nearest_window(library):
+    document = library.begin("default", "/a")
+    rows = np.eye(3, dtype=np.float32)
+    library.replace_passages(document, FACTS, "r", [Passage("node", document, 0, "x", "")], [rows])
+    for question in rows:
+        assert library.scores(["node"], question) == library.nearest("default", question, 1) == {"node": 1.0}

@@ -13,6 +13,7 @@ from ragblend.app.rerank import BATCH_PAIRS, CrossEncoder
 from ragblend.app.retrieval import DEEP, in_stages, search
 from ragblend.kvstore.errors import (
     CorruptModelError,
+    DeviceError,
     ModelError,
     ModelNotFoundError,
     SettingsError,
@@ -68,8 +69,33 @@ def test_the_passage_alone_is_cut(folder):
     expected = plain(folder, QUESTION, [long], truncation="only_second", max_length=62)
     assert encoder.scores(QUESTION, [long, other_end]) == pytest.approx(expected * 2, abs=1e-4)
     assert encoder.scores(f"{QUESTION} golden", [long]) != pytest.approx(expected, abs=1e-4)
-    (score,) = encoder.scores("Which boat? " * 60, [TEXTS[0]])
-    assert score != encoder.scores("Which boat? " * 60, [TEXTS[19]])[0], "a question leaves the passage room"
+    for question in ("Which boat? " * 60, "boat " * 59):  # too long by itself, and with a pair's own tokens
+        (score,) = encoder.scores(question, [TEXTS[0]])
+        assert score != encoder.scores(question, [TEXTS[19]])[0], "a question leaves the passage room"
+
+
+def test_a_tokenizer_may_have_a_limit_of_its_own(folder):
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 40}))
+    expected = plain(folder, QUESTION, ["boat " * 60], truncation="only_second", max_length=40)
+    assert CrossEncoder(str(folder), "cpu").scores(QUESTION, ["boat " * 60]) == pytest.approx(
+        expected, abs=1e-4
+    )
+
+
+def test_a_device_that_fails_is_said(folder, monkeypatch):
+    from transformers import BertForSequenceClassification
+
+    def full(*_, **__):
+        raise RuntimeError("out of memory")
+
+    encoder = CrossEncoder(str(folder), "cpu")
+    encoder.load()
+    with monkeypatch.context() as patched:
+        patched.setattr(BertForSequenceClassification, "forward", full)
+        with pytest.raises(DeviceError, match=r"on cpu: the device failed \(out of memory\)"):
+            encoder.scores(QUESTION, TEXTS)
+    assert len(encoder.scores(QUESTION, TEXTS)) == len(TEXTS)
 
 
 @pytest.fixture
@@ -104,6 +130,18 @@ def test_the_best_of_the_fused_order_are_put_in_its_order(open_workspace, folder
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
     cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY)))
     assert [source.score for source in last] == [cosines[source.text] for source in last]
+
+
+def test_two_are_put_in_its_order(open_workspace, folder, tmp_path):
+    pair, questions = [TEXTS[0], TEXTS[19]], TEXTS[:8]
+    for name, text in zip("ab", pair, strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    workspace = open_workspace(reranker=str(folder))
+    ingest(workspace, [tmp_path / "a.txt", tmp_path / "b.txt"])
+    stages = [list(in_stages([workspace], [question], 2, ANY)) for question in questions]
+    orders = [[[source.text for source in found] for found in each] for each in stages]
+    assert [each[-1] for each in orders] == [best_first(folder, question, pair) for question in questions]
+    assert any(first != last for first, last in orders)
 
 
 def test_each_way_gives_every_second_passage(open_workspace, folder, boats, asked):
@@ -147,6 +185,12 @@ def damages(tmp_path, folder):
             BertModel.from_pretrained(where).save_pretrained(where)
             config = json.loads((where / "config.json").read_text())
             (where / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+        if name == "other-words":
+            from transformers import BertForSequenceClassification
+
+            model = BertForSequenceClassification.from_pretrained(where)
+            model.resize_token_embeddings(5)
+            model.save_pretrained(where)
         if name == "no-tokenizer":
             for file in where.glob("tokenizer*"):
                 file.unlink()
@@ -167,6 +211,7 @@ def damages(tmp_path, folder):
     [
         ("three-labels", UnsupportedModelError, "it has 3 labels, and a cross-encoder has one"),
         ("embedder", CorruptModelError, "weights are missing"),
+        ("other-words", CorruptModelError, "it cannot be used"),
         ("no-tokenizer", TokenizerMissingError, "copy the tokenizer's files next to the weights"),
         ("cut-off", CorruptModelError, "Fetch it again"),
         ("no-json", CorruptModelError, "Fetch it again"),

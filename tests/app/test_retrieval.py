@@ -6,11 +6,12 @@ import sys
 import numpy as np
 import pytest
 
+from ragblend.app.answer import Source
 from ragblend.app.conversation import ANY
 from ragblend.app.documents import FileFacts, Passage, node_id
 from ragblend.app.ingest import ingest
 from ragblend.app.library import Library
-from ragblend.app.retrieval import fused, search
+from ragblend.app.retrieval import fused, search, without_duplicates
 
 FAR = 2.0  # no passage is as near
 
@@ -34,6 +35,19 @@ def test_fusion_counts_ranks_and_prefers_the_first_ranking_among_equals():
     assert fused(["a", "b"], ["b", "a"]) == ["a", "b"]
     assert fused(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], "1/63 + 1/61 is a little more than 2/62"
     assert fused(["a", "b"], ["b"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(("rank", "best"), [(61, "both"), (63, "one")])
+def test_the_constant_of_fusion_is_that_of_the_paper(rank, best):
+    """Two 1/(60 + 61) are a little more than one 1/(60 + 1), and two 1/(60 + 63) a little less."""
+    first, second = ([f"{name}{n}" for n in range(rank - 1)] for name in "ab")
+    assert fused(["one", *first[1:], "both"], [*second, "both"])[0] == best
+
+
+def test_of_equal_texts_the_one_at_the_best_place_is_named():
+    texts = {"a": "Ships  lie\nhere.", "b": "A mill.", "c": "Ships lie here. "}
+    found = [Source(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
+    assert [source.document for source in without_duplicates(found)] == ["a", "b"]
 
 
 @pytest.fixture
@@ -108,6 +122,21 @@ def test_a_code_is_found_in_the_only_passage_there_is(workspace, tmp_path):
     assert len(search([workspace], ["7013"], 6, FAR)) == 1
 
 
+def test_without_words_the_nearest_come_first(open_workspace, documents):
+    workspace = open_workspace(search="vectors")
+    ingest(workspace, [documents])
+    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY)
+    scores = [source.score for source in found]
+    assert found[0].document == "sky.txt" and scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == workspace.library.count_passages("default") > 2
+
+
+def test_each_way_of_asking_is_searched_for(workspace, logs):
+    ingest(workspace, [logs])
+    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY)
+    assert [source.document for source in found] == ["1.txt", "2.txt"]
+
+
 def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs):
     workspaces.create("trains")
     text = tmp_path / "train.txt"
@@ -120,6 +149,9 @@ def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs)
     assert {source.document for source in search([trains], question, 30, ANY)} == {"train.txt"}
     both = search([default, trains], question, 2, ANY)
     assert {source.document for source in both} == {"1.txt", "train.txt"}
+    for one, other in ((default, trains), (trains, default)):
+        far = search([one, other], question, 6, FAR)
+        assert {source.document for source in far} == {"1.txt", "train.txt"}, "by its number in either"
     assert search([], question, 2, ANY) == []
 
 
@@ -163,6 +195,30 @@ def test_a_word_counts_once_by_how_rare_it_is(library):
     ]
     _, nodes = fill(library, "/a", [*texts, "x y z zz", "xx yy zz xz"])
     assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
+
+
+def test_a_word_that_is_asked_twice_counts_once(library):
+    """Three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5)."""
+    texts = ["sluice b c d", "elm e f g", "elm h i j", "elm k l m", *(f"{n} x y z" for n in range(6))]
+    _, nodes = fill(library, "/a", texts)
+    assert next(iter(library.by_words(["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
+
+
+def test_what_holds_the_code_comes_before_what_shares_more_words(library):
+    _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
+    assert dict(library.by_words(["default"], "red boat 4711", 1)) == {nodes[0]: True}
+    both = list(library.by_words(["default"], "red boat 4711", 9).items())
+    assert both[0] == (nodes[0], True) and sorted(both[1:]) == sorted((node, False) for node in nodes[1:3])
+
+
+def test_a_word_says_nothing_that_half_of_all_asked_passages_have(library):
+    """Whichever collection they are in."""
+    fill(library, "/a", ["a red boat", "a mill"])
+    assert library.by_words(["default"], "boat", 9) == {}
+    _, nodes = fill(library, "/b", ["a green boat", "a blue boat", *"cdefgh"], "other")
+    for asked in (["default", "other"], ["other", "default"]):
+        assert len(library.by_words(asked, "boat", 9)) == 3
+    assert set(library.by_words(["other"], "boat", 9)) == set(nodes[:2])
 
 
 def test_words_are_found_in_other_forms(library):

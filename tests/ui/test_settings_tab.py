@@ -1,0 +1,100 @@
+"""What is saved in the Settings tab holds at once and after a restart; what does not work is not saved."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+
+import gradio as gr
+
+from ragblend.app.desk import Desk
+from ragblend.app.settings import Settings
+from ragblend.ui.context import Context
+from ragblend.ui.serving import gradio_environment
+from ragblend.ui.tab_settings import SettingsTab
+
+
+class Tab:
+    """The tab over a home without a model."""
+
+    def __init__(self, desk):
+        self.workspaces = desk.workspaces
+        with gr.Blocks(), gr.Tab() as tab:
+            self.tab = SettingsTab(Context(desk), tab)
+
+    @property
+    def shown(self):
+        """The form's values by their names, as it is filled when the tab is opened."""
+        filled = {name: self.tab.fill()[field] for name, field in self.tab._form.items()}
+        return {name: each["value"] if isinstance(each, dict) else each for name, each in filled.items()}
+
+    @property
+    def in_file(self):
+        return Settings.load(self.workspaces.home.settings, environment={})
+
+    def save(self, **changes):
+        """What is said."""
+        *_, (said, _, _) = self.tab.save(*(self.shown | changes).values())
+        return said
+
+
+@pytest.fixture
+def tab(tmp_path):
+    home = tmp_path / "home"
+    with (
+        Desk.open(home, model=str(tmp_path / "none.gguf")) as desk,
+        gradio_environment(home),
+        asyncio.Runner() as runner,
+    ):
+
+        async def built():
+            return Tab(desk)
+
+        # Outside a loop Gradio makes loops for its locks, and closes none of them.
+        yield runner.run(built())
+
+
+@pytest.fixture
+def reranker(tmp_path):
+    """A folder that looks like one, as far as it is looked at before it is used."""
+    folder = tmp_path / "reranker"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return str(folder)
+
+
+def test_what_is_saved_holds_at_once_and_after_a_restart(tab, reranker) -> None:
+    wanted = {
+        "device": "cpu", "search": "vectors", "method": "random", "top_k": 3, "chunk_tokens": 96,
+        "max_new_tokens": 48, "temperature": 0.5,
+    }  # fmt: skip
+    assert "Saved" in tab.save(**wanted, reranker=f" {reranker} ", mode="manual", ratio=30)
+    for settings in (tab.workspaces.settings, tab.in_file):
+        assert {name: getattr(settings, name) for name in wanted} == wanted
+        assert (settings.reranker, settings.ratio) == (reranker, 0.3)
+    assert tab.shown.items() >= {**wanted, "reranker": reranker, "mode": "manual", "ratio": 30}.items()
+    tab.save(mode="auto")
+    assert tab.workspaces.settings.ratio == tab.in_file.ratio == tab.shown["mode"] == "auto"
+
+
+def test_saving_what_is_shown_changes_nothing(tab) -> None:
+    before = tab.workspaces.settings
+    assert "Saved" in tab.save()
+    assert tab.workspaces.settings == tab.in_file == before
+
+
+def test_a_reranker_that_is_not_there_is_not_saved(tab) -> None:
+    before = tab.workspaces.settings
+    assert "/no/such/reranker" in tab.save(reranker="/no/such/reranker", top_k=3)
+    assert tab.workspaces.settings == before
+    assert (tab.in_file.reranker, tab.in_file.top_k) == (None, before.top_k)
+
+
+def test_an_emptied_field_is_no_reranker(tab, reranker) -> None:
+    tab.save(reranker=reranker)
+    assert "Saved" in tab.save(reranker=" ")
+    assert not tab.workspaces.settings.reranker
+    assert not tab.in_file.reranker
+    assert tab.shown["reranker"] == ""
