@@ -3,6 +3,8 @@
 import hashlib
 import json
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Rules, refuse
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
+from ragblend.kvstore.lock import WriterLock
 
 PREFIX = "rb-"
 FILE_NAME = "api-keys.json"
 OPEN_PATHS = ("/healthz",)
+LOCK_S = 10.0  # how long to wait for who changes the keys, which takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -48,22 +52,22 @@ class Keys:
 
     def add(self, client: Client) -> str:
         """A new key, which is shown this once. Raises UsageError for a name that is taken, SettingsError."""
-        known = self._read()
-        if client.name in self.names():
-            raise UsageError(
-                f"There is a key {client.name!r} already; remove it first, or choose another name."
-            )
         key = PREFIX + secrets.token_urlsafe(32)
-        self._write(known | {_digest(key): client})
+        with self._changing() as known:
+            if client.name in {each.name for each in known.values()}:
+                raise UsageError(
+                    f"There is a key {client.name!r} already; remove it first, or choose another name."
+                )
+            known[_digest(key)] = client
         return key
 
     def remove(self, name: str) -> None:
         """Raises UsageError where there is none of that name, SettingsError."""
-        known = self._read()
-        left = {digest: client for digest, client in known.items() if client.name != name}
-        if len(left) == len(known):
+        if name not in self.names():
             raise UsageError(f"There is no key {name!r}; `ragblend keys` lists them.")
-        self._write(left)
+        with self._changing() as known:
+            for digest in [digest for digest, client in known.items() if client.name == name]:
+                del known[digest]
 
     def clients(self) -> list[Client]:
         """Raises SettingsError for a file that cannot be read."""
@@ -75,6 +79,15 @@ class Keys:
     def client(self, key: str) -> Client | None:
         """Whose key that is. Looked up by its hash, so how long it takes says nothing about keys that are near."""
         return self._read().get(_digest(key))
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Client]]:
+        """The keys as they are now, for the block to change: until they are written nobody else changes them."""
+        with WriterLock(self.path.with_suffix(".lock"), LOCK_S) as lock, lock.hold():
+            self._seen = None
+            known = dict(self._read())
+            yield known
+            self._write(known)
 
     def _read(self) -> dict[str, Client]:
         try:

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -135,6 +136,20 @@ def test_a_key_for_others_collections_is_made_only_when_it_is_said(tmp_path, cap
     home = ["--home", str(tmp_path / "home")]
     assert main(["keys", "add", "default", *home]) == 2
     assert "share it with --collection default" in capsys.readouterr().err
+
+
+def test_who_changes_keys_at_the_same_time_loses_nothing(tmp_path) -> None:
+    """Each read, changed and wrote without a lock: new keys were lost, and revoked ones came back."""
+    old, new = ([f"{kind}{number}" for number in range(20)] for kind in ("old", "new"))
+    for name in old:
+        Keys(tmp_path).add(Client(name, (name,)))
+    adding, removing = Keys(tmp_path), Keys(tmp_path)  # as two processes have them
+    with ThreadPoolExecutor(2) as pool:
+        added = pool.submit(lambda: [adding.add(Client(name, (name,))) for name in new])
+        removed = pool.submit(lambda: [removing.remove(name) for name in old])
+        keys, _ = added.result(), removed.result()
+    assert sorted(Keys(tmp_path).names()) == sorted(new)
+    assert [Keys(tmp_path).client(key).name for key in keys] == new
 
 
 def test_a_damaged_file_of_keys_lets_nobody_in(tmp_path) -> None:
