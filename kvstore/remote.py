@@ -119,9 +119,9 @@ class Remote(Closing):
         self._runner: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._returned: list[Callable[[], None]] = []
-        # The event loop's own: how much is being read, since when, and what came.
+        # The event loop's own: how much is being read, since when, and what came until when.
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
-        self._reads, self._since, self._received = 0, 0.0, 0
+        self._reads, self._since, self._received, self._until = 0, 0.0, 0, 0.0
         self._moved = 0.0, 0.0, -math.inf  # bytes, the seconds that they took, and when that was
 
     # --- asking
@@ -135,7 +135,7 @@ class Remote(Closing):
     def bytes_per_s(self) -> float | None:
         """What was read in a second lately, all readers together; None where that is not known."""
         moved, took, at = self._moved
-        return max(moved, 1.0) / max(took, 1e-6) if time.monotonic() - at < RATE_S else None
+        return moved / max(took, 1e-6) if time.monotonic() - at < RATE_S else None
 
     def fits(self, nbytes: int) -> bool:
         """Whether so much comes within the time-out, as far as is known."""
@@ -226,20 +226,19 @@ class Remote(Closing):
             raise self._error(self._state)
         if not self._reads:
             self._since, self._received = time.monotonic(), 0
-        self._reads, is_late = self._reads + 1, False
+        self._reads += 1
         try:
             async with asyncio.timeout_at(deadline):  # the loop's clock is `time.monotonic`
                 async with self._in_flight:
                     found = await self._server.read(name, start, nbytes)
-            self._received += len(found)
+            self._received, self._until = self._received + len(found), time.monotonic()
             return found
         except Exception as error:
-            is_late = isinstance(error, TimeoutError)
             raise self._failed(error) from None
         finally:
             self._reads -= 1
-            if not self._reads and (self._received or is_late):
-                self._measured(self._received, time.monotonic() - self._since)
+            if not self._reads and self._received:  # silence does not say how fast it is when it is back
+                self._measured(self._received, self._until - self._since)
 
     def _measured(self, nbytes: int, seconds: float) -> None:
         """So much was read while something was being read; earlier measurements count half as much each time."""

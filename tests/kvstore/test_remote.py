@@ -1,10 +1,12 @@
 """A store that machines share, over a real Redis, S3 server and folder: what one puts others read, or nobody does."""
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime
@@ -396,6 +398,42 @@ def test_what_would_not_come_in_time_is_not_asked_for(redis, open_at, sample):
         passed = proxy.passed
         assert store.remote.fetch(wanted(*large)) is None
         assert proxy.passed == passed and store.remote.stats().errors == 0
+
+
+class FallsSilent:
+    """A server that answers for a value's beginning once more is asked for, and to that says nothing."""
+
+    def __init__(self, place):
+        self.is_silent = asyncio.Event()
+
+    async def read(self, name, start, nbytes):
+        if start:
+            self.is_silent.set()
+            await asyncio.Event().wait()
+        await self.is_silent.wait()
+        return bytes(nbytes)
+
+    async def check(self):
+        pass
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("came", [0, 1000])
+def test_a_silence_is_not_taken_for_the_servers_throughput(monkeypatch, came):
+    """It was, for five minutes in which the server was back: about 0, or what came by all the time waited."""
+    monkeypatch.setattr(remote_module, "server_at", FallsSilent)
+    with closing(Remote(Place.of(f"redis://host{PATIENT}"), lambda _: None, lambda _: False)) as remote:
+        begun = time.monotonic()
+        beginning = remote.begin_read("name", 0, came, begun + 60) if came else None
+        silent = remote.begin_read("name", 1, 1, begun + 0.1)
+        if beginning is not None:
+            beginning.result()
+        slowest = came / (time.monotonic() - begun)
+        with pytest.raises(RemoteError):
+            silent.result()
+        assert remote.bytes_per_s >= slowest if came else remote.bytes_per_s is None
 
 
 def test_a_full_server_refuses_and_goes_on_serving(redis_server, open_at, sample, same):
