@@ -48,7 +48,7 @@ def loading_alone(shows_bars: bool = False) -> Iterator[None]:
 def pick_device(name: str | None) -> torch.device:
     """The device of that name, or the best one present. Raises UsageError if it is absent."""
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name is None:
+    if not name:
         name = next(kind for kind in ("cuda", "mps", "cpu") if present[kind])
     kind = name.split(":")[0]
     if kind not in present:

@@ -172,7 +172,8 @@ class SettingsTab:
         before, changes = workspaces.settings, chosen(given)
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
-        changes["reranker"] = changes["reranker"] or (before.reranker and "")  # None would leave it as it was
+        for name in ("device", "reranker"):  # None would leave it as it was
+            changes[name] = changes[name] or (getattr(before, name) and "")
         wanted = before.changed(changes)
         held = workspaces.count_documents(), workspaces.count_passages()
         return changes, cost_of(before, wanted, *held, self._profile())

@@ -98,3 +98,11 @@ def test_an_emptied_field_is_no_reranker(tab, reranker) -> None:
     assert not tab.workspaces.settings.reranker
     assert not tab.in_file.reranker
     assert tab.shown["reranker"] == ""
+
+
+def test_the_fastest_device_can_be_chosen_again(tab) -> None:
+    tab.save(device="cpu")
+    assert "Saved" in tab.save(device="")
+    assert not tab.workspaces.settings.device
+    assert not tab.in_file.device
+    assert tab.shown["device"] == ""
