@@ -111,7 +111,7 @@ class Remote(Closing):
         self.counters, self._tally = Counters(), Counter[str]()
         self._server: Server = server_at(place)
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: dict[ChunkKey, None] = {}  # in order
+        self._waiting: dict[ChunkKey, bool] = {}  # in order; whether it was tried before
         self._writing: ChunkKey | None = None
         self._state = "untried"
         self._away = self._ending = self._closed = False
@@ -297,13 +297,13 @@ class Remote(Closing):
 
     # --- writing, behind
 
-    def offer(self, key: ChunkKey) -> None:
-        """Have that value written there when its turn comes; where too many wait it is not."""
+    def offer(self, key: ChunkKey, tried: bool = False) -> None:
+        """Have that value written there in its turn; where too many wait it is not. tried: once, in vain."""
         with self._changed:
             if len(self._waiting) >= WAITING or self._closed:
                 self._tally["dropped"] += 1
                 return
-            self._waiting[key] = None
+            self._waiting[key] = tried or self._waiting.get(key, False)
             self._changed.notify_all()
             if self._writer is None:
                 self._writer = threading.Thread(
@@ -313,10 +313,14 @@ class Remote(Closing):
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
         """Have these there no more, nor written later. Raises RemoteError where that is not certain."""
-        with self._changed:
+
+        def gone() -> bool:
             for key in keys:
-                self._waiting.pop(key, None)
-            if not self._changed.wait_for(lambda: self._writing not in keys, self.place.timeout_s):
+                self._waiting.pop(key, None)  # one that was being written may wait again
+            return self._writing not in keys
+
+        with self._changed:
+            if not self._changed.wait_for(gone, self.place.timeout_s):
                 raise self._error("one of them is being written")
         names = [name_at(self.place, key) for key in keys]
         if names:
@@ -340,13 +344,13 @@ class Remote(Closing):
                 if not (self._waiting and self.is_available):
                     return
                 self._writing = next(iter(self._waiting))
-                del self._waiting[self._writing]
-            what = self._write(self._writing)
+                tried = self._waiting.pop(self._writing)
+            what = self._write(self._writing, tried)
             with self._changed:
                 self._tally.update(what)
 
-    def _write(self, key: ChunkKey) -> dict[str, int]:
-        """What is to be counted of it."""
+    def _write(self, key: ChunkKey, tried: bool) -> dict[str, int]:
+        """What is to be counted of it. What the server goes away at waits again, once: it may be why."""
         name, content = name_at(self.place, key), self._content(key)
         if content is None:  # evicted or deleted meanwhile
             return {}
@@ -355,7 +359,10 @@ class Remote(Closing):
             if not self._stored(key):  # deleted by another process while it was written
                 self._ask(lambda server: server.delete([name]))
         except RemoteError:
-            return {"dropped": 1}
+            if tried:
+                return {"dropped": 1}
+            self.offer(key, tried=True)
+            return {}
         except Refused:
             return {"refused": 1}
         return {"written_bytes": len(content)}

@@ -124,7 +124,7 @@ def test_a_put_returns_before_a_dead_server_is_asked(open_at, sample, same):
     assert store.put(key, chunk) and same(store.get(key, chunk.token_ids), chunk)
     store.remote.flush()
     stats = store.remote.stats()
-    assert (stats.errors, stats.dropped, stats.written_bytes) == (1, 1, 0)
+    assert (stats.errors, stats.waiting, stats.dropped, stats.written_bytes) == (1, 1, 0, 0)
 
 
 def test_what_waits_to_be_written_is_bounded(redis, open_at, sample, monkeypatch):
@@ -166,7 +166,7 @@ def test_what_is_deleted_or_withdrawn_while_it_waits_is_not_written(redis, open_
         keys, back = [sample(seed)[0] for seed in range(4)], threading.Event()
         for seed in range(4):
             store.put(*sample(seed))
-        store.remote.flush()  # the first is given up, and the others wait
+        store.remote.flush()  # all wait, the first of them again
         with KVStore.open(store.root, GENEROUS) as other:
             other.delete(keys[1])
         with pytest.raises(RemoteError):
@@ -174,8 +174,7 @@ def test_what_is_deleted_or_withdrawn_while_it_waits_is_not_written(redis, open_
         store.remote.when_back(back.set)
         proxy.mend()
         assert back.wait(60) and store.remote.flush()
-    (name,) = redis.names.names()
-    assert name.endswith(keys[3].digest)
+    assert {name.rpartition(":")[2] for name in redis.names.names()} == {keys[0].digest, keys[3].digest}
 
 
 def test_a_value_that_another_process_deletes_while_it_is_written_is_taken_back(redis, tmp_path, sample):
@@ -400,8 +399,8 @@ def test_what_would_not_come_in_time_is_not_asked_for(redis, open_at, sample):
         assert proxy.passed == passed and store.remote.stats().errors == 0
 
 
-class FallsSilent:
-    """A server that answers for a value's beginning once more is asked for, and to that says nothing."""
+class BadServer:
+    """Answers for a beginning once more is asked for, is silent about that, goes away at what is written."""
 
     def __init__(self, place):
         self.is_silent = asyncio.Event()
@@ -413,6 +412,9 @@ class FallsSilent:
         await self.is_silent.wait()
         return bytes(nbytes)
 
+    async def write(self, name, content):
+        raise ConnectionResetError
+
     async def check(self):
         pass
 
@@ -423,7 +425,7 @@ class FallsSilent:
 @pytest.mark.parametrize("came", [0, 1000])
 def test_a_silence_is_not_taken_for_the_servers_throughput(monkeypatch, came):
     """It was, for five minutes in which the server was back: about 0, or what came by all the time waited."""
-    monkeypatch.setattr(remote_module, "server_at", FallsSilent)
+    monkeypatch.setattr(remote_module, "server_at", BadServer)
     with closing(Remote(Place.of(f"redis://host{PATIENT}"), lambda _: None, lambda _: False)) as remote:
         begun = time.monotonic()
         beginning = remote.begin_read("name", 0, came, begun + 60) if came else None
@@ -434,6 +436,18 @@ def test_a_silence_is_not_taken_for_the_servers_throughput(monkeypatch, came):
         with pytest.raises(RemoteError):
             silent.result()
         assert remote.bytes_per_s >= slowest if came else remote.bytes_per_s is None
+
+
+def test_a_value_at_which_the_server_goes_away_twice_is_given_up(monkeypatch):
+    """It may be why: else it would be left alone for its sake for ever."""
+    monkeypatch.setattr(remote_module, "server_at", BadServer)
+    place, back = Place.of(f"redis://host{PATIENT}&retry_s=0.01"), threading.Event()
+    with closing(Remote(place, lambda _: b"value", lambda _: True)) as remote:
+        remote.when_back(back.set)
+        remote.offer(ChunkKey("ab" * 32))
+        assert back.wait(60) and remote.flush()
+        stats = remote.stats()
+        assert (stats.errors, stats.waiting, stats.dropped, stats.written_bytes) == (2, 0, 1, 0)
 
 
 def test_a_full_server_refuses_and_goes_on_serving(redis_server, open_at, sample, same):
