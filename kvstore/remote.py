@@ -300,7 +300,7 @@ class Remote(Closing):
     def offer(self, key: ChunkKey, tried: bool = False) -> None:
         """Have that value written there in its turn; where too many wait it is not. tried: once, in vain."""
         with self._changed:
-            if len(self._waiting) >= WAITING or self._closed:
+            if (len(self._waiting) >= WAITING and not tried) or self._closed:
                 self._tally["dropped"] += 1
                 return
             self._waiting[key] = tried or self._waiting.get(key, False)
@@ -350,22 +350,26 @@ class Remote(Closing):
                 self._tally.update(what)
 
     def _write(self, key: ChunkKey, tried: bool) -> dict[str, int]:
-        """What is to be counted of it. What the server goes away at waits again, once: it may be why."""
+        """What is to be counted of it. What the server goes away at waits again, once: it may be why.
+
+        What was tried may be there: once it is stored here no more, it waits until it is deleted there.
+        """
         name, content = name_at(self.place, key), self._content(key)
-        if content is None:  # evicted or deleted meanwhile
+        if content is None and not tried:  # evicted or deleted meanwhile
             return {}
         try:
-            self._ask(lambda server: server.write(name, content), WRITE_S)
-            if not self._stored(key):  # deleted by another process while it was written
+            if content is not None:
+                self._ask(lambda server: server.write(name, content), WRITE_S)
+            if not self._stored(key):  # deleted by another process while it was written, or waited to be
                 self._ask(lambda server: server.delete([name]))
         except RemoteError:
-            if tried:
+            if tried and self._stored(key):
                 return {"dropped": 1}
             self.offer(key, tried=True)
             return {}
         except Refused:
             return {"refused": 1}
-        return {"written_bytes": len(content)}
+        return {"written_bytes": len(content or b"")}
 
     # --- beginning and ending
 

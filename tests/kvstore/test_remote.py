@@ -193,6 +193,31 @@ def test_a_value_that_another_process_deletes_while_it_is_written_is_taken_back(
     assert [len(names) for names in there] == [1] and redis.names.names() == []
 
 
+def test_what_could_not_be_taken_back_is_deleted_when_the_server_is_back(redis):
+    """It was forgotten, and stayed there for its time to live."""
+    contents = iter([b"value"])
+    with proxy_to(redis.port) as proxy:
+        cuts = [proxy.cut, proxy.cut]
+
+        def stored(key):
+            if cuts:
+                cuts.pop()()
+            return False
+
+        place = Place.of(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=60&retry_s=0.05")
+        with closing(Remote(place, lambda _: next(contents, None), stored)) as remote:
+            remote.offer(ChunkKey("ab" * 32))
+            for _ in range(2):
+                remote.flush()
+                assert len(redis.names.names()) == 1
+                back = threading.Event()
+                remote.when_back(back.set)
+                proxy.mend()
+                assert back.wait(60)
+            assert remote.flush() and not cuts
+    assert redis.names.names() == []
+
+
 def test_values_have_a_time_to_live(shared_of, open_at, sample):
     redis = shared_of("redis")
     store = open_at(redis.url + "?timeout_s=60&ttl_s=1000")
