@@ -147,13 +147,18 @@ class JobQueue:
         self._wake()  # there may be room for other KV now
         return removed
 
-    def remove_collection(self, collection: str) -> list[Removed]:
-        """Take all documents of a collection out, and the collection itself. Raises LibraryError."""
+    def remove_collection(self, collection: str) -> tuple[list[Removed], int]:
+        """Take a collection out: its documents, what came from prompts, and itself. Raises LibraryError.
+
+        Returns what went of its documents, and the bytes freed in all.
+        """
         self.store.forget_collection(collection)
         documents = self.workspaces.library.documents(collection)
         removed = self.remove([document.id for document in documents], collection)
+        with self.workspaces.writing():  # what no document owns
+            freed = self.workspaces.of(collection).engine.forget_all()
         self.workspaces.forget(collection)
-        return removed
+        return removed, freed + sum(one.bytes_freed for one in removed)
 
     # --- how far it is
 

@@ -115,9 +115,9 @@ class Workspaces(Closing):
         """An emptied collection is no more; the one to begin with stays."""
         with self._lock:
             self.library.forget_collection(name)
-            if name != self.settings.collection:
-                self._open.pop(name, None)
-                self._close(lambda what, collection: collection == name)
+            PassageRegistry.drop(self.home.root, name)
+            self._open.pop(name, None)
+            self._close(lambda what, collection: collection == name)
 
     def change(self, **changes: Any) -> Settings:
         """Use other settings from now on, in this process. Raises SettingsError; the collection cannot be changed.

@@ -217,6 +217,10 @@ class Engine:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
         return self._nodes.forget(node_ids)
 
+    def forget_all(self) -> int:
+        """Remove all nodes of this collection, with their KV, and what is looked for in prompts. Bytes freed."""
+        return self._nodes.forget_all()
+
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Returns at once; in the background the model is loaded if need be, and the chunks' KV is read ahead.
 

@@ -60,6 +60,11 @@ class Nodes:
         with self._runtime.use.turn():
             return self._bury(self._runtime.nodes.delete(self._collection, node_ids))
 
+    def forget_all(self) -> int:
+        """The same for every node of the collection, and for every text that is looked for."""
+        with self._runtime.use.turn():
+            return self._bury(self._runtime.nodes.delete_collection(self._collection))
+
     def _finish_forgetting(self) -> None:
         self.forget(())
 

@@ -92,6 +92,12 @@ class PassageRegistry:
                 cls._open[key] = cls(key[0] / FILE_NAME, collection)
             return cls._open[key]
 
+    @classmethod
+    def drop(cls, home: Path, collection: str) -> None:
+        """The collection is no more: who opens one of that name gets nothing of what its prompts said."""
+        with cls._opening:
+            cls._open.pop((home.resolve(), collection), None)
+
     def add(self, passages: Sequence[Passage]) -> int:
         """Register passages, all or none; how many were new. A node id that comes with another text loses its old one.
 

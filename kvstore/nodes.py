@@ -173,6 +173,16 @@ class NodeIndex(RebuildableFile):
         self.truncate_log()
         return unused
 
+    def delete_collection(self, collection: str) -> tuple[ChunkKey, ...]:
+        """Remove all that any node id of the collection stands for, and every text. As `delete`."""
+        with self.transaction() as sql:
+            dropped = _drop_keys(sql, "collection = ?", (collection,))
+            for table in ("Nodes", "Entered", "Passages"):
+                sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
+            unused = _doom(sql, dropped)
+        self.truncate_log()
+        return unused
+
     def doomed(self) -> tuple[ChunkKey, ...]:
         """Keys that lost their last node, and whose KV the store has still to delete.
 

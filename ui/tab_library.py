@@ -139,7 +139,8 @@ class LibraryTab:
             for folder in desk.watching.folders():
                 if folder.collection == collection:
                     desk.watching.remove(folder.id)
-            message = views.library.deleted(desk.jobs.remove_collection(collection))
+            removed, _ = desk.jobs.remove_collection(collection)
+            message = views.library.deleted(removed)
             shown = desk.workspaces.settings.collection
         except RagBlendError as error:
             message = problem(str(error))

@@ -104,7 +104,7 @@ async def _answers(
     with service.admission.enter(client), _in_time(service, body.timeout):
         for choice in await in_thread(partial(_choices, service, client, body, prompts_of)):
             left = service.allowed_s(body.timeout) - (time.monotonic() - arrived)
-            session = service.sessions.of(client.name, choice.prompt.token_ids)
+            session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
             async with aclosing(call.astream(choice.prompt)) as items:
                 async for item in items:

@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ class Client:
     """Who asks. collections: what it may ask about; (): all, it is the owner.
 
     The first collection is the salt of its KV, and where text of its prompts becomes passages.
+    digest: of its key; "" where it has none.
     """
 
     name: str
     collections: tuple[str, ...] = ()
+    digest: str = field(default="", compare=False)
 
     @property
     def is_owner(self) -> bool:
@@ -105,7 +107,10 @@ class Keys:
         return self._clients
 
     def _write(self, clients: dict[str, Client]) -> None:
-        values = [{"sha256": digest, **asdict(client)} for digest, client in clients.items()]
+        values = [
+            {"sha256": digest, "name": client.name, "collections": client.collections}
+            for digest, client in clients.items()
+        ]
         replace_durably(self.path, json.dumps({"keys": values}, indent=1))
 
 
@@ -134,10 +139,11 @@ class Door:
 
 
 def _parsed(value: Any) -> dict[str, Client]:
-    return {
-        str(each["sha256"]): Client(str(each["name"]), tuple(map(str, each["collections"])))
+    clients = (
+        Client(str(each["name"]), tuple(map(str, each["collections"])), str(each["sha256"]))
         for each in value["keys"]
-    }
+    )
+    return {client.digest: client for client in clients}
 
 
 def _digest(key: str) -> str:

@@ -18,17 +18,20 @@ class Sessions:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Session, str] = OrderedDict()
 
-    def of(self, client: str, token_ids: tuple[int, ...]) -> "Session":
-        """The client's session that holds most of the prompt's beginning, or a new one in the place of the oldest."""
+    def of(self, whose: str, token_ids: tuple[int, ...]) -> "Session":
+        """Their session that holds most of the prompt's beginning, or a new one in the place of the oldest.
+
+        whose: the digest of a key, never its name, which somebody else may have next.
+        """
         from ragblend.engine.session import Session
 
         with self._lock:
             mine = [
-                (each.common_tokens(token_ids), each) for each, whose in self._kept.items() if whose == client
+                (each.common_tokens(token_ids), each) for each, owner in self._kept.items() if owner == whose
             ]
             held, best = max(mine, key=lambda pair: pair[0], default=(0, None))
             session = best if best is not None and held >= LEAST_TOKENS else Session()
-            self._kept[session] = client
+            self._kept[session] = whose
             self._kept.move_to_end(session)
             while len(self._kept) > MOST:
                 self._kept.popitem(last=False)

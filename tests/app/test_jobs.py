@@ -296,7 +296,8 @@ def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, docume
     jobs.upload([documents / "sky.txt"], "letters")
     finish(jobs)
     assert workspaces.names() == ["default", "letters"]
-    assert len(jobs.remove_collection("letters")) == 1
+    removed, freed = jobs.remove_collection("letters")
+    assert len(removed) == 1 and freed == removed[0].bytes_freed > 0
     assert workspaces.names() == ["default"] and list((home / "originals").rglob("*.txt")) == []
     assert jobs.overview().total == 0
 

@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 from servers import SOON_S, events, serving, until
 
+from ragblend.app.serve.keys import Client, Keys
 from ragblend.integrations.backend import Backend, Turn
 
 LEDGER = (
@@ -110,6 +111,31 @@ def test_text_that_comes_back_is_learnt_by_one_key_and_by_no_other(served) -> No
     chunks, cached = asked("What did nobody see?", [LEDGER, LIGHT])
     assert set(chunks) == set(learnt) and cached > 100
     assert asked("What did nobody see?", [LEDGER, LIGHT], "bob") == ([], 0)
+
+
+def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
+    """Removing key and collection left what was learnt from prompts, on the disk and in memory, and the session."""
+    desk = served.service.desk
+    known, runtime = Keys(desk.workspaces.home.root), served.engine.runtime
+
+    def asked(*passages):
+        [kv] = served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "cleo").json()["kv"]
+        served.engine.finish_background()
+        return kv
+
+    for _ in range(2):  # two keys of one name, one after the other
+        desk.workspaces.create("cleo")
+        served.keys["cleo"] = known.add(Client("cleo", ("cleo",)))
+        first, second = asked(LEDGER, LIGHT), asked(LIGHT, LEDGER)
+        assert (first["chunks"], first["reused"], second["hits"]) == ([], 0, 0)
+        workspace = desk.workspaces.of("cleo")
+        workspace.engine.encode(["Nobody looks for this in prompts."], ["entered"])
+        stored = runtime.nodes.keys("cleo")
+        assert len(stored) == 3 and all(map(runtime.store.contains, stored))
+        known.remove("cleo")
+        assert desk.jobs.remove_collection("cleo")[1] > 0
+        assert not runtime.nodes.keys("cleo") and not any(map(runtime.store.contains, stored))
+        assert len(workspace.known_passages) == 0
 
 
 def test_a_second_turn_reads_what_is_new(served) -> None:
