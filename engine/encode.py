@@ -4,6 +4,7 @@ Behind nothing a chunk's first token becomes its own attention sink, and its KV 
 prefix that it will follow, the first chunk of a prompt is exact (design: encoding prefix).
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,14 +15,25 @@ from ragblend.kvstore.chunks import ChunkKV
 
 
 class ChunkEncoder:
-    """Encodes chunks behind one prefix, which is read once."""
+    """Encodes chunks behind one prefix, which is read once, while somebody else holds the model."""
 
     def __init__(self, decoder: Decoder, prefix_ids: Sequence[int], room_tokens: int = 1024) -> None:
-        self.decoder = decoder
+        self._decoder = weakref.ref(decoder)
         self.start = len(prefix_ids)
         self._cache = FusedCache(decoder.geometry, self.start, room_tokens, decoder.device)
         if prefix_ids:
             self._append(prefix_ids)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's, which who only waits for a turn does not keep from being freed; see `is_of`."""
+        decoder = self._decoder()
+        assert decoder is not None, "only asked for while the model is there"
+        return decoder
+
+    def is_of(self, decoder: Decoder) -> bool:
+        """Whether it is that one, and not one that is gone."""
+        return self._decoder() is decoder
 
     def go_on(self, read: ChunkKV) -> None:
         """Have that KV, of what stands right behind what was read so far, before all that is encoded from now on."""
@@ -37,12 +49,12 @@ class ChunkEncoder:
         self._cache.truncate()
         self._cache.step = Append(leave)
         self._append(token_ids)
-        stop = self.start + len(token_ids)
-        layers = [self._cache.span(layer, self.start, stop) for layer in range(self.decoder.geometry.layers)]
+        stop, geometry = self.start + len(token_ids), self.decoder.geometry
+        layers = [self._cache.span(layer, self.start, stop) for layer in range(geometry.layers)]
         return ChunkKV(
             token_ids=tuple(token_ids),
             start=self.start,
-            geometry=self.decoder.geometry,
+            geometry=geometry,
             keys=[keys.to("cpu", copy=True).contiguous() for keys, _ in layers],
             values=[values.to("cpu", copy=True).contiguous() for _, values in layers],
         )

@@ -424,7 +424,7 @@ class Engine:
                         ids = (*request.prompt.token_ids, *answer)
                         request.session.keep(ids, prefilled.cache, self.runtime.decoder)
 
-        return twice(self.runtime, work, on_text)
+        return twice(self.runtime, work, on_text, cancel)
 
     def _request(
         self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int | None, new_tokens: int = 64

@@ -322,6 +322,6 @@ class _Encoder:
 
     def encode(self, passage: TokenIds, leave: Leave | None = None) -> ChunkKV:
         """With the device in hand."""
-        if self._made is None or self._made.decoder is not self._runtime.decoder:
+        if self._made is None or not self._made.is_of(self._runtime.decoder):
             self._made = ChunkEncoder(self._runtime.decoder, self.prefix)
         return self._made.encode(passage, leave)

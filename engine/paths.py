@@ -116,8 +116,8 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
             return
 
     def made() -> ChunkKV:
-        encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
         with runtime.queue.turn(background=True):
+            encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:
                     encoder.go_on(whole(source))

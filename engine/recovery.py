@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ragblend.engine.decode import OnText
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import Cancel
 from ragblend.kvstore.errors import DeviceError
 
 T = TypeVar("T")
@@ -34,16 +35,21 @@ class Shown:
             raise
 
 
-def twice(runtime: Runtime, work: Callable[[OnText | None], T], on_text: OnText | None) -> T:
+def twice(
+    runtime: Runtime,
+    work: Callable[[OnText | None], T],
+    on_text: OnText | None,
+    cancel: Cancel | None = None,
+) -> T:
     """What `work` gives, at the second time where the device failed before any text was shown. Raises DeviceError."""
-    before, shown = runtime.loaded_now, Shown(on_text) if on_text is not None else None
+    before, shown = runtime.loaded_ref, Shown(on_text) if on_text is not None else None
     try:
         return work(shown)
     except FAILURES as error:
         _reraise(error, shown)
         said = _said(error)
     log.warning("the device failed (%s); the model is loaded again, and the prompt read once more", said)
-    runtime.rebuild(before or runtime.loaded_now)
+    runtime.rebuild(before or runtime.loaded_ref, cancel)
     try:
         return work(shown)
     except FAILURES as error:

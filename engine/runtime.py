@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,7 @@ from ragblend.engine.device import (
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
-from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue
 from ragblend.engine.steps import Choice
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
@@ -79,7 +80,7 @@ class Runtime:
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(self.device, config.dtype)
         self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
-        self._loading, self._light, self._rebuilding = threading.RLock(), threading.RLock(), threading.Lock()
+        self._loading, self._light = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
@@ -132,11 +133,26 @@ class Runtime:
         """The model, if it is loaded."""
         return vars(self).get("loaded")
 
-    def rebuild(self, failed: LoadedModel | None) -> None:
-        """Forget a model whose device failed, once for all requests that saw it fail, and give back its memory."""
-        with self._rebuilding:
-            if self.loaded_now is failed:
-                self.close()
+    @property
+    def loaded_ref(self) -> "weakref.ref[LoadedModel] | None":
+        """The same, for who must not keep its memory."""
+        found = self.loaded_now
+        return None if found is None else weakref.ref(found)
+
+    def rebuild(self, failed: "weakref.ref[LoadedModel] | None", cancel: Cancel | None = None) -> None:
+        """Forget a model whose device failed, once for all requests that saw it fail, and give back its memory.
+
+        Chores are not waited for, and what is stored stays, but on the device. Raises Cancelled as a turn does.
+        """
+        if failed is not None and self.loaded_now is failed():
+            with self.queue.turn(cancel):
+                if self.loaded_now is failed():  # nobody else has done it
+                    with self._loading:
+                        for name in ("loaded", "gate", "choice", "token_grammars", "transfers"):
+                            vars(self).pop(name, None)
+                    for tier in self.store.tiers if "store" in vars(self) else ():
+                        if tier.name == "device":
+                            tier.clear()
         gc.collect()
         free_cached(self.device)
 
@@ -188,6 +204,7 @@ class Runtime:
 
     @property
     def decoder(self) -> Decoder:
+        assert self.gate is not None, "it says what the decoder may do, also of one that was loaded anew"
         decoder = self.loaded.decoder
         assert decoder is not None, "only asked for after the gate"
         return decoder
@@ -222,9 +239,11 @@ class Runtime:
     def choose_steps(self) -> None:
         """Measure that when nobody needs the device, and give it up when the model is to be closed."""
         ids = self.tokenizing.passage_ids(TEXT)
-        while self.choice.is_open and not self.chores.hurried:
+        while not self.chores.hurried:
             with suppress(Cancelled), self.queue.turn(background=True):
-                self.choice.measure(ids, lambda: self.queue.wanted or self.chores.hurried)
+                choice: Choice | None = vars(self).get("choice")  # None: the model was let go meanwhile
+                if choice is not None and choice.is_open:
+                    choice.measure(ids, lambda: self.queue.wanted or self.chores.hurried)
                 return
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first

@@ -1,13 +1,15 @@
 """A device that fails: nobody who has read nothing yet is told, and what is stored stays."""
 
 import threading
+import time
+import weakref
 
 import pytest
 from benches import make_prompt, make_text
 
 from ragblend.engine import runtime as runtime_module
 from ragblend.engine.decoder import TransformersDecoder
-from ragblend.kvstore.errors import DeviceError
+from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(3)]
 ASKED = make_prompt(TEXTS)
@@ -100,9 +102,9 @@ def test_requests_that_fail_together_load_the_model_once(asked, loads, monkeypat
     found, both = [], threading.Barrier(2, timeout=60)
     rebuild = engine.runtime.rebuild
 
-    def together(failed):
+    def together(*failed):
         both.wait()
-        rebuild(failed)
+        rebuild(*failed)
 
     monkeypatch.setattr(engine.runtime, "rebuild", together)
     break_layer(monkeypatch, 1, RuntimeError, times=2)
@@ -115,3 +117,82 @@ def test_requests_that_fail_together_load_the_model_once(asked, loads, monkeypat
     for each in work:
         each.join(120)
     assert found == [expected, expected] and len(loads) == 1
+
+
+def test_others_answers_and_chores_hold_up_no_second_try(asked, monkeypatch):
+    """It waited for chores, which wait until nobody is there, and nobody could call it off."""
+    engine, expected = asked
+    waits, go = threading.Event(), threading.Event()
+
+    def chore():
+        waits.set()
+        go.wait(60)
+
+    engine.runtime.chores.add(chore)
+    assert waits.wait(60)
+    break_layer(monkeypatch, 1, RuntimeError)
+    found: list[object] = []
+    work = threading.Thread(
+        target=lambda: found.append(engine.generate(ASKED, max_new_tokens=8).token_ids), daemon=True
+    )
+    work.start()
+    work.join(60)
+    try:
+        assert found == [expected] and not engine.finish_background(0)
+    finally:
+        go.set()
+
+
+def test_a_second_try_is_called_off_while_others_have_the_device(asked, monkeypatch):
+    engine, _ = asked
+    queue, cancel, found = engine.runtime.queue, threading.Event(), []
+    fails, others, go = threading.Event(), threading.Event(), threading.Event()
+
+    def hold():
+        with queue.turn():
+            others.set()
+            go.wait(60)
+
+    def ask():
+        try:
+            engine.generate(ASKED, cancel=cancel)
+        except Cancelled:
+            found.append("called off")
+
+    def fail(*_):
+        """At the failing layer somebody else is in the queue already, and has the device next."""
+        fails.set()
+        while queue.inside < 2:
+            time.sleep(0.002)
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(TransformersDecoder, "run_layer", fail)
+    asking, other = (threading.Thread(target=each, daemon=True) for each in (ask, hold))
+    asking.start()
+    assert fails.wait(60)
+    other.start()
+    assert others.wait(60)
+    cancel.set()
+    asking.join(60)
+    go.set()
+    other.join(60)
+    assert found == ["called off"]
+
+
+def test_the_failed_model_is_gone_when_the_next_is_loaded(asked, monkeypatch):
+    """Also where an encode under way waits with it: memory may be what was short."""
+    engine, expected = asked
+    nodes = ["a", "b"]
+    engine.enter([make_text(7), make_text(8)], nodes)
+    encoding, load, held = engine.encode_nodes(nodes), runtime_module.model.load, []
+    next(encoding)
+    failed = weakref.ref(engine.runtime.loaded.model)
+
+    def looks(*given):
+        held.append(failed())
+        return load(*given)
+
+    monkeypatch.setattr(runtime_module.model, "load", looks)
+    break_layer(monkeypatch, 1, RuntimeError)
+    assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected and held == [None]
+    assert all(encoding) and engine.missing(nodes).node_ids == ()
