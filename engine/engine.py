@@ -146,8 +146,7 @@ class Engine:
     @property
     def gate(self) -> GateVerdict:
         """Whether this model's KV may be fused (loads the model)."""
-        with self.runtime.queue.turn():
-            return self.runtime.gate
+        return self.runtime.judged()
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a passage."""

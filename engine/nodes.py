@@ -89,8 +89,7 @@ class Nodes:
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
         """Under which key each passage's KV is or will be stored; None where none can be."""
-        with self._runtime.queue.turn():
-            _ = self._runtime.gate
+        self._runtime.judged()
         return [self._key_of(passage, prefix) for passage in passages]
 
     def encode(
@@ -149,8 +148,7 @@ class Nodes:
         """
         runtime = self._runtime
         encoder = _Encoder(runtime, runtime.canonical_prefix)
-        with runtime.queue.turn():
-            _ = runtime.gate
+        runtime.judged()
         computed: _Computed | None = None  # and not written yet
         writing: Future[int] | None = None
         with ThreadPoolExecutor(1, "ragblend-write") as writer:
@@ -213,11 +211,9 @@ class Nodes:
     def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
         """Load the model if it is not there yet, and have the disk read the passages' KV."""
         runtime = self._runtime
-        with runtime.queue.turn():
-            if not runtime.gate.passed:
-                return
-            prefix = runtime.canonical_prefix
-            _ = runtime.store, runtime.readers
+        if not runtime.judged().passed:
+            return
+        prefix = runtime.canonical_prefix
         for passage in passages():
             runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
 

@@ -226,6 +226,15 @@ class Runtime:
             )
         return verdict
 
+    def judged(self) -> GateVerdict:
+        """The gate's verdict, for who has not the device: a turn is taken where there is none yet, as all others wait
+        behind one that is not shared."""
+        known: GateVerdict | None = vars(self).get("gate")
+        if known is not None:
+            return known
+        with self.queue.turn():
+            return self.gate
+
     @once
     def choice(self) -> Choice:
         """Of what computes the tokens of an answer."""

@@ -7,6 +7,7 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.order import Claim
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -223,3 +224,21 @@ def test_nothing_is_begun_before_the_answer_is_out(fresh):
     assert idle and all(idle)
     assert fresh.engine.finish_background(60)
     assert fresh.engine.prefill(asked, method="reuse").report.misses == 0
+
+
+def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):
+    """Each took a turn to look at the gate, and behind one that is not shared all others waited."""
+    engine, answered = entered(fresh), threading.Event()
+    assert engine.gate.passed and list(engine.encode_nodes(NODES[:1])) != [0]
+
+    def look() -> None:
+        assert engine.gate.passed
+        assert list(engine.encode_nodes(NODES[:1])) == [0]
+        assert engine.encode(TEXTS[:1], NODES[:1]).encoded == 0
+        engine.prefetch([Chunk(TEXTS[0])])
+        assert engine.finish_background(60)
+        answered.set()
+
+    with engine.runtime.queue.turn(claim=Claim(shares=True)):
+        threading.Thread(target=look, daemon=True).start()
+        assert answered.wait(60)
