@@ -26,6 +26,7 @@ from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.prompt import Prompt
+from ragblend.engine.scheduler import Cancel
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class AskOptions:
 
     documents: from passages alone, and if none is found that is said without asking the model; chat: passages where
     they are found, else a plain conversation. least_score: the cosine similarity below which nothing is found.
-    client: whose question it is, where the device is shared.
+    client: whose question it is, where the device is shared. cancel: asked while it is embedded; Cancelled is
+    raised once it is set.
     """
 
     collections: tuple[str, ...] = ()
@@ -60,6 +62,7 @@ class AskOptions:
     temperature: float | None = None
     least_score: float = LEAST_SCORE
     client: str = ""
+    cancel: Cancel | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -198,7 +201,7 @@ class Conversations:
         ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
         known = any(turn.sources for turn in turns)
-        for found, said in self._search(collections, ways, settings.top_k, options.least_score):
+        for found, said in self._search(collections, ways, settings.top_k, options):
             retrieve_ms, notice = (time.perf_counter() - begun) * 1e3, said
             words = words_for(options.mode, settings.system, bool(found) or known)
             if not found:
@@ -244,7 +247,7 @@ class Conversations:
         return asked, stream
 
     def _search(
-        self, collections: Sequence[str], ways: Sequence[str], top_k: int, least_score: float
+        self, collections: Sequence[str], ways: Sequence[str], top_k: int, options: AskOptions
     ) -> Iterator[tuple[list[Source], str | None]]:
         """The best passages of all collections so far, and what must be said about those that hold none.
 
@@ -257,7 +260,8 @@ class Conversations:
         full = [name for name in names if self._workspaces.library.has_passages(name)]
         empty = [name for name in names if name not in full]
         said = f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
-        for found in in_stages([self._workspaces.of(name) for name in full], ways, top_k, least_score):
+        spaces = [self._workspaces.of(name) for name in full]
+        for found in in_stages(spaces, ways, top_k, options.least_score, options.cancel):
             yield found, said
 
     def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:

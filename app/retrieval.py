@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ragblend.app.answer import Source
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
+from ragblend.engine.scheduler import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -42,10 +43,17 @@ def search(
 
 
 def in_stages(
-    workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
+    workspaces: Sequence[Workspace],
+    ways: Sequence[str],
+    top_k: int,
+    least_score: float,
+    cancel: Cancel | None = None,
 ) -> Iterator[list[Source]]:
-    """What `search` finds; before it what is found without the reranker, where there is one and something to order."""
-    ranked = [_ranked(workspaces, way, DEEP * top_k, least_score) for way in ways]
+    """What `search` finds; before it what is found without the reranker, if one has something to order.
+
+    cancel: asked while a question is embedded; Cancelled is raised once it is set.
+    """
+    ranked = [_ranked(workspaces, way, DEEP * top_k, least_score, cancel) for way in ways]
     found = _mixed(ranked)[: DEEP * top_k]
     yield found[:top_k]
     reranker = workspaces[0].reranker if len(found) > 1 else None
@@ -63,7 +71,9 @@ def _mixed(ranked: Sequence[Sequence[Source]]) -> list[Source]:
     return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
 
 
-def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_score: float) -> list[Source]:
+def _ranked(
+    workspaces: Sequence[Workspace], question: str, count: int, least_score: float, cancel: Cancel | None
+) -> list[Source]:
     """Those that are near enough, in the order that nearness and words give together.
 
     A word alone brings none: one that a question shares by chance would make an answer to what nothing here is about.
@@ -72,7 +82,7 @@ def _ranked(workspaces: Sequence[Workspace], question: str, count: int, least_sc
     if not workspaces:
         return []
     first = workspaces[0]
-    library, vector = first.library, first.embedder.embed_question(question)
+    library, vector = first.library, first.embedder.embed_question(question, cancel)
     scores = dict[str, float]()
     for workspace in workspaces:
         scores |= nearest(workspace, vector, count)

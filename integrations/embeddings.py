@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.engine.scheduler import DeviceQueue
-from ragblend.kvstore.errors import ModelNotFoundError
+from ragblend.engine.scheduler import Cancel, DeviceQueue
+from ragblend.kvstore.errors import Cancelled, ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -31,6 +31,7 @@ class MiniLMEmbedder:
     vector of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
 
     dtype: `float32` or `bfloat16`; None: bfloat16 where the processor multiplies it, in a third of the time.
+    cancel: asked while a call waits for its turn and before each pass; Cancelled is raised once it is set.
     """
 
     name = "all-MiniLM-L6-v2"
@@ -48,7 +49,11 @@ class MiniLMEmbedder:
             self._load()
 
     def embed_passages(
-        self, texts: Sequence[str], progress: Progress | None = None, part: Part = "whole"
+        self,
+        texts: Sequence[str],
+        progress: Progress | None = None,
+        part: Part = "whole",
+        cancel: Cancel | None = None,
     ) -> list[Embeddings]:
         """For each text (W, 384) float32, normalised, a row a window of it; progress gets (texts done, texts in all).
 
@@ -56,27 +61,28 @@ class MiniLMEmbedder:
         """
         done: list[Embeddings] = []
         while len(done) < len(texts):
-            with self._queue.turn():  # its tokenizer must not be used by two threads at once
+            with self._queue.turn(cancel):  # its tokenizer must not be used by two threads at once
                 self._load()
-                done += self._embed(self._batch(texts[len(done) :], part))
+                done += self._embed(self._batch(texts[len(done) :], part), cancel)
             if progress is not None:
                 progress(len(done), len(texts))
         return done
 
-    def embed_question(self, text: str) -> Embeddings:
+    def embed_question(self, text: str, cancel: Cancel | None = None) -> Embeddings:
         """(384,) float32, normalised; the mean of its windows, should it be that long."""
-        return self.embed_means([text])[0]
+        return self.embed_means([text], cancel)[0]
 
-    def embed_means(self, texts: Sequence[str]) -> list[Embeddings]:
+    def embed_means(self, texts: Sequence[str], cancel: Cancel | None = None) -> list[Embeddings]:
         """For each text one vector (384,), the mean of its windows', normalised: for indexes that hold no more."""
-        means = [windows.mean(axis=0) for windows in self.embed_passages(texts)]
+        means = [windows.mean(axis=0) for windows in self.embed_passages(texts, cancel=cancel)]
         return [mean / np.linalg.norm(mean) for mean in means]
 
-    def count_tokens(self, text: str) -> int:
-        """Word pieces, without the two that mark a text's ends."""
-        with self._queue.turn():
+    def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
+        """Word pieces of all of them, without the two that mark a text's ends."""
+        with self._queue.turn(cancel):
             self._load()
-            return len(self._model.tokenizer.encode(text, add_special_tokens=False).ids)
+            encode = self._model.tokenizer.encode
+            return sum(len(encode(text, add_special_tokens=False).ids) for text in texts)
 
     def _load(self) -> None:
         if self._model is None:
@@ -99,12 +105,12 @@ class MiniLMEmbedder:
         edges = [len(offsets) * i // count for i in range(count + 1)]
         return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
 
-    def _embed(self, windows: Sequence[Sequence[str]]) -> list[Embeddings]:
+    def _embed(self, windows: Sequence[Sequence[str]], cancel: Cancel | None) -> list[Embeddings]:
         """windows: for each text, its windows -> for each text (W, 384)."""
         flat = [window for group in windows for window in group]
         if not flat:
             return [np.zeros((0, DIMENSIONS), dtype=np.float32) for _ in windows]
-        vectors = self._model.embed(flat)
+        vectors = self._model.embed(flat, cancel)
         edges = np.cumsum([len(group) for group in windows])
         return np.split(vectors, edges[:-1])
 
@@ -144,14 +150,16 @@ class _MiniLM:
         chosen_dtype = getattr(torch, pick_dtype(torch.device("cpu"), dtype))
         self._bert = BertModel.from_pretrained(folder, local_files_only=True, dtype=chosen_dtype).eval()
 
-    def embed(self, texts: Sequence[str]) -> Embeddings:
-        """(n, 384) float32, normalised; each text at most a window long."""
+    def embed(self, texts: Sequence[str], cancel: Cancel | None = None) -> Embeddings:
+        """(n, 384) float32, normalised; each text at most a window long. Raises Cancelled."""
         import torch
 
         encoded = self.tokenizer.encode_batch(list(texts))
         order = sorted(range(len(texts)), key=lambda at: len(encoded[at].ids))
         vectors = np.empty((len(texts), DIMENSIONS), dtype=np.float32)
         for start in range(0, len(order), PASS_WINDOWS):
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("embedding texts was cancelled")
             part = order[start : start + PASS_WINDOWS]  # of about one length, so that little is padding
             ids = [torch.tensor(encoded[at].ids) for at in part]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)

@@ -25,10 +25,19 @@ from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
 from ragblend.app.serve.keys import Door
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
-from ragblend.app.serve.service import ClientGone, Limits, Service, client_of, service_of, until_gone
-from ragblend.integrations.embeddings import DIMENSIONS
+from ragblend.app.serve.service import (
+    ClientGone,
+    Limits,
+    Service,
+    client_of,
+    service_of,
+    stoppable,
+    until_gone,
+)
+from ragblend.engine.scheduler import Cancel
+from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import RagBlendError
+from ragblend.kvstore.errors import Cancelled, RagBlendError
 
 log = logging.getLogger("ragblend")
 router = APIRouter()
@@ -205,13 +214,20 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
         raise ApiError(404, said, "model_not_found", "model")
     if body.dimensions not in (None, DIMENSIONS):
         raise ApiError(400, f"dimensions can only be {DIMENSIONS}.", "invalid_value", "dimensions")
+
+    def work(stopped: Cancel) -> tuple[list[Embeddings], int]:
+        return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
+
     with service.admission.enter(client_of(request)):
-        vectors = await until_gone(request.receive, in_thread(lambda: embedder.embed_means(texts)))
+        try:
+            told = stoppable(work, service.allowed_s(None))
+            vectors, count = await until_gone(request.receive, told)
+        except Cancelled as error:
+            raise service.too_late(None) from error
     data = [
         {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)
     ]
-    count = await in_thread(lambda: sum(map(embedder.count_tokens, texts)))
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "model": body.model, "data": data, "usage": usage})
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,9 @@ from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
 from ragblend.app.turn import Turn
 from ragblend.app.uploads import safe_name
+from ragblend.engine.scheduler import Cancel
 from ragblend.integrations.threads import in_thread, items_of_thread
+from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FOLDER_MODE
 
 router = APIRouter(prefix="/v1")
@@ -49,16 +51,18 @@ async def ask(request: Request, body: AskBody) -> Response:
         body.temperature, client=client.name,
     )  # fmt: skip
     earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
-    pieces = _asked(
-        service, client, body, lambda: service.desk.conversations.answer(body.question, options, earlier)
-    )
+
+    def begin(cancel: Cancel) -> Turn:
+        return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
+
+    pieces = _asked(service, client, body, begin)
     if body.stream:
         return await streamed(request, pieces)
     return json_response((await until_gone(request.receive, whole(pieces)))[-1])
 
 
 async def _asked(
-    service: Service, client: Client, body: AskBody, begin: Callable[[], Turn]
+    service: Service, client: Client, body: AskBody, begin: Callable[[Cancel], Turn]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
@@ -70,7 +74,11 @@ async def _asked(
             turn.stop()
 
     def work(tell: Callable[[str], None]) -> Answer:
-        with begin() as turn:
+        try:
+            begun = begin(stopped)
+        except Cancelled as error:
+            raise service.too_late(body.timeout) from error
+        with begun as turn:
             turns.append(turn)
             if stopped.is_set():
                 turn.stop()

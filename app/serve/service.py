@@ -1,11 +1,13 @@
 """What every route of the server stands on: the desk, who may do what, how much at once, and waiting for clients."""
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +25,7 @@ from ragblend.app.settings import BUNDLED
 from ragblend.app.startup import Startup
 from ragblend.engine.config import Report
 from ragblend.integrations.backend import Backend
+from ragblend.integrations.threads import in_thread
 
 T = TypeVar("T")
 SEND_S = 60.0  # a client that has not taken an event for so long is gone
@@ -169,6 +172,19 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+async def stoppable(work: Callable[[threading.Event], T], seconds: float) -> T:
+    """What `work` gives, in a thread. Its event is set when time is up or nobody waits; then it must end."""
+    stopped = threading.Event()
+    task = asyncio.ensure_future(in_thread(partial(work, stopped)))
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+    finally:
+        stopped.set()
+        with suppress(Exception):
+            await task
+    return task.result()
 
 
 async def _left(receive: Receive) -> None:

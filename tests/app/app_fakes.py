@@ -80,7 +80,7 @@ class FakeEmbedder:
     def _vectors(self, halves):
         return np.array([self.embed_question(half) for half in halves]).reshape(-1, WORDS)
 
-    def embed_question(self, text):
+    def embed_question(self, text, cancel=None):
         vector = np.full(WORDS, 1e-3, dtype=np.float32)
         for word in text.lower().split():
             vector[int(hashlib.sha256(word.strip(".,?!").encode()).hexdigest(), 16) % WORDS] += 1

@@ -1,9 +1,12 @@
 """The bundled embedder, for real: offline, unit length, and no part of a long passage is invisible."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from ragblend.integrations.embeddings import MiniLMEmbedder, joined
+from ragblend.kvstore.errors import Cancelled
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,13 @@ def test_progress_and_order(embedder):
     rows = embedder.embed_passages(texts, lambda done, total: seen.append((done, total)))
     assert [total for _, total in seen] == [70] * len(seen) and seen[-1] == (70, 70) and len(seen) > 1
     assert rows[69][0] == pytest.approx(embedder.embed_question("text number 69"), abs=1e-4)
+
+
+def test_who_cancels_has_no_further_batch(embedder):
+    texts, seen, cancel = [f"text number {n}" for n in range(200)], [], threading.Event()
+    with pytest.raises(Cancelled):
+        embedder.embed_passages(texts, lambda *done: (seen.append(done), cancel.set()), cancel=cancel)
+    assert len(seen) == 1
 
 
 def test_a_long_question_is_one_vector(embedder):

@@ -73,7 +73,7 @@ class Blurred:
         rows = [self.embed_question("") + 0.1 * chance.normal(size=8) for _ in texts]
         return [(row / np.linalg.norm(row)).astype(np.float32)[None] for row in rows]
 
-    def embed_question(self, text):
+    def embed_question(self, text, cancel=None):
         return np.full(8, 8**-0.5, np.float32)
 
 

@@ -40,7 +40,7 @@ class Embedder:
     def embed_passages(self, texts, progress=None, part="whole"):
         return [self.embed_question(text)[None][: part != "rest"] for text in texts]
 
-    def embed_question(self, text):
+    def embed_question(self, text, cancel=None):
         seeds = [int.from_bytes(word.encode()[:8], "little") for word in text.lower().split()]
         total = sum(np.random.default_rng(seed).normal(size=SIZE) for seed in seeds)
         return (total / np.linalg.norm(total)).astype(np.float32)

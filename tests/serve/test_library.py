@@ -1,9 +1,14 @@
 """Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
 
 import re
+import socket
+import threading
 
 import pytest
-from servers import events, until
+from servers import SOON_S, events, until
+
+from ragblend.app.serve.service import Limits
+from ragblend.kvstore.errors import Cancelled
 
 TRAMWAY = (
     b"The tramway of Dunlin was built in 1901 by Ada Crane. It ran from the market square to the lighthouse.\n\n"
@@ -112,6 +117,45 @@ def test_embeddings_are_the_apps_own(served, ada) -> None:
         assert np.allclose(one["embedding"], vector)
         assert np.array_equal(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), vector)
     assert plain["usage"]["total_tokens"] == 3 + 6
+
+
+@pytest.fixture
+def embedding(served, monkeypatch):
+    """What is sent for a text of minutes, an event when it is begun, and what each such call ended with."""
+    embedder = served.service.desk.workspaces.embedder
+    embed, begun, ended = embedder.embed_means, threading.Event(), []
+
+    def watched(texts, *more):
+        begun.set()
+        try:
+            return embed(texts, *more)
+        except Cancelled as error:
+            ended.append(error)
+            raise
+
+    monkeypatch.setattr(embedder, "embed_means", watched)
+    return {"model": embedder.name, "input": ["harbour " * 128_000]}, begun, ended
+
+
+def test_who_leaves_an_embedding_or_a_question_that_waits_for_it_stops_it(
+    served, ada, document, embedding
+) -> None:
+    """It went on for nobody, outside of the admission, and a question's timeout did not hold behind it."""
+    body, begun, ended = embedding
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(served.raw("POST", "/v1/embeddings", body))
+        assert begun.wait(SOON_S)
+        late = ada.post("/v1/rag/ask", json={"question": QUESTION, "max_tokens": 1, "timeout": 0.2})
+        assert late.status_code == 408 and len(ended) == 1 and served.service.admission.inside == 1
+    until(lambda: served.service.admission.inside == 0)
+    assert len(ended) == 2
+
+
+def test_an_embedding_takes_no_longer_than_an_answer_may(served, ada, embedding, monkeypatch) -> None:
+    monkeypatch.setattr(served.service, "limits", Limits(answer_s=0.2))
+    body, _, ended = embedding
+    late = ada.post("/v1/embeddings", json=body)
+    assert (late.status_code, late.json()["error"]["code"], len(ended)) == (504, "timeout", 1)
 
 
 def test_counts_for_prometheus(served) -> None:
