@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -180,20 +180,14 @@ class Remote(Closing):
 
     def fetch(self, wanted: Wanted) -> Blob | None:
         """All of a value, verified; None where it is not there, is damaged, or does not come in time."""
-        return next(self.fetch_all([wanted]), None)
-
-    def fetch_all(self, wanted: Sequence[Wanted]) -> Iterator[Blob]:
-        """All of each value that `fetch` would bring, as it comes; one time-out is for all of them."""
-        asked, nbytes = list[Wanted](), 0
-        for each in wanted:
-            if self.fits(nbytes + each.nbytes):
-                asked.append(each)
-                nbytes += each.nbytes
-        for reader in self.find(asked).values():
-            with reader, suppress(RemoteError, CorruptBlobError):
-                reader.read_all()
-            if reader.blob is not None:
-                yield reader.blob
+        reader = None
+        if self.is_available and self.fits(wanted.nbytes):
+            reader = self.find([wanted]).get(wanted.key)
+        if reader is None:
+            return None
+        with reader, suppress(RemoteError, CorruptBlobError):
+            reader.read_all()
+        return reader.blob
 
     def begin_read(self, name: str, start: int, nbytes: int, deadline: float) -> "Future[Any]":
         """A range of a value; RemoteError where that is not there by `deadline`, of `time.monotonic`."""

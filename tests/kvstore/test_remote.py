@@ -116,18 +116,6 @@ def test_fetching_brings_all_of_a_value_at_once(shared, open_at, sample, same):
     blob = other.remote.fetch(wanted(key, chunk))
     assert other.put_blob(blob) and same(other.get(key, chunk.token_ids), chunk)
     assert other.remote.has([key, sample(3)[0]]) == {key}
-    put(one, sample(4))
-    blobs = other.remote.fetch_all([wanted(*sample(seed)) for seed in (4, 3, 2)])
-    assert [each.header.key for each in blobs] == [sample(4)[0], key]
-
-
-def test_what_is_fetched_together_has_one_time_out(redis, open_at, sample):
-    """One by one each of them comes in time, and all of them would take a second."""
-    samples = [sample(seed, tokens=16, geometry=LARGE) for seed in range(8)]  # 131 kB each
-    put(open_at(redis.url + PATIENT), *samples)
-    with proxy_to(redis.port, bytes_per_s=1e6) as proxy:
-        remote = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.5").remote
-        assert len(list(remote.fetch_all([wanted(*each) for each in samples]))) < 8
 
 
 def test_a_put_returns_before_a_dead_server_is_asked(open_at, sample, same):
