@@ -78,7 +78,7 @@ class WorkerSide:
             for order in orders.prompts:
                 self._serve(order)
             if orders.encode is not None and self._decoder is not None:
-                self._encode(*orders.encode)
+                self._encode(*orders.encode, is_idle=True)
 
     def _serve(self, order: Order) -> None:
         try:
@@ -179,8 +179,11 @@ class WorkerSide:
         if order.plan.wish.label is not None:
             self._reports.told[order.plan.wish.label] = first
 
-    def _encode(self, passage: Ids, collection: str, node_id: str | None) -> None:
-        """Store a passage's KV, encoded alone behind the canonical prefix, unless its node was deleted meanwhile."""
+    def _encode(self, passage: Ids, collection: str, node_id: str | None, is_idle: bool = False) -> None:
+        """Store a passage's KV, encoded alone behind the canonical prefix, unless its node was deleted meanwhile.
+
+        is_idle: others may have it by now, and be waited for; a prompt's were asked for when it came.
+        """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
             runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
@@ -188,7 +191,7 @@ class WorkerSide:
             nodes = Nodes(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
                 return
-            if nodes.fetched(key, passage, prefix, node_id):
+            if is_idle and nodes.fetched(key, passage, prefix, node_id):
                 return
             if self._encoder is None:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)
