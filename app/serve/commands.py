@@ -27,6 +27,7 @@ log = logging.getLogger("ragblend")
 ASKED_S = 10.0
 ASKED = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 ENDING_S = 30.0
+PAUSE_S = 0.1  # after a connection that could not be taken, for want of open files, say
 TAKEN_S = 60  # a terminal that takes nothing for so long (suspended, say) is gone: it must not keep others from writing
 # What a process has once, for all that it does.
 SIZES = tuple(name for name in TYPES if name.endswith(("_budget_bytes", "_usd_per_gb_month")))
@@ -38,6 +39,7 @@ class Commands(Closing):
 
     def __init__(self, desk: Desk) -> None:
         self._desk, self._root = desk, desk.workspaces.home.root
+        self._closing = threading.Event()
         self._lock, self._running = threading.Lock(), dict["RemoteTerminal", threading.Thread]()
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -55,6 +57,7 @@ class Commands(Closing):
 
     def close(self) -> None:
         """Interrupt what runs, wait for it, and take the socket away."""
+        self._closing.set()
         with suppress(OSError):
             (self._root / NAME).unlink()
         with suppress(OSError):
@@ -69,11 +72,12 @@ class Commands(Closing):
             thread.join(ENDING_S)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                self._closing.wait(PAUSE_S)
+                continue
             if is_same_user(connection):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", TAKEN_S, 0))
                 threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()

@@ -1,5 +1,6 @@
 """Commands that the process runs which has the home open: the same words as without it, and nothing for strangers."""
 
+import errno
 import json
 import os
 import signal
@@ -327,6 +328,25 @@ def test_a_hostile_request_harms_nothing(home, told) -> None:
                 line._socket.shutdown(socket.SHUT_WR)
                 assert "end" not in (line.receive() or {})
         assert told("ask", QUESTION)[0]["answer"]
+
+
+def test_commands_are_heard_again_after_a_want_of_open_files(home) -> None:
+    """One accept that failed had ended the listening."""
+    failed, accept = [], socket.socket.accept
+
+    def short(listener):
+        if not failed:
+            failed.append(listener)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "accept", short)
+        with owned(home), Line(socket.socket(socket.AF_UNIX)) as line:
+            line._socket.connect(str(home / NAME))
+            line.wait(60)
+            assert line.receive()["pid"] == os.getpid()
+    assert failed
 
 
 def test_who_leaves_or_is_left_stops_the_work() -> None:
