@@ -217,7 +217,7 @@ class Engine:
         return self._nodes.forget(node_ids)
 
     def forget_all(self) -> int:
-        """Remove all nodes of this collection, with their KV, and what is looked for in prompts. Bytes freed."""
+        """Remove this collection's nodes with their KV, and what is looked for in prompts. Bytes freed."""
         return self._nodes.forget_all()
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:

@@ -84,7 +84,7 @@ class Keys:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Client]]:
-        """The keys as they are now, for the block to change: until they are written nobody else changes them."""
+        """The keys as they are now, for the block to change: until written, nobody else changes them."""
         with WriterLock(self.path.with_suffix(".lock"), LOCK_S) as lock, lock.hold():
             self._seen = None
             known = dict(self._read())

@@ -114,7 +114,7 @@ def test_text_that_comes_back_is_learnt_by_one_key_and_by_no_other(served) -> No
 
 
 def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
-    """Removing key and collection left what was learnt from prompts, on the disk and in memory, and the session."""
+    """Removing key and collection left what prompts taught, on the disk and in memory, and the session."""
     desk = served.service.desk
     known, runtime = Keys(desk.workspaces.home.root), served.engine.runtime
 
