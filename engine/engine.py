@@ -229,7 +229,7 @@ class Engine:
         def passages() -> list[tuple[int, ...]]:
             return [chunk.token_ids or () for chunk in self.tokenize(Prompt(chunks)).chunks]
 
-        self.runtime.chores.add(partial(self._nodes.prefetch, passages))
+        self.runtime.chores.add(partial(self._nodes.prefetch, passages), ("prefetch", *chunks))
 
     # --- prompts
 

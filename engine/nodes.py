@@ -2,14 +2,18 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.order import Claim
 from ragblend.engine.prompt import Chunk
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import PATIENCE_S
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
@@ -167,7 +171,8 @@ class Nodes:
                         break
                     if computed is not None:
                         writing, computed = writer.submit(self._written, computed), None
-                    chunk = self._compute_behind(encoder, asked.passage, leave)
+                    due = time.monotonic() + PATIENCE_S
+                    chunk = self._compute_behind(encoder, asked.passage, leave, due)
                     if writing is not None:
                         yield writing.result()
                     writing, computed = None, _Computed(asked, chunk)
@@ -180,14 +185,19 @@ class Nodes:
             if computed is not None:
                 yield self._written(computed)
 
-    def encode_later(self, chunk: Chunk) -> None:
+    def add_chore(self, chunk: Chunk) -> None:
+        """Have a chunk encoded in the background, as `encode_later` does."""
+        due, what = time.monotonic() + PATIENCE_S, (self._collection, chunk.node_id, chunk.encoded_ids)
+        self._runtime.chores.add(partial(self.encode_later, chunk, due), what)
+
+    def encode_later(self, chunk: Chunk, due: float) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
         passage, prefix = chunk.encoded_ids, self._runtime.canonical_prefix
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
         if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
-            made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False)
+            made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False, due)
             self.keep(key, made, chunk.node_id)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
@@ -240,16 +250,26 @@ class Nodes:
         with self._runtime.use.turn():
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
 
-    def _compute_behind(self, encoder: "_Encoder", passage: TokenIds, leave: Leave) -> ChunkKV:
-        """Encode a passage when nobody needs the device. Raises Cancelled when leave() says so."""
+    def _compute_behind(self, encoder: "_Encoder", passage: TokenIds, leave: Leave, due: float) -> ChunkKV:
+        """Encode a passage when nobody needs the device, from `due` on in turn with those who do, as a prompt is read.
+
+        Raises Cancelled when leave() says so.
+        """
         queue = self._runtime.queue
-        while True:
+        while time.monotonic() < due:
             try:
-                with queue.turn(background=True):
+                with queue.turn(background=True, claim=Claim(deadline=due)):
                     return encoder.encode(passage, lambda: queue.wanted or leave())
             except Cancelled:  # whoever came goes first, and the passage is begun again
                 if leave():
                     raise
+        with queue.turn(claim=Claim(shares=True, new_tokens=len(passage))) as turn:
+
+            def give_way() -> bool:
+                turn.between_layers()
+                return leave()
+
+            return encoder.encode(passage, give_way)
 
     def _written(self, computed: "_Computed") -> int:
         """The tokens encoded: none where the node was deleted meanwhile."""

@@ -15,6 +15,7 @@ from ragblend.engine.nodes import Nodes
 from ragblend.engine.plan import Span
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import patient
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
@@ -116,7 +117,7 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
             return
 
     def made() -> ChunkKV:
-        with runtime.queue.turn(background=True):
+        with runtime.queue.turn(background=True, claim=patient()):
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:

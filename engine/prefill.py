@@ -114,11 +114,11 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
-                nodes = Nodes(runtime, chunk.collection or request.collection)
-                runtime.chores.add(partial(nodes.encode_later, chunk))
+                Nodes(runtime, chunk.collection or request.collection).add_chore(chunk)
     if report.hits:
         if runtime.store.tiers:
-            runtime.chores.add(partial(_promote, runtime, request))
+            what = (request.collection, *(chunk.encoded_ids for chunk in request.prompt.chunks))
+            runtime.chores.add(partial(_promote, runtime, replace(request, session=None)), what)
         runtime.chores.add(runtime.store.write_uses)
 
 

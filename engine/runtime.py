@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from ragblend.engine.device import (
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
-from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue
+from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue, patient
 from ragblend.engine.steps import Choice
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
@@ -246,10 +247,11 @@ class Runtime:
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
-        """Measure that when nobody needs the device, and give it up when the model is to be closed."""
-        ids = self.tokenizing.passage_ids(TEXT)
-        while not self.chores.hurried:
-            with suppress(Cancelled), self.queue.turn(background=True):
+        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be closed
+        and where there is no pause."""
+        ids, claim = self.tokenizing.passage_ids(TEXT), patient()
+        while not self.chores.hurried and time.monotonic() < claim.deadline:
+            with suppress(Cancelled), self.queue.turn(background=True, claim=claim):
                 choice: Choice | None = vars(self).get("choice")  # None: the model was let go meanwhile
                 if choice is not None and choice.is_open:
                     choice.measure(ids, lambda: self.queue.wanted or self.chores.hurried)

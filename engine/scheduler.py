@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ log = logging.getLogger("ragblend")
 _POLL_S = 0.05
 SLICE_S = 0.2  # of reading a prompt, before streams have a token each: that long they may be silent
 PAUSE_S = 0.05  # a program's next call often comes within it, and would stop what had just begun
+PATIENCE_S = 10.0  # a server that is never idle has no pause: that long one is waited for
+MOST_WAITING = 256  # chores that another request would bring again
 
 
 _running: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -98,7 +100,8 @@ class DeviceQueue:
     """A lock that goes to whom `Order` says; a waiting request can be cancelled. Not reentrant.
 
     Requests that share it (`Claim.shares`) have it in turn; all others alone, first come, first served. Work in the
-    background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since.
+    background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since. Where there
+    is no pause before its claim's deadline, Cancelled is raised.
     """
 
     def __init__(self) -> None:
@@ -121,7 +124,7 @@ class DeviceQueue:
         past, before the turn comes."""
         with self._lock:
             if background:
-                self._await_pause()
+                self._await_pause(claim.deadline if claim else math.inf)
             ticket = self.order.add(claim or Claim())
             self._calls[ticket] = threading.Condition(self._lock)
             try:
@@ -210,9 +213,13 @@ class DeviceQueue:
         """Whether somebody waits behind the one whose turn it is."""
         return len(self._calls) > 1
 
-    def _await_pause(self) -> None:
-        while self._calls or (left := self._left_at + PAUSE_S - time.monotonic()) > 0:
-            self._changed.wait(None if self._calls else left)
+    def _await_pause(self, deadline: float) -> None:
+        while self._calls or self._left_at + PAUSE_S > time.monotonic():
+            now = time.monotonic()
+            if now >= deadline:
+                raise Cancelled("somebody needed the device all the time")
+            until = deadline if self._calls else min(deadline, self._left_at + PAUSE_S)
+            self._changed.wait(None if until == math.inf else max(0.0, until - now))
 
     def _await(self, ticket: Ticket, cancel: Cancel | None) -> None:
         deadline, called = ticket.claim.deadline, self._calls[ticket]
@@ -248,6 +255,11 @@ class DeviceQueue:
         self._changed.notify_all()
 
 
+def patient() -> Claim:
+    """Of work in the background, which is given up where there is no pause for so long."""
+    return Claim(deadline=time.monotonic() + PATIENCE_S)
+
+
 class Chores:
     """Work for later, in one background thread; a chore that fails is logged and forgotten.
 
@@ -258,13 +270,17 @@ class Chores:
     def __init__(self) -> None:
         end_at_exit(self)
         self._changed = threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[Hashable, Callable[[], None]]] = deque()
         self._running = False
         self.hurried = False
 
-    def add(self, chore: Callable[[], None]) -> None:
+    def add(self, chore: Callable[[], None], name: Hashable = None) -> None:
+        """Have it done, unless the same waits; name: of what is the same, and may be left where too much waits."""
         with self._changed:
-            self._queue.append(chore)
+            waiting = [each for each, _ in self._queue]
+            if (name or chore) in waiting or (name and len(waiting) >= MOST_WAITING):
+                return
+            self._queue.append((name or chore, chore))
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
@@ -272,7 +288,7 @@ class Chores:
     def awaits(self, work: Callable[..., None]) -> bool:
         """Whether such a chore, a `partial` of that, has not begun."""
         with self._changed:
-            return any(isinstance(chore, partial) and chore.func is work for chore in self._queue)
+            return any(isinstance(chore, partial) and chore.func is work for _, chore in self._queue)
 
     def finish(self, timeout_s: float | None = None, hurried: bool = False) -> bool:
         """Wait until nothing is left to do; False if that took too long."""
@@ -295,7 +311,7 @@ class Chores:
                     self._running = False
                     self._changed.notify_all()
                     return
-                chore = self._queue.popleft()
+                _, chore = self._queue.popleft()
             try:
                 chore()
             except Exception:

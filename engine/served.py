@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -205,7 +204,7 @@ class ServedNodes(Nodes):
                 return
             yield 0 if asked is None else self._encoded(asked.passage, asked.key, node_id, leave)
 
-    def encode_later(self, chunk: Chunk) -> None:
+    def encode_later(self, chunk: Chunk, due: float) -> None:
         key = self._key_of(chunk.encoded_ids, self._runtime.canonical_prefix)
         if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
             self._encoded(chunk.encoded_ids, key, chunk.node_id)
@@ -329,8 +328,7 @@ class VllmEngine(Engine):
         if result.report.misses:
             for chunk in request.prompt.chunks:
                 if chunk.token_ids:
-                    nodes = ServedNodes(runtime, chunk.collection or request.collection)
-                    runtime.chores.add(partial(nodes.encode_later, chunk))
+                    ServedNodes(runtime, chunk.collection or request.collection).add_chore(chunk)
         return result
 
 

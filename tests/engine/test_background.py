@@ -7,6 +7,7 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.nodes import Nodes
 from ragblend.engine.order import Claim
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
@@ -242,3 +243,29 @@ def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):
     with engine.runtime.queue.turn(claim=Claim(shares=True)):
         threading.Thread(target=look, daemon=True).start()
         assert answered.wait(60)
+
+
+def test_where_somebody_is_always_there_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
+    """Each question left it to be done again, in a pause that never came."""
+    engine, asked, done = fresh.engine, make_prompt(TEXTS[:1]), threading.Event()
+    begun, encode, encoded = threading.Event(), Nodes.encode_later, []
+    monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
+    monkeypatch.setattr(Nodes, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
+    engine.runtime.chores.add(lambda: begun.wait(60))  # until all have asked
+
+    def answer() -> None:
+        with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:
+            begun.set()
+            while not done.is_set():
+                turn.between_tokens()
+
+    for _ in range(3):
+        engine.prefill(asked, method="reuse")
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    try:
+        assert engine.finish_background(60) and len(encoded) == 1
+    finally:
+        done.set()
+        other.join(60)
+    assert engine.prefill(asked, method="reuse").report.misses == 0

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_chores_run_in_order_and_survive_a_failing_one(caplog):
     assert chores.finish(10)
     assert done == [1, 2]
     assert "failed" in caplog.text
+
+
+def test_what_waits_is_not_added_again_and_there_is_a_most_of_it(monkeypatch):
+    monkeypatch.setattr("ragblend.engine.scheduler.MOST_WAITING", 3)
+    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
+    chores.add(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    for number in (1, 2, 1, 2, 3, 4):
+        chores.add(partial(done.append, number), ("passage", number))
+    chores.add(done.clear)  # nobody would bring it again
+    chores.add(done.clear)
+    chores.add(partial(done.append, "last"))
+    go.set()
+    assert chores.finish(10)
+    assert done == ["last"]
 
 
 def test_finish_says_when_it_takes_too_long():
