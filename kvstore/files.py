@@ -20,7 +20,7 @@ from ragblend.kvstore.errors import StoreError, StoreFullError
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 # What opening or reading a damaged value may say; too many open files, say, are not the value's fault.
 DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
 
 
@@ -175,7 +175,7 @@ def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
 def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:
     """The named error for an OSError met while writing `path`."""
     doing = f"storing {nbytes:,} bytes at {path} failed: {error.strerror or error}."
-    if error.errno not in {*_NO_ROOM, errno.EIO}:
+    if error.errno not in {*NO_ROOM, errno.EIO}:
         return StoreError(
             f"{doing} Check that the folder exists and can be written to. The rest is untouched."
         )

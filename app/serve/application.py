@@ -135,6 +135,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     """What Starlette refuses: unknown paths and methods, bodies that are no forms."""
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, OSError):  # an upload that could not be written down while it came
+        return api_error(error.__cause__).response
     response = ApiError(error.status_code, str(error.detail), "refused").response
     response.headers.update(error.headers or {})
     return response

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from ragblend.integrations.calls import TimedOut
 from ragblend.kvstore import errors
+from ragblend.kvstore.files import NO_ROOM
 
 log = logging.getLogger("ragblend")
 # The first that fits: what was raised, the status, and the code by which programs know it.
@@ -72,6 +73,8 @@ def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiErr
             return ApiError(
                 status, said or "The answer took too long.", code, retry_s=5 if status == 503 else None
             )
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return ApiError(507, "The disk is full. Free some space.", "disk_full")
     log.error("a request failed: %s", type(error).__name__)
     log.debug("where it failed", exc_info=error)
     said = (

@@ -1,7 +1,10 @@
 """Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
 
+import errno
 import re
+import shutil
 import socket
+import tempfile
 import threading
 
 import pytest
@@ -102,6 +105,22 @@ def test_files_that_cannot_be_read_are_named(ada) -> None:
     assert [each["name"] for each in some.json()["failed"]] == ["b.txt"]
     [found] = until(lambda: [d for d in ada.get("/v1/documents").json()["data"] if d["state"] == "done"])
     ada.delete(f"/v1/documents/{found['id']}")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "nbytes"),
+    [(tempfile.SpooledTemporaryFile, "rollover", 3 << 20), (shutil, "copyfileobj", 10)],
+    ids=["while it comes", "at the copy"],
+)
+def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, name, nbytes) -> None:
+    """It was a fault of ours, or a body that could not be read."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(owner, name, full)
+    refused = ada.post("/v1/documents", files={"file": ("a.txt", b"h" * nbytes)})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
 
 
 def test_embeddings_are_the_apps_own(served, ada) -> None:
