@@ -251,7 +251,7 @@ class Nodes:
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
 
     def _compute_behind(self, encoder: "_Encoder", passage: TokenIds, leave: Leave, due: float) -> ChunkKV:
-        """Encode a passage when nobody needs the device, from `due` on in turn with those who do, as a prompt is read.
+        """Encode a passage when nobody needs the device; from `due` on in turn with those who do.
 
         Raises Cancelled when leave() says so.
         """

@@ -141,9 +141,9 @@ class Runtime:
         return None if found is None else weakref.ref(found)
 
     def rebuild(self, failed: "weakref.ref[LoadedModel] | None", cancel: Cancel | None = None) -> None:
-        """Forget a model whose device failed, once for all requests that saw it fail, and give back its memory.
+        """Forget a model whose device failed, once for all who saw it fail, and give back its memory.
 
-        Chores are not waited for, and what is stored stays, but on the device. Raises Cancelled as a turn does.
+        Chores are not waited for; what is stored stays, but on the device. Raises Cancelled as a turn does.
         """
         if failed is not None and self.loaded_now is failed():
             with self.queue.turn(cancel):
@@ -228,8 +228,8 @@ class Runtime:
         return verdict
 
     def judged(self) -> GateVerdict:
-        """The gate's verdict, for who has not the device: a turn is taken where there is none yet, as all others wait
-        behind one that is not shared."""
+        """The gate's verdict, for who has not the device. A turn is taken only where there is none yet: all
+        others wait behind one that is not shared."""
         known: GateVerdict | None = vars(self).get("gate")
         if known is not None:
             return known
@@ -247,8 +247,8 @@ class Runtime:
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
-        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be closed
-        and where there is no pause."""
+        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be
+        closed and where there is no pause."""
         ids, claim = self.tokenizing.passage_ids(TEXT), patient()
         while not self.chores.hurried and time.monotonic() < claim.deadline:
             with suppress(Cancelled), self.queue.turn(background=True, claim=claim):

@@ -100,8 +100,8 @@ class DeviceQueue:
     """A lock that goes to whom `Order` says; a waiting request can be cancelled. Not reentrant.
 
     Requests that share it (`Claim.shares`) have it in turn; all others alone, first come, first served. Work in the
-    background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since. Where there
-    is no pause before its claim's deadline, Cancelled is raised.
+    background begins when nobody else has come for PAUSE_S, and asks `wanted` whether somebody did since;
+    Cancelled is raised where there is no pause before its claim's deadline.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class Chores:
         self.hurried = False
 
     def add(self, chore: Callable[[], None], name: Hashable = None) -> None:
-        """Have it done, unless the same waits; name: of what is the same, and may be left where too much waits."""
+        """Have it done, unless the same waits; name: of what is the same, and left where too much waits."""
         with self._changed:
             waiting = [each for each, _ in self._queue]
             if (name or chore) in waiting or (name and len(waiting) >= MOST_WAITING):
