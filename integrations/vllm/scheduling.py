@@ -70,7 +70,8 @@ class SchedulerSide:
                 return not plan.pays(self.find_cached(request), self._settings.minimum_tokens)
 
             salt, is_lent = self._salts.of(request.prompt_token_ids, json.dumps(said), goes_on)
-            _hash_anew(request, salt)
+            if not is_lent:
+                _hash_anew(request, salt)
             self._plans[request.request_id] = replace(plan, goes_on=is_lent)
         except Exception:
             log.warning("request %s is not fused", request.request_id, exc_info=True)

@@ -1,20 +1,17 @@
 """What a browser may send, and what may fail: every callback of the page answers with words, and goes on."""
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
 from gradio.state_holder import SessionState
+from serverless import built
 
-from ragblend.app.desk import Desk
 from ragblend.app.startup import Startup
 from ragblend.app.workspace import Workspaces
 from ragblend.ui.context import Context
 from ragblend.ui.page import build_page
-from ragblend.ui.serving import gradio_environment
 
 WRONG = (None, "", "nowhere", 7, True, 1e300, [], [None], {}, {"a": [1]})
 
@@ -55,18 +52,7 @@ class Page:
 
 @pytest.fixture
 def page(tmp_path):
-    home = tmp_path / "home"
-    with (
-        Desk.open(home, model=str(tmp_path / "none.gguf")) as desk,
-        gradio_environment(home),
-        asyncio.Runner() as runner,
-    ):
-
-        async def built():
-            return Page(desk)
-
-        # Outside a loop Gradio makes loops for its locks, and closes none of them.
-        made = runner.run(built())
+    with built(tmp_path, Page) as (made, runner):
         made.runner = runner
         yield made
 

@@ -1,17 +1,14 @@
 """What is saved in the Settings tab holds at once and after a restart; what does not work is not saved."""
 
-import asyncio
-
 import pytest
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
+from serverless import built
 
-from ragblend.app.desk import Desk
 from ragblend.app.settings import Settings
 from ragblend.ui.context import Context
-from ragblend.ui.serving import gradio_environment
 from ragblend.ui.tab_settings import SettingsTab
 
 
@@ -41,18 +38,8 @@ class Tab:
 
 @pytest.fixture
 def tab(tmp_path):
-    home = tmp_path / "home"
-    with (
-        Desk.open(home, model=str(tmp_path / "none.gguf")) as desk,
-        gradio_environment(home),
-        asyncio.Runner() as runner,
-    ):
-
-        async def built():
-            return Tab(desk)
-
-        # Outside a loop Gradio makes loops for its locks, and closes none of them.
-        yield runner.run(built())
+    with built(tmp_path, Tab) as (made, _):
+        yield made
 
 
 @pytest.fixture
