@@ -13,7 +13,7 @@ from ragblend.engine.order import Claim
 from ragblend.engine.prompt import Chunk
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import PATIENCE_S
+from ragblend.engine.scheduler import PATIENCE_S, Turn
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
@@ -104,7 +104,7 @@ class Nodes:
         progress: Progress | None = None,
         node_ids: Sequence[str] | None = None,
     ) -> tuple[int, int]:
-        """Tokens and chunks encoded. The device is given back between chunks.
+        """Tokens and chunks encoded; others have the device in between.
 
         node_ids: entered with these keys; of one that is deleted meanwhile nothing is kept.
         """
@@ -122,9 +122,7 @@ class Nodes:
         """The tokens encoded; none where others had encoded them."""
         if self.fetched(key, passage, encoder.prefix, name):
             return 0
-        with self._runtime.queue.turn():
-            chunk = encoder.encode(passage)
-        self.keep(key, chunk, name)
+        self.keep(key, self._compute_in_turn(encoder, passage), name)
         return len(passage)
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -258,18 +256,19 @@ class Nodes:
         queue = self._runtime.queue
         while time.monotonic() < due:
             try:
-                with queue.turn(background=True, claim=Claim(deadline=due)):
-                    return encoder.encode(passage, lambda: queue.wanted or leave())
+                with queue.turn(background=True, claim=Claim(deadline=due)) as turn:
+                    return encoder.encode(passage, turn, lambda: queue.wanted or leave())
             except Cancelled:  # whoever came goes first, and the passage is begun again
                 if leave():
                     raise
-        with queue.turn(claim=Claim(shares=True, new_tokens=len(passage))) as turn:
+        return self._compute_in_turn(encoder, passage, leave)
 
-            def give_way() -> bool:
-                turn.between_layers()
-                return leave()
-
-            return encoder.encode(passage, give_way)
+    def _compute_in_turn(
+        self, encoder: "_Encoder", passage: TokenIds, leave: Leave = lambda: False
+    ) -> ChunkKV:
+        """Encode a passage as a request among others, which have the device in between."""
+        with self._runtime.queue.turn(claim=Claim(shares=True, new_tokens=len(passage))) as turn:
+            return encoder.encode(passage, turn, leave)
 
     def _written(self, computed: "_Computed") -> int:
         """The tokens encoded: none where the node was deleted meanwhile."""
@@ -336,8 +335,17 @@ class _Encoder:
         self._runtime, self.prefix = runtime, prefix
         self._made: ChunkEncoder | None = None
 
-    def encode(self, passage: TokenIds, leave: Leave | None = None) -> ChunkKV:
-        """With the device in hand."""
-        if self._made is None or not self._made.is_of(self._runtime.decoder):
-            self._made = ChunkEncoder(self._runtime.decoder, self.prefix)
-        return self._made.encode(passage, leave)
+    def encode(self, passage: TokenIds, turn: Turn, leave: Leave) -> ChunkKV:
+        """In that turn with the device. Raises Cancelled when leave() says so."""
+        decoder = (
+            self._runtime.decoder
+        )  # loaded, which takes as long as it takes; from here on a hang is seen
+        turn.between_layers()
+        if self._made is None or not self._made.is_of(decoder):
+            self._made = ChunkEncoder(decoder, self.prefix)
+
+        def between_layers() -> bool:
+            turn.between_layers()
+            return leave()
+
+        return self._made.encode(passage, between_layers)

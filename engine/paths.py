@@ -117,14 +117,14 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
             return
 
     def made() -> ChunkKV:
-        with runtime.queue.turn(background=True, claim=patient()):
+        with runtime.queue.turn(background=True, claim=patient()) as turn:
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:
                     encoder.go_on(whole(source))
             if encoder.start != node.start:
                 raise Cancelled("what the node stands behind is gone")
-            kv = encoder.encode(node.token_ids, lambda: runtime.queue.wanted or runtime.chores.hurried)
+            kv = encoder.encode(node.token_ids, lambda: turn.is_wanted() or runtime.chores.hurried)
             return replace(kv, parent=node.parent)
 
     with suppress(Cancelled, CorruptBlobError, StoreFullError):  # the next time, if there is one

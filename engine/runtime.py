@@ -251,10 +251,10 @@ class Runtime:
         closed and where there is no pause."""
         ids, claim = self.tokenizing.passage_ids(TEXT), patient()
         while not self.chores.hurried and time.monotonic() < claim.deadline:
-            with suppress(Cancelled), self.queue.turn(background=True, claim=claim):
+            with suppress(Cancelled), self.queue.turn(background=True, claim=claim) as turn:
                 choice: Choice | None = vars(self).get("choice")  # None: the model was let go meanwhile
                 if choice is not None and choice.is_open:
-                    choice.measure(ids, lambda: self.queue.wanted or self.chores.hurried)
+                    choice.measure(ids, lambda: turn.is_wanted() or self.chores.hurried)
                 return
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first

@@ -81,6 +81,11 @@ class Turn:
             raise Cancelled("the prefill was cancelled")
         self._queue.give_way(self._ticket, self._cancel, SLICE_S)
 
+    def is_wanted(self) -> bool:
+        """Between two layers of work in the background: whether somebody waits behind it, and it is to be left."""
+        self.between_layers()
+        return self._queue.wanted
+
     def between_tokens(self) -> None:
         """The prompt has been read: the next one may be begun, and the others have a token, or a slice, in between."""
         self._ticket.is_reading = False

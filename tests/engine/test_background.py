@@ -269,3 +269,29 @@ def test_where_somebody_is_always_there_a_passage_is_encoded_in_turn_and_once(fr
         done.set()
         other.join(60)
     assert engine.prefill(asked, method="reuse").report.misses == 0
+
+
+def test_answers_go_on_while_a_framework_encodes(fresh, monkeypatch):
+    """It took the device alone for each passage: before the first it waited for all answers, and then they for it."""
+    engine, begun, done, tokens = fresh.engine, threading.Event(), threading.Event(), [0]
+    engine.encode(TEXTS[:1])
+    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", 0.0)
+
+    def answer() -> None:
+        with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:
+            while not done.is_set():
+                begun.set()
+                turn.between_tokens()
+                tokens[0] += engine.runtime.queue.inside > 1
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    encoding = threading.Thread(target=engine.encode, args=(TEXTS[1:2],), daemon=True)
+    try:
+        assert begun.wait(60)
+        encoding.start()
+        encoding.join(60)
+        assert not encoding.is_alive() and tokens[0] >= engine.runtime.decoder.geometry.layers
+    finally:
+        done.set()
+        other.join(60)

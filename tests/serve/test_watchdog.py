@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from servers import SOON_S, serving
 
 from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
@@ -9,12 +10,24 @@ from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
 LIMIT_S = 0.5
 
 
-def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder) -> None:
+@pytest.mark.parametrize("what", ["an answer", "a passage", "what is measured after it"])
+def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder, what) -> None:
     with serving(home_of(), tiny_folder) as served:
         served.chat()
+        assert served.engine.finish_background(SOON_S)
         runtime = served.engine.runtime
         hanging, comes_back, ended = threading.Event(), threading.Event(), []
         over = threading.Event()
+
+        def measure(_):
+            runtime.choice.is_open = True
+            runtime.choose_steps()
+
+        begun = {
+            "an answer": served.chat,
+            "a passage": lambda text: served.engine.encode([text]),
+            "what is measured after it": measure,
+        }
 
         def hang(*_):
             hanging.set()
@@ -24,11 +37,11 @@ def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder) -> None:
             ended.append(status)
             over.set()
 
-        hook = runtime.loaded.model.model.layers[0].register_forward_pre_hook(hang)
+        hook = runtime.loaded.model.model.layers[1].register_forward_pre_hook(hang)
         stopped = watch(lambda: runtime.queue, LIMIT_S, end)
         try:
             assert not over.wait(3 * LIMIT_S), "nobody has the device"
-            asked = threading.Thread(target=served.chat, args=("Is it there?",))
+            asked = threading.Thread(target=begun[what], args=("Is it there?",))
             asked.start()
             assert hanging.wait(SOON_S) and over.wait(SOON_S)
             assert ended == [EX_TEMPFAIL]
