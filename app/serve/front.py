@@ -20,7 +20,9 @@ OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. names: further host names that are answered to."""
+    """Where to listen. names: further host names that are answered to, at any port where they name none: a proxy with
+    TLS hands on the name that its clients know.
+    """
 
     host: str = "127.0.0.1"
     port: int = 7860
@@ -51,12 +53,13 @@ class Rules:
         Rebinding needs a name, so addresses are harmless.
         """
         name, port = split_netloc(netloc.lower())
-        host, names = self.address.host, self.address.names
+        host, names = self.address.host, [each.lower() for each in self.address.names]
+        if netloc.lower() in names or (name in names and port is not None):
+            return True
         if not name or port != self.address.port:
             return False
-        known = (f"[{host}]" if ":" in host else host, *names)
         anywhere = host in ("0.0.0.0", "::", "") and is_address(name)
-        return anywhere or name in (*LOOPBACK_NAMES, *(each.lower() for each in known))
+        return anywhere or name in (*LOOPBACK_NAMES, f"[{host}]" if ":" in host else host.lower())
 
     def limit(self, path: str) -> int:
         """The most bytes that a request to this path may carry."""

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from ragblend.app.serve.front import Address, Rules, split_netloc
+from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
@@ -278,7 +278,24 @@ def test_websockets_are_closed() -> None:
 def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
     rules = Rules(Address("0.0.0.0", PORT, ("nas.lan",)))
     assert all(rules.knows(f"{name}:7860") for name in ("192.168.1.4", "[fe80::1]", "nas.lan", "localhost"))
-    assert not any(rules.knows(name) for name in ("evil.example:7860", "192.168.1.4:80", "nas.lan"))
+    assert not any(
+        rules.knows(name) for name in ("evil.example:7860", "192.168.1.4:80", "evil.lan", "nas.lan:x")
+    )
+
+
+def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
+    rules = Rules(Address("127.0.0.1", PORT, ("Docs.example", "nas.lan:8443")))
+    assert all(rules.knows(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
+    assert not any(
+        rules.knows(name) for name in ("nas.lan", f"nas.lan:{PORT}", "127.0.0.1", "docs.example.evil")
+    )
+
+    def refused(origin):
+        headers = [(b"host", b"docs.example"), (b"origin", origin)]
+        return refuse({"method": "POST", "path": "/", "raw_path": b"/", "headers": headers}, rules)
+
+    assert refused(b"https://docs.example") is None
+    assert refused(b"https://docs.example:8443") is not None, "another program on that host"
 
 
 # --- the password
