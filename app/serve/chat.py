@@ -47,6 +47,13 @@ class Chosen:
 
     choice: Choice
     result: "Result"
+    logprobs: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, choice: Choice, result: "Result") -> "Chosen":
+        """With the texts of up to some thousand likely tokens: not for an event loop."""
+        told = logprobs(result, choice.call.backend.engine.tokenizer)
+        return cls(choice, result, None if told is None else [_finite(token) for token in told])
 
     @property
     def finish_reason(self) -> str:
@@ -58,11 +65,6 @@ class Chosen:
     @cached_property
     def said(self) -> Said:
         return self.choice.call.said(self.result)
-
-    @property
-    def logprobs(self) -> list[dict[str, Any]] | None:
-        told = logprobs(self.result, self.choice.call.backend.engine.tokenizer)
-        return None if told is None else [_finite(token) for token in told]
 
 
 Piece = tuple[Choice, str] | Chosen
@@ -115,7 +117,7 @@ async def _answers(
                         yield choice, item
                     else:
                         service.count(item.report)
-                        yield Chosen(choice, item)
+                        yield await in_thread(partial(Chosen.of, choice, item))
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """`/v1/rag/ask` and `/v1/documents`: the library, asked and filled as the page does it."""
 
+import asyncio
 import re
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,7 @@ async def _asked(
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
     stopped, turns = threading.Event(), list[Turn]()
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
         stopped.set()
@@ -74,6 +76,13 @@ async def _asked(
             turn.stop()
 
     def work(tell: Callable[[str], None]) -> Answer:
+        try:
+            return answer(tell)
+        finally:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(ended.set)
+
+    def answer(tell: Callable[[str], None]) -> Answer:
         try:
             begun = begin(stopped)
         except Cancelled as error:
@@ -105,6 +114,7 @@ async def _asked(
         finally:
             timer.cancel()
             stop()
+            await ended.wait()  # a search does not stop at once, and takes a place until it ends
 
 
 @router.post("/documents", status_code=202)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 
 import pytest
 from servers import SOON_S, events, until
@@ -168,6 +169,26 @@ def test_who_leaves_an_embedding_or_a_question_that_waits_for_it_stops_it(
         assert late.status_code == 408 and len(ended) == 1 and served.service.admission.inside == 1
     until(lambda: served.service.admission.inside == 0)
     assert len(ended) == 2
+
+
+def test_a_question_takes_a_place_until_its_search_has_ended(served, document, monkeypatch) -> None:
+    """Who asked and left again and again had as many searches going as he liked."""
+    conversations, going, goes_on = served.service.desk.conversations, threading.Event(), threading.Event()
+    answer = conversations.answer
+
+    def slow(*given):
+        going.set()
+        assert goes_on.wait(SOON_S)
+        return answer(*given)
+
+    monkeypatch.setattr(conversations, "answer", slow)
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(served.raw("POST", "/v1/rag/ask", {"question": QUESTION, "max_tokens": 1}))
+        assert going.wait(SOON_S)
+    time.sleep(0.2)
+    assert served.service.admission.inside == 1
+    goes_on.set()
+    until(lambda: served.service.admission.inside == 0)
 
 
 def test_an_embedding_takes_no_longer_than_an_answer_may(served, ada, embedding, monkeypatch) -> None:
