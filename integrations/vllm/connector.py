@@ -49,7 +49,9 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(runtime, self._settings)
         else:
-            self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups))
+            # Where it schedules ahead, vLLM takes a failed load back after the next token.
+            ahead = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+            self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1 and not ahead)
 
     @property
     def requires_kv_delivery(self) -> bool:

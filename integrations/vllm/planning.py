@@ -1,10 +1,10 @@
 """What is decided without vLLM: whether fusing pays, whose cached blocks a prompt may find, and slots.
 
 A block that was fused must never reach another prompt: which rows were computed depends on the question. Its hash is
-salted, therefore, with all that its KV depends on: how it was fused, and the whole prompt. So the same question finds
-its blocks again, and a conversation that goes on finds those of its beginning, because prompts that were fused lately
-are remembered and lend their salt to what begins with them. What is fused itself has its own salt all the same: under
-a lent one another prompt with that beginning would find it.
+salted, therefore, with all that its KV depends on: how it was fused, and the whole prompt with its passages. So the
+same question finds its blocks again, and a conversation that goes on finds those of its beginning, because prompts
+that were fused lately are remembered and lend their salt to what begins with them. What is fused itself has its own
+salt all the same: under a lent one another prompt with that beginning would find it.
 """
 
 import hashlib
@@ -74,6 +74,18 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: st
     return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
 
 
+def marked(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
+    """Each token id with what its KV depends on besides: where passages begin, and which of these are parts of others.
+
+    Of a prompt's beginning they are the beginning.
+    """
+    marks = [0] * len(token_ids)
+    for match in matches:
+        marks[match.start : match.stop] = [1] * (match.stop - match.start)
+        marks[match.start] = 2 if len(match.whole) == match.stop - match.start else 3
+    return [4 * token_id + mark for token_id, mark in zip(token_ids, marks, strict=True)]
+
+
 class Salts:
     """The salts of prompts that were fused lately, for those that begin with one of them."""
 
@@ -84,7 +96,7 @@ class Salts:
     def of(
         self, token_ids: Sequence[int], said: str, goes_on: Callable[[str], bool] = lambda lent: True
     ) -> tuple[str, bool]:
-        """The salt of a prompt that is fused as `said`, and whether it is another's; remembered.
+        """The salt of a prompt, its tokens `marked`, that is fused as `said`, and whether it is another's; remembered.
 
         That of the longest known beginning if `goes_on` says so of it, else its own.
         """

@@ -77,6 +77,8 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         ):
             if found is not None:
                 return f"a {name} ({found}) of a hub model is not supported: name the folder that it is in"
+    if model.hf_overrides:
+        return "hf_overrides are not supported: keys of stored KV are made of the checkpoint's own config"
     if str(vllm_config.load_config.load_format) == "dummy":
         return "random weights (load_format dummy) are not supported: stored KV is the model's own"
     if model.tokenizer != model.model:

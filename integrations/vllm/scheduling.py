@@ -11,13 +11,14 @@ from ragblend.engine.prompt import Prompt
 from ragblend.integrations.finding import MINIMUM
 from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import Fused, Order, Orders
-from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of
+from ragblend.integrations.vllm.planning import Plan, Salts, marked, prompt_of
 from ragblend.integrations.vllm.runtime import VllmRuntime
 from ragblend.integrations.vllm.settings import LABEL, REPORT, Settings, Wish, label_of, wish_of
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 MOST_MISSING = 1000
+LONGEST_MISSING = 4096  # tokens of a passage that is encoded between others' requests: they wait for it
 MOST_TOLD = 1000  # reports that nobody has asked for yet
 
 
@@ -32,7 +33,6 @@ class SchedulerSide:
 
     def __init__(self, runtime: VllmRuntime, settings: Settings) -> None:
         self._runtime, self._settings = runtime, settings
-        self._finders: dict[str, PassageFinder] = {}
         self._salts = Salts()
         self._plans: dict[str, Plan] = {}
         self._loading: dict[str, set[int]] = {}  # blocks by request, until it is known what became of them
@@ -41,12 +41,13 @@ class SchedulerSide:
         self._orders: list[Order] = []
         self._missing: OrderedDict[tuple[Ids, str], str | None] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has said yet that it can"
-        _ = (
-            runtime.store,
-            runtime.nodes,
-            runtime.fingerprint,
-            runtime.canonical_prefix,
-        )  # not in somebody's first request
+        _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix  # not in somebody's first request
+        self._finders = {
+            name: PassageFinder(runtime.nodes, runtime.scope(name))
+            for name in (settings.collection, *settings.collections)
+        }
+        for finder in self._finders.values():
+            finder.find(())
 
     def close(self) -> None:
         self._runtime.close()
@@ -69,7 +70,8 @@ class SchedulerSide:
                 _hash_anew(request, lent)
                 return not plan.pays(self.find_cached(request), self._settings.minimum_tokens)
 
-            salt, is_lent = self._salts.of(request.prompt_token_ids, json.dumps(said), goes_on)
+            tokens = marked(request.prompt_token_ids, plan.matches)
+            salt, is_lent = self._salts.of(tokens, json.dumps(said), goes_on)
             if not is_lent:
                 _hash_anew(request, salt)
             self._plans[request.request_id] = replace(plan, goes_on=is_lent)
@@ -101,16 +103,14 @@ class SchedulerSide:
         stored = self._stored(prompt_of(ids, matches, wish.collection), wish)
         if wish.encode is None and self._settings.encode_missing:
             for match, there in zip(matches, stored, strict=True):
-                if not there and len(match.whole) >= MINIMUM and len(self._missing) < MOST_MISSING:
+                fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
+                if not there and fits:
                     self._missing[match.whole, wish.collection] = match.node_id
         return Plan(wish, tuple(matches), stored, len(ids))
 
     def _matches(self, ids: list[int], wish: Wish) -> list[Match]:
         if wish.spans is not None:
             return [Match(start, stop, tuple(ids[start:stop]), 0) for start, stop in wish.spans]
-        if wish.collection not in self._finders:
-            scope = self._runtime.scope(wish.collection)
-            self._finders[wish.collection] = PassageFinder(self._runtime.nodes, scope)
         return self._finders[wish.collection].find(ids)
 
     def _stored(self, prompt: Prompt, wish: Wish) -> tuple[bool, ...]:

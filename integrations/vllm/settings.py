@@ -11,6 +11,7 @@ from ragblend.kvstore.places import Place
 
 LABEL, REPORT = "label", "report"  # a request's name for itself, and whose report a later one wants
 LONGEST_LABEL = 64
+MOST_SPANS = 256
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
         return None
     if not isinstance(given, list | tuple) or not all(_is_pair(each) for each in given):
         raise UsageError(f"spans must be a list of [start, stop] pairs of token positions, not {given!r:.80}")
+    if len(given) > MOST_SPANS:
+        raise UsageError(
+            f"spans are {len(given)}; a prompt may have {MOST_SPANS}, others' requests wait for each"
+        )
     found = tuple((int(start), int(stop)) for start, stop in given)
     edges = [0, *(edge for span in found for edge in span), tokens]
     if sorted(edges) != edges or any(start == stop for start, stop in found):

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,14 @@ MOST_ENCODED = 8  # passages of a prompt that says `encode`: everybody else wait
 
 
 class WorkerSide:
-    """groups: how many groups of blocks vLLM's cache has; with several a failed load cannot be told to vLLM.
+    """can_tell: whether vLLM takes in time that a load has failed: not with several groups of blocks, nor where it
+    schedules ahead.
 
     refusal: why nothing is fused; None if it is. The scheduler is told it before the first request.
     """
 
-    def __init__(self, runtime: VllmRuntime, groups: int) -> None:
-        self._runtime, self._groups = runtime, groups
+    def __init__(self, runtime: VllmRuntime, can_tell: bool) -> None:
+        self._runtime, self._can_tell = runtime, can_tell
         self._decoder: VllmDecoder | None = None
         self.refusal: str | None = "the worker has not begun"
         self._encoder: ChunkEncoder | None = None
@@ -53,8 +54,10 @@ class WorkerSide:
             with _by_hand():
                 verdict = judged(decoder, text)
             self._runtime.adopt(decoder, verdict)
+            if verdict.passed:
+                _ = self._runtime.store, self._runtime.readers, self._runtime.canonical_prefix
+                self._decoder = decoder
             self.refusal = verdict.reason
-            self._decoder = decoder if verdict.passed else None
         except RagBlendError as error:
             self.refusal = str(error)
         except Exception as error:
@@ -63,7 +66,6 @@ class WorkerSide:
         if self._decoder is None:
             log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self.refusal)
         else:
-            _ = self._runtime.store, self._runtime.readers, self._runtime.canonical_prefix
             log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - begun)
 
     def close(self) -> None:
@@ -85,32 +87,36 @@ class WorkerSide:
             self._fuse(order, order.plan.wish.method)
         except Exception as error:
             log.warning(
-                "request %s could not be fused (%s: %s), and is computed by vLLM", order.request_id,
+                "request %s could not be fused (%s: %s), and is computed", order.request_id,
                 type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
             )  # fmt: skip
             self._give_up(order, error)
 
     def _give_up(self, order: Order, error: Exception) -> None:
-        """Have vLLM compute it; with several groups of blocks it cannot be told, so all rows are computed here."""
+        """Compute all rows here, so that nobody can have used blocks that nothing was written to; else have vLLM do it.
+
+        Where vLLM cannot be told in time the answer is worth nothing, which is said, and nothing more is fused.
+        """
         self._stats.add(failures=1)
         self._report(order, {"error": f"{type(error).__name__}: {error}"})
-        if self._groups > 1:
-            self._compute_all(order)
-            return
-        size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
-        first = 0 if size is None else order.start // size
-        self._failed |= set(order.blocks[0][first:]) - {0}
-
-    def _compute_all(self, order: Order) -> None:
-        """The last resort. If that fails too the answer is worth nothing, which is said, and nothing more is fused."""
         try:
             self._fuse(order, "full")
-        except Exception as error:
-            self.refusal = self._reports.refusal = f"a prompt could not even be computed in full ({error})"
-            log.exception(
-                "the answer to request %s is wrong, and nothing is fused from now on", order.request_id
-            )
-            if self._decoder is not None:  # what other requests left there is nobody's business
+            return
+        except Exception as again:
+            failed = again
+        if self._can_tell:
+            size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
+            first = 0 if size is None else order.start // size
+            self._failed |= set(order.blocks[0][first:]) - {0}
+            return
+        self.refusal = self._reports.refusal = f"a prompt could not even be computed in full ({failed})"
+        log.error(
+            "the answer to request %s is wrong, and nothing is fused from now on",
+            order.request_id,
+            exc_info=failed,
+        )
+        if self._decoder is not None:  # what other requests left there is nobody's business
+            with suppress(Exception):
                 self._decoder.write(self._decoder.nothing(order.stop), order.start, order.stop, order.blocks)
 
     def _fuse(self, order: Order, method: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from ragblend.engine.prompt import Chunk
 from ragblend.integrations.vllm.finder import Match
-from ragblend.integrations.vllm.planning import Plan, Salts, prompt_of, slots_of
+from ragblend.integrations.vllm.planning import Plan, Salts, marked, prompt_of, slots_of
 from ragblend.integrations.vllm.settings import Settings, wish_of
 
 WISH = wish_of(Settings(), None, 1000)
@@ -57,6 +57,26 @@ def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
         (ids[:-1], "probe-shift 0.15"),
     ]
     assert first not in {Salts().of(*other) for other in others}
+
+
+def test_other_passages_in_the_same_prompt_are_another_salt():
+    ids = list(range(100))
+
+    def salt(*places, **more):
+        return Salts().of(
+            marked(ids, [Match(a, b, more.get("whole", tuple(ids[a:b])), 0) for a, b in places]), "m"
+        )
+
+    several = [
+        salt(),
+        salt((10, 40)),
+        salt((10, 20), (20, 40)),
+        salt((10, 39)),
+        salt((10, 40), whole=(*ids[10:40], 1)),
+    ]
+    assert len({found for found, _ in several}) == 5 and salt((10, 40)) == several[1]
+    longer, matches = [*ids, 7, 8], [Match(10, 40, tuple(ids[10:40]), 0), Match(100, 102, (7, 8), 0)]
+    assert marked(longer, matches)[:100] == marked(ids, matches[:1]), "so a conversation can go on"
 
 
 def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():

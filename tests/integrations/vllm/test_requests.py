@@ -207,6 +207,21 @@ def files_of(server) -> list[Path]:
     )
 
 
+def test_what_one_client_says_are_passages_serves_no_other(empty):
+    """Spans that cut a prompt into pieces without context made KV that everybody's same prompt then got."""
+    ids = empty.ids(TEXTS[:4])
+    [cold] = empty.ask([ids])
+    empty.llm.reset_prefix_cache()
+    spans = [[start, start + 2] for start in range(12, 76, 2)]
+    [odd] = empty.ask([ids], [{"spans": spans, "encode": True}])
+    assert odd.kv_transfer_params["ragblend"]["reused_tokens"] > 0 and not same(odd, cold)
+    longer = [*ids, *empty.ids([])[-12:]]
+    plain, goes_on = empty.ask([ids, longer])
+    assert same(plain, cold) and plain.kv_transfer_params["ragblend"]["hits"] == 4
+    empty.llm.reset_prefix_cache()
+    assert same(goes_on, empty.ask([longer])[0])
+
+
 def test_a_damaged_passage_is_computed_in_place(empty):
     before = TEXTS[5]
     texts = [passage(50), *TEXTS[1:3], before]

@@ -39,6 +39,7 @@ def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
         ({"model": "own/tiny", "revision": "abc"}, {}, "a revision (abc) of a hub model"),
         ({"model": "own/tiny"}, {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
         ({"model": "own/tiny"}, {"load_format": "dummy"}, "random weights"),
+        ({"model": "/a/folder", "hf_overrides": {"rms_norm_eps": 0.1}}, {}, "hf_overrides"),
         ({"model": "/a/folder", "revision": "abc"}, {"download_dir": "/elsewhere"}, None),
         ({"model": "own/tiny"}, {}, None),
     ],
@@ -48,7 +49,7 @@ def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
     from ragblend.integrations.vllm.runtime import unsupported
 
     usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
-    usual |= {"is_multimodal_model": False, "runner_type": "generate"}
+    usual |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}}
     config = SimpleNamespace(
         model_config=SimpleNamespace(**usual | model),
         load_config=SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),

@@ -64,3 +64,13 @@ def test_streams_and_refused_wishes(listening):
         answer = ask(url, TEXTS[1:3], kv_transfer_params=wish)
         assert len(answer["choices"]) == 1 and answer["kv_transfer_params"] is None, "computed by vLLM"
     assert ask(url, TEXTS[3:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
+
+
+def test_wishes_that_come_another_way_and_are_no_object_end_nothing(listening):
+    """vLLM checks the type of `kv_transfer_params`, not of what `vllm_xargs` puts in their place: it refuses that as a
+    fault of its own.
+    """
+    for given in ("reuse", 7, ["reuse"]):
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            ask(listening.url, TEXTS[:3], vllm_xargs={"kv_transfer_params": given})
+    assert ask(listening.url, TEXTS[2:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
