@@ -407,7 +407,7 @@ class Engine:
         """
 
         def work(on_text: OnText | None) -> Result:
-            read = None if speculation is None else speculation.settle()
+            read = None if speculation is None else speculation.settle(cancel)
             claim = claim_of(self.runtime, request, client, deadline)
             claim = claim if read is None else replace(claim, cached={}, new_tokens=1)
             with self.runtime.queue.turn(cancel, claim=claim) as turn:
@@ -422,6 +422,7 @@ class Engine:
                     if request.session is not None and prefilled.cache is not None:
                         ids = (*request.prompt.token_ids, *answer)
                         request.session.keep(ids, prefilled.cache, self.runtime.decoder)
+                        self.runtime.sessions.add(request.session)
 
         return twice(self.runtime, work, on_text, cancel)
 

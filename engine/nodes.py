@@ -65,7 +65,11 @@ class Nodes:
             return self._bury(self._runtime.nodes.delete(self._collection, node_ids))
 
     def forget_all(self) -> int:
-        """The same for every node of the collection, and for every text that is looked for."""
+        """The same for every node of the collection and every text that is looked for. What waits to be encoded is
+        dropped: it would enter its node again.
+        """
+        mine = self._collection
+        self._runtime.chores.drop(lambda name: isinstance(name, tuple) and name[0] == mine)
         with self._runtime.use.turn():
             return self._bury(self._runtime.nodes.delete_collection(self._collection))
 

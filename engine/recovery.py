@@ -17,6 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger("ragblend")
 # What torch raises of a device, its memory, its driver; ours are RagBlendErrors.
 FAILURES = (RuntimeError, MemoryError)
+NOT_THE_DEVICE = (RecursionError, NotImplementedError)  # RuntimeErrors of programs, which would fail again
 
 
 class Shown:
@@ -62,8 +63,10 @@ def twice(
 
 
 def _reraise(error: BaseException, shown: Shown | None) -> None:
-    """What the receiver of the text raised is his; what somebody has read cannot be begun again."""
-    if shown is not None and error is shown.raised:
+    """What the receiver of the text raised is his, a program's fault nobody's device's; and what somebody has read
+    cannot be begun again.
+    """
+    if (shown is not None and error is shown.raised) or isinstance(error, NOT_THE_DEVICE):
         raise error
     if shown is not None and shown.any:
         raise DeviceError(

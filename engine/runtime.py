@@ -28,6 +28,7 @@ from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue, patient
+from ragblend.engine.session import Session
 from ragblend.engine.steps import Choice
 from ragblend.engine.tokenizing import Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
@@ -83,6 +84,9 @@ class Runtime:
         self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
         self._loading, self._light = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
+        self.sessions: weakref.WeakSet[Session] = (
+            weakref.WeakSet()
+        )  # that hold a context; used in the device's turn
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
         self._digests = home / "models" / "digests.json"
@@ -154,6 +158,8 @@ class Runtime:
                     for tier in self.store.tiers if "store" in vars(self) else ():
                         if tier.name == "device":
                             tier.clear()
+                    for session in list(self.sessions):  # of no use to another model
+                        session.forget()
         gc.collect()
         free_cached(self.device)
 

@@ -290,6 +290,11 @@ class Chores:
                 self._running = True
                 threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
 
+    def drop(self, of: Callable[[Hashable], bool]) -> None:
+        """Forget what has not begun and has such a name."""
+        with self._changed:
+            self._queue = deque(each for each in self._queue if not of(each[0]))
+
     def awaits(self, work: Callable[..., None]) -> bool:
         """Whether such a chore, a `partial` of that, has not begun."""
         with self._changed:

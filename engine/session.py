@@ -13,6 +13,8 @@ from ragblend.engine.plan import Span
 from ragblend.engine.prompt import Prompt
 from ragblend.kvstore.memory import HeldChunk
 
+TEMPLATE_TOKENS = 8  # that stand before an answer, and not where it is repeated
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -47,6 +49,19 @@ class Session:
         """How many of these, from the first on, it holds."""
         kept = self._kept
         return _common(kept.token_ids, token_ids) if kept else 0
+
+    def is_of(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether these go on from the prompt that was answered last, but for what a template ends a prompt with."""
+        kept = self._kept
+        return (
+            kept is not None and self.common_tokens(token_ids) >= kept.cache.prompt_tokens - TEMPLATE_TOKENS
+        )
+
+    def fork(self) -> "Session":
+        """Another conversation with the same beginning: what is held is lent, and each goes on by itself."""
+        forked = Session()
+        forked._kept = self._kept
+        return forked
 
     def forget(self) -> None:
         """Let go of the memory."""

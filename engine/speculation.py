@@ -13,6 +13,7 @@ from contextlib import suppress
 from ragblend.engine.prefill import Request, claim_of, prefill
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduler import Cancel
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import Closing
 
@@ -34,10 +35,12 @@ class Speculation(Closing):
         if self._runtime.loaded_now is not None and not self._runtime.queue.inside:
             self._reading = _Reading(self._runtime, request, self._client)
 
-    def settle(self) -> Prefilled | None:
-        """The last prompt, read, when it is; None where it was not begun, or was left for somebody else. Once."""
+    def settle(self, cancel: Cancel | None = None) -> Prefilled | None:
+        """The last prompt, read, when it is; None where it was not begun, or was left for somebody else or by `cancel`.
+        Once.
+        """
         reading, self._reading = self._reading, None
-        return None if reading is None else reading.result()
+        return None if reading is None else reading.result(cancel)
 
     def close(self) -> None:
         """Drop what was begun, and wait until the device is free of it."""
@@ -52,6 +55,7 @@ class _Reading:
     def __init__(self, runtime: Runtime, request: Request, client: str) -> None:
         self.request, self._runtime = request, runtime
         self._is_wanted = self._is_dropped = False
+        self._cancel: Cancel | None = None
         self._prefilled: Prefilled | None = None
         self._thread = threading.Thread(
             target=self._read, args=(client,), name="ragblend-speculation", daemon=True
@@ -60,14 +64,15 @@ class _Reading:
 
     def is_set(self) -> bool:
         """Whether to leave it: what the queue and each layer ask."""
-        return self._is_dropped or (self._runtime.queue.wanted and not self._is_wanted)
+        left = self._is_dropped or (self._cancel is not None and self._cancel.is_set())
+        return left or (self._runtime.queue.wanted and not self._is_wanted)
 
     def drop(self) -> None:
         self._is_dropped = True
         self._thread.join()
 
-    def result(self) -> Prefilled | None:
-        self._is_wanted = True
+    def result(self, cancel: Cancel | None) -> Prefilled | None:
+        self._cancel, self._is_wanted = cancel, True
         self._thread.join()
         return self._prefilled
 

@@ -9,6 +9,7 @@ from benches import make_prompt, make_text
 
 from ragblend.engine import runtime as runtime_module
 from ragblend.engine.decoder import TransformersDecoder
+from ragblend.engine.session import Session
 from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -196,3 +197,22 @@ def test_the_failed_model_is_gone_when_the_next_is_loaded(asked, monkeypatch):
     break_layer(monkeypatch, 1, RuntimeError)
     assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected and held == [None]
     assert all(encoding) and engine.missing(nodes).node_ids == ()
+
+
+def test_contexts_of_conversations_go_with_the_failed_model(asked, monkeypatch):
+    """They are of no use to another model, and their memory may be what was short."""
+    engine, expected = asked
+    session = Session()
+    engine.generate(ASKED, max_new_tokens=2, session=session)
+    assert session.tokens > 0
+    break_layer(monkeypatch, 1, MemoryError)
+    assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected and session.tokens == 0
+
+
+@pytest.mark.parametrize("error", [RecursionError, NotImplementedError])
+def test_a_fault_of_the_program_loads_no_model_anew(asked, loads, monkeypatch, error):
+    engine, _ = asked
+    break_layer(monkeypatch, 1, error)
+    with pytest.raises(error):
+        engine.generate(ASKED, max_new_tokens=8)
+    assert not loads

@@ -101,6 +101,20 @@ def test_what_is_being_read_when_it_turns_out_right_is_waited_for(fresh, reads):
     assert (reads.ahead, reads.in_place) == (["read"], 0)
 
 
+def test_who_leaves_does_not_wait_for_what_is_being_read(fresh, reads):
+    reads.holds = True
+
+    def prompts():
+        yield RIGHT
+        assert reads.begun.wait(WAIT_S)
+
+    with fresh.engine.stream_staged(prompts(), max_new_tokens=6) as stream:
+        threading.Thread(target=lambda: (reads.begun.wait(WAIT_S), time.sleep(0.1), stream.close())).start()
+        with pytest.raises(Cancelled):
+            list(stream)
+    assert reads.ahead == ["dropped"]
+
+
 @pytest.mark.parametrize("last", [RIGHT, make_prompt(TEXTS[:3], suffix="Another question?")])
 def test_what_changes_is_dropped_between_two_layers(fresh, reads, last):
     """The same passages with other words are another prompt."""
