@@ -57,16 +57,25 @@ class MiniLMEmbedder:
     ) -> list[Embeddings]:
         """For each text (W, 384) float32, normalised, a row a window of it; progress gets (texts done, texts in all).
 
-        Safe for threads: a question passes between two batches.
+        Safe for threads: a question passes between two batches, also of one long text.
         """
-        done: list[Embeddings] = []
-        while len(done) < len(texts):
+        vectors: list[list[Embeddings]] = [[] for _ in texts]
+        done, left = 0, None  # texts that are, and what windows the next one has left, if it was begun
+        while done < len(texts):
+            batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
             with self._queue.turn(cancel):  # its tokenizer must not be used by two threads at once
                 self._load()
-                done += self._embed(self._batch(texts[len(done) :], part), cancel)
+                while done < len(texts) and room > 0:
+                    left = chosen(self._windows(texts[done]), part) if left is None else left
+                    batch.append((done, left[:room]))
+                    room, left = room - len(batch[-1][1]), left[room:] or None
+                    done += left is None
+                found = self._embed([windows for _, windows in batch], cancel)
+            for (number, _), of_text in zip(batch, found, strict=True):
+                vectors[number].append(of_text)
             if progress is not None:
-                progress(len(done), len(texts))
-        return done
+                progress(done, len(texts))
+        return [np.concatenate(parts) for parts in vectors]
 
     def embed_question(self, text: str, cancel: Cancel | None = None) -> Embeddings:
         """(384,) float32, normalised; the mean of its windows, should it be that long."""
@@ -87,15 +96,6 @@ class MiniLMEmbedder:
     def _load(self) -> None:
         if self._model is None:
             self._model = _load_model(self._dtype)
-
-    def _batch(self, texts: Sequence[str], part: Part) -> list[list[str]]:
-        """The windows of the first whole texts, together about BATCH_WINDOWS."""
-        batch: list[list[str]] = []
-        for text in texts:
-            batch.append(chosen(self._windows(text), part))
-            if sum(map(len, batch)) >= BATCH_WINDOWS:
-                break
-        return batch
 
     def _windows(self, text: str) -> list[str]:
         offsets = self._model.tokenizer.encode(text, add_special_tokens=False).offsets

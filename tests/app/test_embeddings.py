@@ -63,6 +63,28 @@ def test_who_cancels_has_no_further_batch(embedder):
     assert len(seen) == 1
 
 
+def test_a_question_passes_while_one_long_text_is_embedded(embedder):
+    embedder.load()
+    long, order = "Why is the harbour closed? " * 3000, []
+    begun, embed = threading.Event(), embedder._model.embed
+
+    def noted(texts, *more):
+        begun.set()
+        return embed(texts, *more)
+
+    embedder._model.embed = noted
+    try:
+        other = threading.Thread(target=lambda: (embedder.embed_passages([long]), order.append("long")))
+        other.start()
+        assert begun.wait(60)
+        embedder.embed_question("Who closed it?")
+        order.append("question")
+        other.join(60)
+    finally:
+        embedder._model.embed = embed
+    assert order == ["question", "long"]
+
+
 def test_a_long_question_is_one_vector(embedder):
     assert embedder.embed_question("Why is the harbour closed? " * 60).shape == (384,)
 
