@@ -47,9 +47,9 @@ def _listen(cli: Cli, server: Any, asked: Listening, root: Path) -> None:
     from ragblend.app.serve.listening import Server, check_reach, listening
 
     keys = Keys(root)
-    check_reach(asked.host, keys)
+    check_reach(asked.host, asked.allow_host, keys)
     with listening(asked.host, asked.port, asked.allow_host) as (address, at):
-        door = Door(Rules(address), keys, not address.is_loopback)
+        door = Door(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         said = {"url": url}, f"Assistants find the library at {url}"
         running = Server(over_http(server, door), lambda: cli.result(*said))

@@ -38,7 +38,6 @@ def serve(cli: Cli, asked: Serving) -> int:
     cli.open().close()  # what it was given is refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.desk import Desk
-    from ragblend.app.serve.front import Address
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.listening import check_reach, listening
     from ragblend.app.serve.listening import serve as run
@@ -46,9 +45,9 @@ def serve(cli: Cli, asked: Serving) -> int:
 
     with Desk.open(cli.home, **cli.overrides) as desk:
         known = Keys(desk.workspaces.home.root)
-        is_open = Address(asked.host).is_loopback and not known.clients()
-        check_reach(asked.host, known)
+        check_reach(asked.host, asked.allow_host, known)
         with listening(asked.host, asked.port, asked.allow_host) as (address, at):
+            is_open = address.is_private and not known.clients()
 
             def ready() -> None:
                 url = f"{address.url}v1"

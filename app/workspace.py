@@ -108,7 +108,9 @@ class Workspaces(Closing):
             raise UsageError(
                 f"Making the collection {name!r}: there is one of that name. Choose another name."
             )
-        self.of(name)
+        with self.writing():  # what somebody left who asked while the last one of that name was removed
+            self.of(name).engine.forget_all()
+            PassageRegistry.drop(self.home.root, name)
         self.library.keep_collection(name)
 
     def forget(self, name: str) -> None:

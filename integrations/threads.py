@@ -37,11 +37,12 @@ async def in_thread(work: Callable[[], Last]) -> Last:
 
 async def items_of_thread(
     work: Callable[[Callable[[Item], None]], Last],
+    stop: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Item | Last, None]:
     """What `work` hands to the function that it is given, as it comes, and then what it returns.
 
     An item waits in memory until it is asked for; the work never waits. In a loop that is closed the function raises
-    RuntimeError, which ends the work.
+    RuntimeError, which ends the work. stop: has the work end; called where nobody wants more, and the end waited for.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[bool, Item | Last | BaseException]] = asyncio.Queue()
@@ -59,11 +60,17 @@ async def items_of_thread(
 
     _start(run)
     last = False
-    while not last:
-        last, item = await items.get()
-        if isinstance(item, BaseException):
-            raise item
-        yield item
+    try:
+        while not last:
+            last, item = await items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        if stop is not None:
+            stop()
+            while not last:
+                last, _ = await items.get()
 
 
 def _start(run: Callable[[], None]) -> None:

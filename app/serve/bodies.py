@@ -36,13 +36,19 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _text_throughout(cls, values: Any) -> Any:
-        """JSON can hold halves of surrogate pairs, which are no text and cannot be tokenized."""
+        """JSON can hold halves of surrogate pairs, which are no text and cannot be tokenized; Python's has NaN, which
+        no answer can repeat.
+        """
         if not isinstance(values, dict):  # not JSON, or no object: said by whoever looks next
             return values
         try:
-            json.dumps(values, ensure_ascii=False).encode()
+            json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
             raise ValueError("a string holds half of a surrogate pair, which is no text") from None
+        except ValueError:
+            raise ValueError("NaN and infinities are no JSON") from None
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         return values
 
 

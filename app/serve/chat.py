@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ragblend.app.serve.bodies import ChatBody, CompletionBody, Options
 from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
-from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.tools import Said
 from ragblend.integrations.backend import kv_statistics, logprobs, usage
@@ -104,7 +104,8 @@ async def _answers(
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
     with service.admission.enter(client), _in_time(service, body.timeout):
-        for choice in await in_thread(partial(_choices, service, client, body, prompts_of)):
+        work = partial(_choices, service, client, body, prompts_of)
+        for choice in await stoppable(lambda _: work(), service.allowed_s(body.timeout)):
             left = service.allowed_s(body.timeout) - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)

@@ -33,6 +33,11 @@ class Address:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
+    def is_private(self) -> bool:
+        """Whether nobody but programs of this machine asks here: who has other names is behind a proxy."""
+        return self.is_loopback and not self.names
+
+    @property
     def url(self) -> str:
         shown = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.port}/"

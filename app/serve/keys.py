@@ -50,6 +50,7 @@ class Keys:
     def __init__(self, root: Path) -> None:
         self.path = root / FILE_NAME
         self._seen: tuple[int, int] | None = None
+        self._is_used = False
         self._clients: dict[str, Client] = {}
 
     def add(self, client: Client) -> str:
@@ -81,6 +82,12 @@ class Keys:
     def client(self, key: str) -> Client | None:
         """Whose key that is. Looked up by its hash, so how long it takes says nothing about keys that are near."""
         return self._read().get(_digest(key))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a key, or was since this began: the last one's end, or its file's, opens nothing."""
+        self._is_used = self._is_used or bool(self._read())
+        return self._is_used
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Client]]:
@@ -131,7 +138,7 @@ class Door:
         found = self.keys.client(given) if given else None
         if found is not None:
             return found
-        if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.clients()):
+        if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.is_used):
             return OWNER
         raise ApiError(
             401, "A key is needed: `Authorization: Bearer KEY`, of `ragblend keys add`.", "invalid_api_key"

@@ -1,13 +1,12 @@
 """`/v1/rag/ask` and `/v1/documents`: the library, asked and filled as the page does it."""
 
-import asyncio
 import re
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,6 @@ async def _asked(
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
     stopped, turns = threading.Event(), list[Turn]()
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
         stopped.set()
@@ -76,13 +74,6 @@ async def _asked(
             turn.stop()
 
     def work(tell: Callable[[str], None]) -> Answer:
-        try:
-            return answer(tell)
-        finally:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(ended.set)
-
-    def answer(tell: Callable[[str], None]) -> Answer:
         try:
             begun = begin(stopped)
         except Cancelled as error:
@@ -104,7 +95,7 @@ async def _asked(
     with service.admission.enter(client):
         timer.start()
         try:
-            async with aclosing(items_of_thread(work)) as items:
+            async with aclosing(items_of_thread(work, stop)) as items:
                 async for item in items:
                     if isinstance(item, str):
                         yield {"object": "rag.answer.chunk", "delta": item}
@@ -113,8 +104,6 @@ async def _asked(
                         yield {"object": "rag.answer", **item.to_json(), "model": service.model}
         finally:
             timer.cancel()
-            stop()
-            await ended.wait()  # a search does not stop at once, and takes a place until it ends
 
 
 @router.post("/documents", status_code=202)

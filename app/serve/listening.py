@@ -75,12 +75,12 @@ def listening(
     raise UsageError(f"Listening at {host}, {several}: {said}. Name another with --port or --host.")
 
 
-def check_reach(host: str, keys: Keys) -> None:
-    """Raises UsageError for an address that other machines may reach, while there is no key."""
-    if not (Address(host).is_loopback or keys.clients()):
+def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
+    """Raises UsageError for what other machines may reach, themselves or by a proxy, while there is no key."""
+    if not (Address(host, names=tuple(names or ())).is_private or keys.clients()):
         raise UsageError(
             f"Serving at {host}: it could be reached from other machines, so it needs a key. Make one with "
-            "`ragblend keys add NAME`, or leave --host away."
+            "`ragblend keys add NAME`, or leave --host and --allow-host away."
         )
 
 
@@ -105,7 +105,7 @@ def serve(
         files_inside(root / "serve"),
         _ended_by_term(),
     ):
-        front = build(desk, Door(rules, keys, not address.is_loopback), limits)
+        front = build(desk, Door(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
             desk.start()

@@ -110,11 +110,12 @@ class Service:
             )
 
     def collection(self, client: Client, name: str | None = None) -> str:
-        """The one that was named, if the client may ask about it, else the client's own. Raises ApiError (404)."""
-        mine = client.collections or (self.desk.settings.collection,)
-        if name is None:
-            return mine[0]
-        allowed = self.desk.workspaces.names() if client.is_owner else mine
+        """The one that was named, if the client may ask about it, else the client's own. Raises ApiError (404), also
+        where it was removed: what is asked then would be found by the next key of that name.
+        """
+        there = self.desk.workspaces.names()
+        allowed = there if client.is_owner else [each for each in client.collections if each in there]
+        name = name or next(iter(client.collections), self.desk.settings.collection)
         if name not in allowed:
             raise ApiError(
                 404, f"There is no collection {name!r:.100}.", "collection_not_found", "collection"
@@ -156,6 +157,10 @@ def client_of(request: Request) -> Client:
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
+
+
+class NotTaken(Exception):
+    """Who waits for the answer does not read it."""
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -209,15 +214,18 @@ class Events(Response):
         self._first, self._rest, self._shown = first, rest, shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone, TimeoutError):
+        with suppress(ClientGone, NotTaken):
             await until_gone(receive, self._tell(send))
 
     async def _tell(self, send: Send) -> None:
         async def event(data: bytes, more: bool = True, name: str = "") -> None:
             line = f"event: {name}\n".encode() if name else b""
             sent = line + b"data: " + data + b"\n\n"
-            async with asyncio.timeout(SEND_S):
-                await send({"type": "http.response.body", "body": sent, "more_body": more})
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await send({"type": "http.response.body", "body": sent, "more_body": more})
+            except TimeoutError:
+                raise NotTaken from None
 
         async def tell(value: object) -> bool:
             kind = value.get("type", "") if isinstance(value, dict) else ""
@@ -228,11 +236,12 @@ class Events(Response):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            is_named = await tell(self._first)
+            is_named = False
             try:
+                is_named = await tell(self._first)
                 async for value in rest:
                     await tell(value)
-            except (ClientGone, asyncio.CancelledError):
+            except (ClientGone, NotTaken, asyncio.CancelledError):
                 raise
             except Exception as error:
                 await event(encoded(api_error(error, self._shown).to_json()), more=False)

@@ -21,7 +21,8 @@ class Sessions:
     def of(self, whose: str, token_ids: tuple[int, ...]) -> "Session":
         """Their session that holds most of the prompt's beginning, or a new one in the place of the oldest.
 
-        whose: the digest of a key, never its name, which somebody else may have next.
+        New is also what begins alike (the same system prompt) and goes on otherwise: another conversation, which takes
+        that beginning along. whose: the digest of a key, never its name, which somebody else may have next.
         """
         from ragblend.engine.session import Session
 
@@ -30,7 +31,10 @@ class Sessions:
                 (each.common_tokens(token_ids), each) for each, owner in self._kept.items() if owner == whose
             ]
             held, best = max(mine, key=lambda pair: pair[0], default=(0, None))
-            session = best if best is not None and held >= LEAST_TOKENS else Session()
+            if best is None or held < LEAST_TOKENS:
+                session = Session()
+            else:
+                session = best if best.is_of(token_ids) else best.fork()
             self._kept[session] = whose
             self._kept.move_to_end(session)
             while len(self._kept) > MOST:

@@ -55,6 +55,7 @@ def check(response, status, code=None):
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * (9 << 20)}]}, 413, None),
         (CHAT, {"timeout": 0.001, "max_tokens": 1500}, 408, "timeout"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": float("nan")}}, 400, "invalid_value"),
         (TEXT, {"prompt": [1, 2, 3]}, 400, "invalid_value"),
         (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value"),
         ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
@@ -64,7 +65,8 @@ def check(response, status, code=None):
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, code) -> None:
-    basis = {CHAT: {"model": served.service.model, "messages": HI}, TEXT: {"model": served.service.model}}
+    named = {"model": served.service.model}
+    basis = {CHAT: named | {"messages": HI}, TEXT: named, "/v1/responses": named}
     body = json.dumps(basis.get(path, {}) | change).encode()
     with served.client() as client:
         check(client.post(path, content=body, headers={"content-type": "application/json"}), status, code)
@@ -86,6 +88,15 @@ def test_what_is_no_json_object(served, body) -> None:
     with served.client() as client:
         check(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
         check(client.post(CHAT, content=body, headers={"content-type": "text/plain"}), 400)
+
+
+def test_what_is_nested_too_deeply(served) -> None:
+    """Python's parser took what its writer then did not."""
+    with served.client() as client:
+        for depth in (200, 900, 950, *range(980, 1010, 3), 5000):
+            body = f'{{"model": "x", "messages": [], "tools": {"[" * depth}{"]" * depth}}}'.encode()
+            answer = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+            assert 400 <= answer.status_code < 500, depth
 
 
 def test_control_tokens_that_a_user_writes_are_text(served) -> None:

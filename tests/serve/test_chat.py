@@ -150,6 +150,71 @@ def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
         assert len(workspace.known_passages) == 0
 
 
+def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> None:
+    """The key still held: what it asked then, and what waited to be encoded for it, the next key of that name found."""
+    desk, runtime = served.service.desk, served.engine.runtime
+    known, begun = Keys(desk.workspaces.home.root), threading.Event()
+    desk.workspaces.create("dora")
+    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    served.engine.finish_background()
+    runtime.chores.add(lambda: begun.wait(SOON_S))
+    for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
+        assert served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "dora").status_code == 200
+    desk.jobs.remove_collection("dora")
+    begun.set()
+    assert served.engine.finish_background(SOON_S) and not runtime.nodes.keys("dora")
+    assert served.chat(LEDGER, "dora").status_code == 404
+    known.remove("dora")
+    Backend(desk.settings.model, served.service.home, "dora", "cpu", "float32").engine.encode(
+        [LEDGER], ["late"]
+    )
+    desk.workspaces.create("dora")
+    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    assert served.chat(LEDGER, "dora").json()["kv"][0]["reused"] == 0 and not runtime.nodes.keys("dora")
+    known.remove("dora")
+    desk.jobs.remove_collection("dora")
+
+
+def test_two_conversations_that_begin_alike_leave_each_other_alone(served) -> None:
+    """The second took the first one's context, and each read all but the system prompt anew in every turn."""
+    system = {"role": "system", "content": "Answer as the keeper of the harbour would, in few words. " * 3}
+    long = " Name every ship, and the harbour that each of them came from." * 3
+
+    def asked(messages):
+        answer = served.chat(messages=messages).json()
+        said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        return [*messages, said, {"role": "user", "content": "And then?"}], answer["usage"]
+
+    talks = [
+        [system, {"role": "user", "content": f"{who} came in by night.{long}"}] for who in ("Ann", "Bea")
+    ]
+    read = [0, 0]
+    for number in (0, 1) * 3:
+        talks[number], usage = asked(talks[number])
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= read[number] - 20
+        read[number] = usage["prompt_tokens"]
+
+
+def test_who_leaves_while_his_prompt_is_made_takes_his_place_until_it_is(served, monkeypatch) -> None:
+    """Threads grew without bound, and shutting down waited for them all."""
+    going, goes_on, made = threading.Semaphore(0), threading.Event(), chat._choices
+
+    def slow(*given):
+        going.release()
+        assert goes_on.wait(SOON_S)
+        return made(*given)
+
+    monkeypatch.setattr(chat, "_choices", slow)
+    body = {"model": served.service.model, "messages": [{"role": "user", "content": "Hello."}]}
+    for number in range(1, 4):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(served.raw("POST", "/v1/chat/completions", body))
+            assert going.acquire(timeout=SOON_S)
+        assert served.service.admission.inside == number
+    goes_on.set()
+    until(lambda: served.service.admission.inside == 0)
+
+
 def test_a_second_turn_reads_what_is_new(served) -> None:
     messages = [{"role": "user", "content": "Tell me about the ships of the harbour, one by one. " * 4}]
     first = served.chat(messages=messages).json()

@@ -10,7 +10,10 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
+from ragblend.app.serve.keys import Client, Door, Keys
+from ragblend.app.serve.listening import check_reach
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
@@ -281,6 +284,36 @@ def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
     assert not any(
         rules.knows(name) for name in ("evil.example:7860", "192.168.1.4:80", "evil.lan", "nas.lan:x")
     )
+
+
+def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
+    """It listens where only this machine's programs reach it, and the proxy brings everybody."""
+    keys = Keys(tmp_path)
+    check_reach("127.0.0.1", None, keys)
+    for host, names in (("127.0.0.1", ["docs.example"]), ("0.0.0.0", None)):
+        with pytest.raises(UsageError, match="needs a key"):
+            check_reach(host, names, keys)
+    keys.add(Client("ada", ("ada",)))
+    check_reach("127.0.0.1", ["docs.example"], keys)
+
+
+def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
+    keys = Keys(tmp_path)
+    door = Door(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
+    scope = {
+        "method": "GET",
+        "path": "/v1/models",
+        "raw_path": b"",
+        "headers": [(b"host", b"127.0.0.1:%d" % PORT)],
+    }
+    assert door.client(scope).is_owner, "nobody has made one"
+    keys.add(Client("ada", ("ada",)))
+    for end in (lambda: keys.remove("ada"), keys.path.unlink):
+        with pytest.raises(ApiError, match="A key is needed"):
+            door.client(scope)
+        end()
+    with pytest.raises(ApiError, match="A key is needed"):
+        door.client(scope)
 
 
 def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
