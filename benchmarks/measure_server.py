@@ -6,8 +6,9 @@
 
 timing: one key has half of the passages; another asks about all of them, and so does the first then. How well does the
 time of an answer tell which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn nothing.
-soak: streams of many keys at once, a third of them left, beside a client that never reads. Answers are compared with
-those that the same keys had alone; memory, threads and open files late in the run with those early in it.
+soak: streams of many keys at once, a third of them left, beside a client that never reads. Answers by full prefill are
+compared with those that the same keys had alone; each passage is in two keys' prompts, and a key's first one must reuse
+nothing; memory, threads and open files late in the run are compared with those early in it.
 rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
 """
 
@@ -144,12 +145,14 @@ class Soak:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
         self.exact = {name: self._prompt(name) for name in users}
-        self.fused = {name: self._prompt(name) for name in users}
+        passages = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts
+        self.fused = {name: self._prompt(name, passages[at // 2]) for at, name in enumerate(users)}
         self.said: dict[str, str] = {}
-        self.found: dict[str, set[str]] = {name: set() for name in users}
+        self.reused: dict[str, list[int]] = {name: [] for name in users}  # tokens of each fused prompt
 
-    def _prompt(self, name: str) -> str:
-        return f"{self.texts.passage(SENTENCES)}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+    def _prompt(self, name: str, passage: str = "") -> str:
+        passage = passage or self.texts.passage(SENTENCES)
+        return f"{passage}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
     async def run(self, seconds: float) -> list[Json]:
         """The server process once a second."""
@@ -216,8 +219,8 @@ class Soak:
                 if left_after is not None and len(pieces) > left_after:
                     return "".join(pieces)
                 pieces += [choice["delta"].get("content", "") for choice in value["choices"]]
-                if "kv" in value:
-                    self.found[name] |= set(value["kv"][0]["chunks"])
+                if fuses and "kv" in value:
+                    self.reused[name].append(value["kv"][0]["reused"])
         return "".join(pieces)
 
     async def _never_read(self, end: float) -> None:
@@ -269,12 +272,11 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
     with serving(home, model, users) as server:
         run = Soak(server, users)
         rows = asyncio.run(run.run(60 * minutes))
-    ids = [each for found in run.found.values() for each in found]
     return {
         **run.counts,
         "different answers": len(set(run.said.values())),
-        "passages learnt": len(ids),
-        "found by two keys": len(ids) - len(set(ids)),
+        "keys that reuse their passage": sum(any(found) for found in run.reused.values()),
+        "keys that reused another's": sum(found[0] > 0 for found in run.reused.values()),
         **{name: change(rows, name) for name in ("rss", "threads", "files")},
     }
 

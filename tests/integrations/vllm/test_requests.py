@@ -256,6 +256,30 @@ def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
     assert "error" not in empty.ask([ids])[0].kv_transfer_params["ragblend"], "and the server goes on"
 
 
+def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(empty, monkeypatch):
+    """vLLM may have given them to the next request, or scheduled a next token, before it hears of it."""
+    from ragblend.integrations.vllm import working
+
+    ids, made, told = empty.ids(TEXTS[:4]), working.prefill, set()
+    take = working.WorkerSide.take_failed_blocks
+    monkeypatch.setattr(
+        working.WorkerSide, "take_failed_blocks", lambda side: (told.update(found := take(side)), found)[1]
+    )
+    [own] = empty.ask([ids], [{"off": True}])
+    empty.llm.reset_prefix_cache()
+
+    def breaks(runtime, request):
+        if request.policy.name != "full":
+            raise MemoryError("no room")
+        return made(runtime, request)
+
+    monkeypatch.setattr(working, "prefill", breaks)
+    one, next_one = empty.ask([ids, ids])
+    assert same(one, own) and one.num_cached_tokens == len(ids) - 1 and not told
+    assert same(next_one, own) and next_one.num_cached_tokens == (len(ids) - 1) // 32 * 32, "in its blocks"
+    assert one.kv_transfer_params == {"ragblend": {"error": "MemoryError: no room"}}
+
+
 def test_more_than_a_step_takes_waits_for_the_next(empty, monkeypatch):
     from ragblend.integrations.vllm.scheduling import SchedulerSide
 
