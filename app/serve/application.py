@@ -7,6 +7,7 @@ import base64
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
-from ragblend.app.serve.keys import Door
+from ragblend.app.serve.keys import Client, Door
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
 from ragblend.app.serve.service import (
     ClientGone,
@@ -49,9 +50,9 @@ PROBLEMS = {
 # What every route may answer; `errors.KNOWN` has the reasons.
 STATUSES = {
     400: "what was asked cannot be done", 401: "no key, or a wrong one", 403: "from another site, or not for this key",
-    404: "no such thing", 408: "the request did not come whole in time", 413: "too large", 421: "not this host",
-    429: "too many requests; Retry-After", 500: "a fault", 503: "not now; Retry-After", 504: "too long",
-    507: "the disk is full",
+    404: "no such thing", 405: "not this method", 408: "the request did not come whole in time", 413: "too large",
+    421: "not this host", 429: "too many requests; Retry-After", 500: "a fault", 503: "not now; Retry-After",
+    504: "too long", 507: "the disk is full",
 }  # fmt: skip
 
 
@@ -99,8 +100,9 @@ class Front:
 
         inner = dict(scope)  # routing notes the route in it
         try:
-            inner["client_of_key"] = self._door.client(scope)
-            await self._app(inner, meter, tell)
+            inner["client_of_key"] = client = self._door.client(scope)
+            with self._place(scope, client):
+                await self._app(inner, meter, tell)
         except (TooLarge, TooSlow, ClientGone):
             pass
         except Exception as error:  # its message may hold what was sent, and its traceback fills a log
@@ -109,6 +111,11 @@ class Front:
         if not status:
             await self._unread(meter).response(scope, receive, send)
         self._count(inner, status[0] if status else 499)
+
+    def _place(self, scope: Scope, client: Client) -> AbstractContextManager[None]:
+        """Of an upload, from before it is read: it is written down as it comes. All else takes one when it is there."""
+        is_upload = scope["method"] == "POST" and scope["path"] == library.UPLOAD_PATH
+        return self.service.admission.enter(client) if is_upload else nullcontext()
 
     def _unread(self, meter: Meter) -> ApiError:
         """Nothing was answered: the body did not come, or nobody waits any more."""

@@ -118,8 +118,7 @@ async def upload(
         raise ApiError(
             400, f"At most {MOST_FILES} files come at once, not {len(file)}.", "too_many_files", "file"
         )
-    with service.admission.enter(client):
-        return json_response(await in_thread(partial(_queued, service, client, file, collection)), 202)
+    return json_response(await in_thread(partial(_queued, service, client, file, collection)), 202)
 
 
 def _queued(

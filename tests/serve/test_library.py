@@ -124,6 +124,22 @@ def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, 
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
 
 
+def test_an_upload_takes_its_place_before_it_comes(served, ada, monkeypatch) -> None:
+    """Each could bring 512 MiB to the disk before anybody counted."""
+    monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_of_one=1))
+    begun = served.raw("POST", "/v1/documents", {}, "transfer-encoding: chunked").replace(
+        b"content-length: 2\r\n", b""
+    )
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(
+            begun.replace(b"application/json", b"multipart/form-data; boundary=x").removesuffix(b"{}")
+        )
+        until(lambda: served.service.admission.inside == 1)
+        refused = ada.post("/v1/documents", files={"file": ("tramway.txt", TRAMWAY)})
+        assert refused.status_code == 429 and "retry-after" in refused.headers
+    until(lambda: served.service.admission.inside == 0)
+
+
 def test_embeddings_are_the_apps_own(served, ada) -> None:
     import base64
 
