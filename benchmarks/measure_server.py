@@ -154,8 +154,9 @@ class Soak:
         passage = passage or self.texts.passage(SENTENCES)
         return f"{passage}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
-    async def run(self, seconds: float) -> list[Json]:
-        """The server process once a second."""
+    async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
+        """The server process once a second; and when nobody asks, before that and after it."""
+        process = psutil.Process(self.server.process.pid)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             await self._asked(client, self.users[0], self.exact[self.users[0]])
@@ -165,15 +166,17 @@ class Soak:
                 for _ in range(MET):
                     await self._asked(client, name, self._noted(name, self.texts.draw), fuses=True)
             await asyncio.sleep(SETTLED_S)
+            at_rest = [taken(process)]
             end = time.monotonic() + seconds
             tasks = [
                 asyncio.ensure_future(self._talk(client, name, end, number))
                 for number, name in enumerate(self.users)
             ]
             tasks.append(asyncio.ensure_future(self._never_read(end)))
-            rows = await self._watch(end)
+            rows = await self._watch(process, end)
             await asyncio.gather(*tasks)
-        return rows
+            await asyncio.sleep(SETTLED_S)
+            return rows, [*at_rest, taken(process)]
 
     async def _talk(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
         """Both kinds of prompt in turns: as many of each at any time, since they do not hold the same files."""
@@ -238,19 +241,22 @@ class Soak:
                 connection.sendall("\r\n".join([*lines, "", ""]).encode() + sent)
                 await asyncio.sleep(UNREAD_S)
 
-    async def _watch(self, end: float) -> list[Json]:
-        process, begun, rows = psutil.Process(self.server.process.pid), time.monotonic(), list[Json]()
+    async def _watch(self, process: psutil.Process, end: float) -> list[Json]:
+        begun, rows = time.monotonic(), list[Json]()
         while time.monotonic() < end:
-            row = {
-                "rss": process.memory_info().rss,
-                "threads": process.num_threads(),
-                "files": process.num_fds(),
-            }
-            rows.append(row | {"at": time.monotonic() - begun})
+            rows.append(taken(process) | {"at": time.monotonic() - begun})
             if len(rows) % 60 == 1:
                 print(rows[-1], self.counts, file=sys.stderr)
             await asyncio.sleep(1)
         return rows
+
+
+def taken(process: psutil.Process) -> Json:
+    return {
+        "rss": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "files": process.num_fds(),
+    }
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[Json]:
@@ -271,13 +277,14 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
     users = names(random.Random(0), streams)
     with serving(home, model, users) as server:
         run = Soak(server, users)
-        rows = asyncio.run(run.run(60 * minutes))
+        rows, at_rest = asyncio.run(run.run(60 * minutes))
     return {
         **run.counts,
         "different answers": len(set(run.said.values())),
         "keys that reuse their passage": sum(any(found) for found in run.reused.values()),
         "keys that reused another's": sum(found[0] > 0 for found in run.reused.values()),
         **{name: change(rows, name) for name in ("rss", "threads", "files")},
+        "at rest, before and after": at_rest,
     }
 
 

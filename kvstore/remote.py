@@ -38,6 +38,7 @@ from ragblend.kvstore.uses import Counters
 
 log = logging.getLogger(__name__)
 RATE_S = 300.0  # for which a measured throughput holds
+PEEK_S = 0.5  # for what everybody waits for
 IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
 WAITING = 1024  # values that are still to be written there; only their names are held
 WRITE_S = 30.0  # for one value, for which nobody waits
@@ -170,10 +171,10 @@ class Remote(Closing):
         return found
 
     def has(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of them it has something under."""
-        names = [name_at(self.place, key) for key in keys]
+        """Which of them it has something under: none where it does not say so within PEEK_S, as others wait, too."""
+        names, limit_s = [name_at(self.place, key) for key in keys], min(PEEK_S, self.place.timeout_s)
         try:
-            heads = self._ask(lambda server: server.peek(names, 1)) if names else []
+            heads = self._ask(lambda server: server.peek(names, 1), limit_s) if names else []
         except RemoteError:
             return set()
         return {key for key, head in zip(keys, heads, strict=True) if head is not None}
@@ -217,7 +218,7 @@ class Remote(Closing):
         except Refused:
             raise
         except Exception as error:
-            raise self._failed(error) from None
+            raise self._failed(error, limit_s) from None
         self._answered()
         return found
 
@@ -257,10 +258,10 @@ class Remote(Closing):
             if not self._away:  # else this began before it was left alone
                 self._state = "available"
 
-    def _failed(self, error: Exception) -> RemoteError:
+    def _failed(self, error: Exception, limit_s: float | None = None) -> RemoteError:
         """In the loop: leave it alone, and try it again later."""
         is_late = isinstance(error, TimeoutError)
-        why = f"no answer within {self.place.timeout_s:g} s" if is_late else told(error)
+        why = f"no answer within {limit_s or self.place.timeout_s:g} s" if is_late else told(error)
         with self._changed:
             was_away, self._away, self._state = self._away, True, why
             self._tally["errors"] += not was_away

@@ -390,6 +390,15 @@ def test_a_server_that_says_nothing_costs_one_time_out(kind, shared_of, open_at,
         assert store.remote.stats().state == "no answer within 0.3 s"
 
 
+def test_what_everybody_waits_for_is_not_waited_for_as_long_as_a_value(redis, open_at, sample, monkeypatch):
+    """vLLM's scheduler asks before any answer has its next token."""
+    monkeypatch.setattr("ragblend.kvstore.remote.PEEK_S", 0.2)
+    with proxy_to(redis.port, most=0) as proxy:
+        store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=600&retry_s=600")
+        assert store.remote.has([sample(1)[0]]) == set()
+        assert store.remote.stats().state == "no answer within 0.2 s"
+
+
 def test_a_server_that_goes_in_the_middle_of_a_value_loses_all_readers_at_once(redis, open_at, sample):
     one = open_at(redis.url + PATIENT)
     samples = [sample(seed, tokens=256, geometry=LARGE) for seed in range(3)]
