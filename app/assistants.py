@@ -4,6 +4,7 @@ What they give is JSON: passages carry the document's id, by which `read_documen
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
@@ -78,20 +79,23 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
     @server.tool(annotations=LOOKS_ONLY)
     async def ask(question: Question, collection: Collection = None) -> Json:
         """Answer a question from the user's documents by a local model, with the passages that it was given."""
-        turns: list[Turn] = []
+        turns, stopped = list[Turn](), threading.Event()
 
         def answered() -> Json:
             workspace = opened(collection)
-            options = AskOptions((workspace.settings.collection,), least_score=ANY)
+            options = AskOptions((workspace.settings.collection,), least_score=ANY, cancel=stopped)
             turns.append(conversations.answer(question, options))
+            if stopped.is_set():
+                turns[0].stop()
             answer = turns[0].whole()
             notice = {"notice": answer.notice} if answer.notice else {}
             return {"answer": answer.text, "sources": [_passage(each) for each in answer.sources], **notice}
 
         try:
             return await _told(answered)
-        finally:
-            for turn in turns:  # the assistant may have stopped waiting
+        finally:  # the assistant may have stopped waiting
+            stopped.set()
+            for turn in turns:
                 turn.stop()
 
     @server.tool(annotations=LOOKS_ONLY)

@@ -224,7 +224,7 @@ class AskBody(Body):
 
     question: Text
     collection: str | None = None
-    collections: list[str] | None = None
+    collections: Annotated[list[str], Field(max_length=100)] | None = None
     history: Annotated[list[Said], Field(max_length=MOST_MESSAGES)] = []
     mode: Literal["documents", "chat"] = "documents"
     method: str | None = None

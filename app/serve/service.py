@@ -133,7 +133,8 @@ class Service:
         return ApiError(408 if told is not None and told <= self.limits.answer_s else 504, said, "timeout")
 
     def count(self, report: Report) -> None:
-        """How the tokens of an answer's prompt were served."""
+        """How the tokens of an answer's prompt were served; that there is one says that all is well again."""
+        self.startup.problem = ""
         for kind in ("reused", "recomputed", "fresh", "missing", "generated"):
             self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
 

@@ -214,6 +214,15 @@ def test_an_embedding_takes_no_longer_than_an_answer_may(served, ada, embedding,
     assert (late.status_code, late.json()["error"]["code"], len(ended)) == (504, "timeout", 1)
 
 
+def test_a_start_that_failed_is_over_with_the_first_answer(served, monkeypatch) -> None:
+    """It was called failed for ever after, and a supervisor would have ended what served."""
+    with served.client("") as anybody:
+        assert anybody.get("/healthz").json() == {"status": "ok"}
+        monkeypatch.setattr(served.service.startup, "problem", "The disk was full.")
+        assert anybody.get("/healthz").status_code == 503
+        assert served.chat(max_tokens=1).status_code == 200 and anybody.get("/healthz").status_code == 200
+
+
 def test_counts_for_prometheus(served) -> None:
     def counted():
         with served.client("owner-key") as chief:
