@@ -103,10 +103,12 @@ class ServedRuntime(Runtime):
         how = {name: told[name] for name in ("method", "ratio", "refusal")}
         return replace(found, fingerprint=ModelFingerprint(**model), **how)
 
-    def report_of(self, name: str, label: str) -> dict[str, Any] | None:
+    def report_of(
+        self, name: str, label: str, stopped: Callable[[], bool] | None = None
+    ) -> dict[str, Any] | None:
         """What the connector says of itself, and of the request with that label; None where there is no connector."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
-        told = self.server.post("/v1/completions", body).get("kv_transfer_params") or {}
+        told = self.server.post("/v1/completions", body, stopped).get("kv_transfer_params") or {}
         found: dict[str, Any] | None = told.get("ragblend")
         return found
 
@@ -357,18 +359,30 @@ class _Answer:
         text = text_of(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
         told = tuple(self._likely[: len(ids) - self._ended]) if options.logprobs is not None else None
         stops = self._text.stopped or self._ended
-        return Result(text, tuple(ids), self._report(), self._request.prompt, stops, told)
+        return Result(text, tuple(ids), self._report(stopped), self._request.prompt, stops, told)
 
-    def _report(self) -> Report:
-        """With what the connector noted: streams do not carry it, so it is asked for."""
-        request, about = self._request, self._runtime.about
-        told: dict[str, Any] | None = {"warning": about.refusal}
-        if about.fingerprint is not None:
-            told = (self._runtime.report_of(about.name, self._label) or {}).get("report")
-        report = self._clock.report(_report(request, told or {}), len(self._ids))
+    def _report(self, stopped: Callable[[], bool]) -> Report:
+        """With what the connector noted."""
+        told = self._told(stopped)
+        report = self._clock.report(_report(self._request, told), len(self._ids))
         timings = report.timings
         read_ms = timings.prefill_ms or timings.ttft_ms
         return replace(report, timings=replace(timings, prefill_ms=read_ms))
+
+    def _told(self, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """Streams do not carry it, so it is asked for; a server that fails then takes back no answer."""
+        runtime = self._runtime
+        try:
+            about = runtime.about
+            if about.fingerprint is None:
+                return {"warning": about.refusal}
+            return (runtime.report_of(about.name, self._label, stopped) or {}).get("report") or {}
+        except (ModelServerError, UsageError) as error:
+            runtime.forget_server()
+            unknown = (
+                "the answer is whole, but which of its passages were reused is unknown and counted as none"
+            )
+            return {"warning": f"{unknown}: {error}"}
 
     def _take(self, choice: dict[str, Any]) -> None:
         found = choice.get("token_ids")

@@ -276,6 +276,32 @@ def test_a_server_that_failed_is_asked_anew_what_it_is(opened):
     assert engine.context_window == 400
 
 
+@pytest.mark.parametrize(
+    "status", [(503, "Server is overloaded"), (429, "Too many requests"), (400, "no such parameter")]
+)
+def test_an_answer_is_not_lost_with_its_report(opened, status):
+    """It is asked for after the stream, and a refusal there was raised in the place of the answer."""
+    engine, server = opened
+    server.told_status = status
+    result = engine.generate(ASKED)
+    assert result.token_ids == (7, 8, 9) and result.stopped
+    assert status[1] in result.report.warning and "unknown" in result.report.warning
+    server.told_status = None
+    report = engine.generate(ASKED).report
+    assert report.warning is None and report.tokens.reused == 20
+
+
+def test_a_report_that_does_not_come_is_cancelled_as_an_answer_is(opened):
+    engine, server = opened
+    server.told_late, cancel = True, threading.Event()
+    timer = threading.Timer(0.5, cancel.set)
+    timer.start()
+    with pytest.raises(Cancelled):
+        engine.generate(ASKED, cancel=cancel)
+    assert server.left.wait(60)
+    timer.join()
+
+
 def test_what_a_stream_says_in_the_place_of_a_status(opened):
     engine, server = opened
     server.fails = {"message": "Grammar error: no such rule", "code": 400}

@@ -35,8 +35,9 @@ class Server(ThreadingHTTPServer):
 
     answer: token ids of a stream; about: what the connector says (None: there is none); told: the report of the last
     stream; status: (code, text) for completions; breaks: end the connection after so many tokens; hold: wait there
-    until the client has gone (`left` is set then); encodes: whether a passage that is to be encoded is; fails: an error
-    that the stream says in the place of a first token.
+    until the client has gone (`left` is set then); told_status, told_late: the same two for reports;
+    encodes: whether a passage that is to be encoded is; fails: an error that the stream says in the place
+    of a first token.
     """
 
     daemon_threads = True
@@ -51,6 +52,8 @@ class Server(ThreadingHTTPServer):
         self.key: str | None = None
         self.breaks: int | None = None
         self.hold: int | None = None
+        self.told_status: tuple[int, str] | None = None
+        self.told_late = False
         self.left, self.encodes = threading.Event(), True
         self.fails: dict | None = None
 
@@ -69,6 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         wish = body.get("kv_transfer_params") or {}
         if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
             return self._json({"error": {"message": "Unauthorized"}}, 401)
+        if wish.get("report") and server.told_late:
+            return self._wait()
+        if wish.get("report") and server.told_status:
+            code, said = server.told_status
+            return self._json({"error": {"message": said}}, code)
         if "report" in wish:
             report = server.about and {"ragblend": server.about | {"report": server.told}}
             return self._json({"kv_transfer_params": report})
@@ -97,10 +105,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             if number == server.hold:
-                with suppress(ConnectionError):
-                    assert self.rfile.read(1) == b"", "the client hangs up, and says nothing"
-                self.close_connection = True
-                server.left.set()
+                self._wait()
                 return
             is_last = number + 1 == len(ids)
             choice = {"token_ids": [token_id], "finish_reason": "stop" if is_last else None}
@@ -110,6 +115,13 @@ class Handler(BaseHTTPRequestHandler):
             self._chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
         self._chunk("data: [DONE]\n\n")
         self._chunk("")
+
+    def _wait(self):
+        """Until the client has gone."""
+        with suppress(ConnectionError):
+            assert self.rfile.read(1) == b"", "the client hangs up, and says nothing"
+        self.close_connection = True
+        self.server.left.set()
 
     def _chunk(self, text):
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())

@@ -2,12 +2,16 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import tomllib
 
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.kvstore.places import Place
@@ -57,6 +61,22 @@ def test_compose_takes_its_file(repo):
     line = [docker, "compose", "-f", str(repo / "deploy" / "compose.yaml"), "config", "--quiet"]
     done = subprocess.run(line, env={"REDIS_PASSWORD": "x", "MODEL": "y"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_image_has_what_ragblend_depends_on(repo):
+    """Its Dockerfile had a list of its own, without what `ragblend ingest` needs."""
+    project = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = (repo / "deploy" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    (image,) = (line.rpartition(":v")[2] for line in lines if line.startswith("FROM "))
+    assert SpecifierSet(extras["vllm"][0].removeprefix("vllm")).contains(image)
+    words = shlex.split(next(line for line in lines if line.startswith("RUN ")))
+    assert "--no-deps" not in words, "then the dependencies would have to be named, and kept up with"
+    there, install = words[words.index(">") + 1], words[words.index("install") :]
+    assert install[install.index("--constraint") + 1] == there, "or pip might change what vLLM has"
+    (source,) = (Requirement(f"ragblend{word[4:]}") for word in install if word.startswith("/src"))
+    named = {Requirement(each).name for extra in source.extras for each in extras[extra]}
+    assert {"redis", "obstore"} <= named, "the shared store's"
 
 
 def test_pods_name_what_is_there(manifests):

@@ -8,7 +8,10 @@ import pytest
 import tiny_models
 from vllm_helpers import SHAPE, passage, serve
 
+from ragblend.kvstore.keys import ChunkKey
+
 REQUESTS, AT_ONCE, TOKENS, BLOCK = 400, 8, 24, 32
+ABORTS, HARMS = 0.08, 0.04  # a step
 LASTING = [passage(number, 45) for number in range(8)]
 PASSING = [passage(number, 45) for number in range(100, 108)]  # deleted or damaged on the way
 
@@ -23,37 +26,51 @@ class Storm:
         orders = [self.chosen.sample(LASTING, 3) for _ in range(12)]
         shaky = [[*self.chosen.sample(LASTING, 2), text] for text in PASSING]
         self.prompts = [server.ids(order) for order in orders + shaky]
-        self.sound = range(len(orders))
+        self.sound, self.shaky = range(len(orders)), range(len(orders), len(self.prompts))
+        self.aborted, self.deleted, self.damaged = 0, 0, 0
 
-    def expected(self) -> dict[tuple[int, bool], tuple[int, ...]]:
-        """One by one, with nothing cached: by prompt, and whether vLLM is left alone."""
-        found = {}
-        for number, ids in enumerate(self.prompts):
-            for off in (False, True):
-                self.server.llm.reset_prefix_cache()
-                [output] = self.server.ask([ids], [{"off": off}], max_tokens=TOKENS, logprobs=None)
-                found[number, off] = tuple(output.outputs[0].token_ids)
+    def alone(self, number: int, off: bool = False) -> tuple[int, ...]:
+        """The answer with nothing cached and nothing beside it; off: vLLM is left alone."""
         self.server.llm.reset_prefix_cache()
-        return found
+        [output] = self.server.ask([self.prompts[number]], [{"off": off}], max_tokens=TOKENS, logprobs=None)
+        self.server.llm.reset_prefix_cache()
+        return tuple(output.outputs[0].token_ids)
+
+    def key_of(self, text: str) -> ChunkKey:
+        runtime = self.server.engine.runtime
+        ids = tuple(runtime.tokenizing.passage_ids(text))
+        return runtime.key_of(runtime.canonical_prefix, ids, "default")
+
+    def lose(self) -> None:
+        """Every passage that may be lost."""
+        for text in PASSING:
+            self.server.engine.runtime.store.delete(self.key_of(text))
+
+    def restore(self) -> None:
+        """All of them, sound again."""
+        self.lose()
+        assert self.server.engine.encode(PASSING).encoded == len(PASSING)
 
     def whole_blocks(self, number: int) -> int:
         """Tokens of a prompt whose fused blocks can be found again."""
         return (len(self.prompts[number]) - 1) // BLOCK * BLOCK
 
-    def went_on(self, number: int, said: tuple[int, ...], left: set[int], resumed: set[int]) -> bool:
-        """Whether each piece of an answer is what follows, alone, behind the fused blocks of so many tokens.
+    def strayed(
+        self, name: str, said: tuple[int, ...], number: int, left: set[int], resumed: set[int]
+    ) -> set[tuple[str, int]]:
+        """Pieces of an answer (name, beginning) that are not what follows, alone, behind fused blocks of it.
 
         left: the numbers of tokens whose blocks were left at some time; resumed: where pieces may begin.
         """
         stops = [*sorted(resumed | {0}), len(said)]
-        whole = self.whole_blocks(number)
-        return all(
-            any(
-                self.follows(number, tokens, said[:start], stop - start) == said[start:stop]
-                for tokens in {*left, whole}
-            )
+        return {
+            (name, start)
             for start, stop in pairwise(stops)
-        )
+            if not any(
+                self.follows(number, tokens, said[:start], stop - start) == said[start:stop]
+                for tokens in {*left, self.whole_blocks(number)}
+            )
+        }
 
     def follows(self, number: int, tokens: int, said: tuple[int, ...], count: int) -> tuple[int, ...]:
         """What follows prompt and answer, alone, where of its fused blocks those of so many tokens are left."""
@@ -73,48 +90,49 @@ class Storm:
         assert output.num_cached_tokens == tokens
         return tuple(output.outputs[0].token_ids)
 
-    def run(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Finished answers by request: (prompt, token ids)."""
+    def run(self) -> dict[str, tuple[int, bool, tuple[int, ...]]]:
+        """Finished answers by request: (prompt, off, token ids)."""
         from vllm import SamplingParams
 
-        running, finished, sent = dict[str, int](), {}, 0
+        running, finished, sent = dict[str, tuple[int, bool]](), {}, 0
         while running or sent < REQUESTS:
             while len(running) < AT_ONCE and sent < REQUESTS:
                 number = self.chosen.randrange(len(self.prompts))
-                said = {"kv_transfer_params": {"off": self.chosen.random() < 0.3}}
+                off = self.chosen.random() < 0.3
+                said = {"kv_transfer_params": {"off": off}}
                 sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, extra_args=said)
                 self.engine.add_request(f"r{sent}", {"prompt_token_ids": self.prompts[number]}, sampling)
-                running[f"r{sent}"] = number
+                running[f"r{sent}"] = number, off
                 sent += 1
             for output in self.engine.step():
                 if output.finished and output.request_id in running:
-                    finished[output.request_id] = (
-                        running.pop(output.request_id),
-                        tuple(output.outputs[0].token_ids),
-                    )
-            if running and self.chosen.random() < 0.08:
+                    asked, said = running.pop(output.request_id), tuple(output.outputs[0].token_ids)
+                    finished[output.request_id] = (*asked, said)
+            if running and self.chosen.random() < ABORTS:
                 gone = self.chosen.choice(sorted(running))
                 self.engine.abort_request([gone], internal=False)
                 del running[gone]
-            if self.chosen.random() < 0.02:
+                self.aborted += 1
+            if self.chosen.random() < HARMS:
                 self.harm()
         for _ in range(3):
             self.engine.step()
         return finished
 
     def harm(self) -> None:
-        """Delete or damage a passage."""
-        runtime = self.server.engine.runtime
-        ids = tuple(runtime.tokenizing.passage_ids(self.chosen.choice(PASSING)))
-        key = runtime.key_of(runtime.canonical_prefix, ids, "default")
+        """Delete or damage a passage that is there."""
+        store, key = self.server.engine.runtime.store, self.key_of(self.chosen.choice(PASSING))
+        if not store.contains(key):
+            return
         if self.chosen.random() < 0.5:
-            runtime.store.delete(key)
+            self.deleted += store.delete(key) > 0
             return
         for file in (self.server.home / "kv").rglob(f"*{key.digest}*"):
             if file.is_file():
                 held = bytearray(file.read_bytes())
-                held[-100] ^= 0xFF
+                held[-4000:] = bytes(0xFF - byte for byte in held[-4000:])  # some of the last layer
                 file.write_bytes(held)
+                self.damaged += 1
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -128,10 +146,15 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         texts = LASTING + PASSING
         server.engine.encode(texts, [f"p{n}" for n in range(len(texts))])
         storm = Storm(server, seed=7)
-        expected = storm.expected()
-        assert sum(expected[n, False] != expected[n, True] for n in storm.sound) > 3, (
-            "fusing changes no answer"
-        )
+        numbers = range(len(storm.prompts))
+        plain = [storm.alone(number, off=True) for number in numbers]
+        fused = [storm.alone(number) for number in numbers]
+        storm.lose()
+        lacking = {number: storm.alone(number) for number in storm.shaky}
+        storm.restore()
+        assert fused == [storm.alone(number) for number in numbers], "encoded again it is the same"
+        assert sum(fused[n] != plain[n] for n in storm.sound) > 3, "fusing changes no answer"
+        assert sum(lacking[n] not in (fused[n], plain[n]) for n in storm.shaky) > 1, "missing changes none"
         pool = storm.core.scheduler.kv_cache_manager.block_pool
         free, scheduler = pool.get_num_free_blocks(), storm.core.scheduler
         preempted, preempt = [], scheduler._preempt_request
@@ -140,10 +163,10 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         )  # fmt: skip
         side = scheduler.connector._scheduler
         left, resumed = defaultdict[int, set[int]](set), defaultdict[str, set[int]](set)
-        matched, numbers = side.matched, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
+        matched, number_of = side.matched, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
 
         def noted(request, computed_tokens):
-            found, number = matched(request, computed_tokens), numbers[tuple(request.prompt_token_ids)]
+            found, number = matched(request, computed_tokens), number_of[tuple(request.prompt_token_ids)]
             if request.request_id in side._plans and computed_tokens and not found:
                 # Where fused blocks were evicted vLLM computes these, and they stand under the same salt.
                 left[number].add(min(computed_tokens, storm.whole_blocks(number)))
@@ -153,24 +176,34 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         side.matched = noted
         finished = storm.run()
         side.matched = matched
-        assert 200 < len(finished) < REQUESTS - 50 and preempted
-        sound = {name: answer for name, answer in finished.items() if answer[0] in storm.sound}
+        assert storm.aborted >= 90 and len(finished) == REQUESTS - storm.aborted and preempted
+        assert storm.deleted and storm.damaged
+        assert not [name for name, (number, off, said) in finished.items() if off and said != plain[number]]
+        asked = {name: (number, said) for name, (number, off, said) in finished.items() if not off}
+        assert any(said == lacking.get(n) != fused[n] for n, said in asked.values()), "no passage was missed"
         others = {
             name: (number, said)
-            for name, (number, said) in sound.items()
-            if said not in (expected[number, False], expected[number, True])
+            for name, (number, said) in asked.items()
+            if said not in (fused[number], plain[number], lacking.get(number))
         }
-        wrong = [
-            name
-            for name, (number, said) in others.items()
-            if not storm.went_on(number, said, left[number], resumed[name])
-        ]
+
+        assert caching or not others, "without a cache nothing is computed behind what was fused before"
+
+        def strayed() -> set[tuple[str, int]]:
+            pieces = (
+                storm.strayed(name, said, n, left[n], resumed[name]) for name, (n, said) in others.items()
+            )
+            return set().union(*pieces)
+
+        storm.restore()
+        wrong = strayed()
+        storm.lose()
+        wrong &= strayed()
         went_on = any(min(tokens) < storm.whole_blocks(number) for number, tokens in left.items())
-        assert len(sound) > 100 and went_on == caching
-        assert not wrong, (
-            f"{len(wrong)} of {len(sound)}, {len(others)} of them behind fused blocks and computed ones"
-        )
+        assert went_on == caching
+        assert not wrong, f"of {len(asked)} answers {len(others)} are behind fused blocks and computed ones"
         assert pool.get_num_free_blocks() == free
-        assert not side._plans and not side._reports and not side._orders
+        kept = ("_plans", "_loading", "_reports", "_told", "_orders", "_missing")
+        assert not {name: vars(side)[name] for name in kept if vars(side)[name]}
     finally:
         server.close()
