@@ -46,17 +46,57 @@ def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
 )
 def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
     """What a hub id says by itself is looked up here; vLLM may have been told otherwise."""
+    why = refused(model, load)
+    assert why is None if said is None else why is not None and why.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallel of 2"),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallel of 2"),
+        (
+            {"parallel_config": SimpleNamespace(prefill_context_parallel_size=4)},
+            "prefill context parallel of 4",
+        ),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"quantization": "awq"}, "quantization awq"),
+        ({"is_multimodal_model": True}, "only text generation"),
+        ({"runner_type": "pooling"}, "only text generation"),
+        ({"tokenizer": "another"}, "a tokenizer (another)"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "the KV cache's dtype fp8"),
+        (
+            {"groups": [SimpleNamespace(kv_cache_spec=SimpleNamespace())]},
+            "KV caches of the kinds SimpleNamespace",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_is_not_supported_is_refused_by_name(changes, said):
+    of_model = {
+        name: each
+        for name, each in changes.items()
+        if name in ("quantization", "is_multimodal_model", "runner_type", "tokenizer")
+    }
+    why = refused(
+        {"model": "/a/folder"} | of_model, {}, **{n: e for n, e in changes.items() if n not in of_model}
+    )
+    assert why is not None and why.startswith(said)
+
+
+def refused(model, load, groups=(), **changes):
+    """What `unsupported` says of a configuration with these changes."""
     from ragblend.integrations.vllm.runtime import unsupported
 
     usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
     usual |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}}
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(**usual | model),
-        load_config=SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),
-        parallel_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-        lora_config=None,
-    )
-    why = unsupported(config, SimpleNamespace(kv_cache_groups=[]))
-    assert why is None if said is None else why is not None and why.startswith(said)
+    parts = {
+        "model_config": SimpleNamespace(**usual | model),
+        "load_config": SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),
+        "parallel_config": SimpleNamespace(),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "speculative_config": None,
+        "lora_config": None,
+    }
+    return unsupported(SimpleNamespace(**parts | changes), SimpleNamespace(kv_cache_groups=groups))

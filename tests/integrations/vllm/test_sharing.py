@@ -1,10 +1,11 @@
 """vLLM over a store that machines share: passages that it knows by name, and another machine has encoded."""
 
 import math
+import random
 import time
 
 import tiny_models
-from shared_servers import redis_server  # noqa: F401
+from shared_servers import RedisNames, proxy_to, redis_server  # noqa: F401
 from vllm_helpers import QUESTION, SHAPE, passage, serve
 
 from ragblend.engine.engine import Engine
@@ -35,3 +36,44 @@ def test_passages_that_another_machine_encoded_are_fused_and_kept(has_vllm, redi
             time.sleep(0.02)
     finally:
         server.close()
+
+
+def test_whatever_the_shared_store_does_answers_are_right(has_vllm, redis_server, tmp_path):  # noqa: F811
+    """It answers garbage, is dead, and there again, answers 2 kB a second, and nothing at all."""
+    folder = tiny_models.save_model("llama", tmp_path / "llama", is_endless=True, **SHAPE)
+    redis, faults = redis_server(), ("garbage", "dead", "none", "slow", "silent")
+    texts = {fault: [passage(10 * at + n) for n in range(3)] for at, fault in enumerate(faults, 1)}
+    other = Engine.open(str(folder), tmp_path / "other", device="cpu", dtype="float32", remote=redis.url())
+    other.encode(texts["garbage"])
+    assert other.store.remote.flush()
+    names = RedisNames(redis)
+    for name in names.names():
+        names.set(name, random.Random(name).randbytes(len(names.get(name))))
+    for fault in faults[1:]:
+        other.encode(texts[fault])
+    other.close()
+    with proxy_to(redis.port) as proxy:
+        where = {"remote": f"{redis.url(proxy.port)}?timeout_s=1&retry_s=0.1", "encode_missing": False}
+        server = serve(folder, tmp_path / "home", where)
+        try:
+            for fault in faults:
+                server.engine.enter(texts[fault], [f"{fault}{n}" for n in range(3)])
+                ids = server.ids(texts[fault])
+                proxy.bytes_per_s = 2000 if fault == "slow" else None
+                if fault == "dead":
+                    proxy.cut()
+                elif fault == "silent":
+                    proxy.most = proxy.passed
+                [output] = server.ask([ids])
+                [own] = server.ask([ids], [{"off": True}])
+                report = (output.kv_transfer_params or {}).get("ragblend", {})
+                if fault == "none":
+                    assert report["hits"] == 3 and report["missing_tokens"] == 0
+                else:
+                    assert report.get("reused_tokens", 0) == 0 and "error" not in report
+                    assert output.outputs[0].token_ids == own.outputs[0].token_ids, fault
+                proxy.bytes_per_s = None
+                proxy.mend()
+                time.sleep(0.5)
+        finally:
+            server.close()

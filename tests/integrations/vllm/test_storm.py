@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 import tiny_models
-from vllm_helpers import SHAPE, passage, serve
+from vllm_helpers import QUESTION, SHAPE, passage, serve
 
+from ragblend.engine.prompt import Chunk
 from ragblend.kvstore.keys import ChunkKey
 
 REQUESTS, AT_ONCE, TOKENS, BLOCK = 400, 8, 24, 32
@@ -205,5 +206,27 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         assert pool.get_num_free_blocks() == free
         kept = ("_plans", "_loading", "_reports", "_told", "_orders", "_missing")
         assert not {name: vars(side)[name] for name in kept if vars(side)[name]}
+    finally:
+        server.close()
+
+
+def test_prompts_that_vllm_reads_in_pieces(has_vllm, tmp_path):
+    """128 tokens a step: what is fused comes at once, and what is not, beside it, in pieces."""
+    folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
+    server = serve(folder, tmp_path / "home", max_num_batched_tokens=128)
+    try:
+        server.engine.encode(LASTING, [f"p{n}" for n in range(len(LASTING))])
+        orders = [[LASTING[n] for n in order] for order in ((0, 3, 1, 2, 6), (5, 1, 4, 2, 7))] * 2
+        prompts = [
+            server.engine.chat_prompt(None, [Chunk(text) for text in order], QUESTION) for order in orders
+        ]
+        ids = [list(server.engine.tokenize(prompt).token_ids) for prompt in prompts]
+        assert min(map(len, ids)) > 2 * 128
+        outputs = server.ask(ids, [None, {"off": True}, {"off": True}, None], logprobs=None)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            method = "full" if output.kv_transfer_params is None else "probe-shift"
+            found = server.engine.generate(prompt, method=method, max_new_tokens=8)
+            assert tuple(output.outputs[0].token_ids) == found.token_ids
+        assert [output.kv_transfer_params is None for output in outputs] == [False, True, True, False]
     finally:
         server.close()
