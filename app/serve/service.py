@@ -115,7 +115,8 @@ class Service:
         """
         there = self.desk.workspaces.names()
         allowed = there if client.is_owner else [each for each in client.collections if each in there]
-        name = name or next(iter(client.collections), self.desk.settings.collection)
+        if name is None:
+            name = next(iter(client.collections), self.desk.settings.collection)
         if name not in allowed:
             raise ApiError(
                 404, f"There is no collection {name!r:.100}.", "collection_not_found", "collection"

@@ -64,6 +64,7 @@ def check(response, status, code=None):
         ("/v1/embeddings", {"model": "all-MiniLM-L6-v2", "input": "a", "dimensions": 8}, 400, "invalid_value"),
         (ASK, {"question": "  "}, 400, "invalid_value"),
         (ASK, {"question": "a", "collection": "default"}, 404, "collection_not_found"),
+        (ASK, {"question": "a", "collection": ""}, 404, "collection_not_found"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, code) -> None:
