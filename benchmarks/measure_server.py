@@ -144,15 +144,12 @@ class Soak:
     def __init__(self, server: Server, users: Sequence[str]) -> None:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
-        self.exact = {name: self._prompt(name) for name in users}
-        passages = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts
-        self.fused = {name: self._prompt(name, passages[at // 2]) for at, name in enumerate(users)}
+        passages = [self.texts.passage(SENTENCES) for _ in users]
+        self.exact = {name: prompt(name, passage) for name, passage in zip(users, passages, strict=True)}
+        shared = [self.texts.passage(SENTENCES) for _ in users[::2]]  # each stands in two keys' prompts
+        self.fused = {name: prompt(name, shared[at // 2]) for at, name in enumerate(users)}
         self.said: dict[str, str] = {}
         self.reused: dict[str, list[int]] = {name: [] for name in users}  # tokens of each fused prompt
-
-    def _prompt(self, name: str, passage: str = "") -> str:
-        passage = passage or self.texts.passage(SENTENCES)
-        return f"{passage}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
         """The server process once a second; and when nobody asks, before that and after it."""
@@ -249,6 +246,10 @@ class Soak:
                 print(rows[-1], self.counts, file=sys.stderr)
             await asyncio.sleep(1)
         return rows
+
+
+def prompt(name: str, passage: str) -> str:
+    return f"{passage}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
 
 def taken(process: psutil.Process) -> Json:

@@ -341,10 +341,8 @@ class _Encoder:
 
     def encode(self, passage: TokenIds, turn: Turn, leave: Leave) -> ChunkKV:
         """In that turn with the device. Raises Cancelled when leave() says so."""
-        decoder = (
-            self._runtime.decoder
-        )  # loaded, which takes as long as it takes; from here on a hang is seen
-        turn.between_layers()
+        decoder = self._runtime.decoder  # may have to be loaded, which takes as long as it takes
+        turn.between_layers()  # from here on a hang is seen
         if self._made is None or not self._made.is_of(decoder):
             self._made = ChunkEncoder(decoder, self.prefix)
 

@@ -74,7 +74,7 @@ class Runtime:
     """What costs time or memory. `close` forgets it all; the next use loads it again.
 
     queue: before the device; chores: for when nobody waits; use: before store and node index where they are used
-    outside the device's turn, and before all is closed (behind the queue).
+    outside the device's turn, and before all is closed (behind the queue). sessions: changed in the device's turn.
     """
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
@@ -84,9 +84,7 @@ class Runtime:
         self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
         self._loading, self._light = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
-        self.sessions: weakref.WeakSet[Session] = (
-            weakref.WeakSet()
-        )  # that hold a context; used in the device's turn
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # that hold a context
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
         self._digests = home / "models" / "digests.json"

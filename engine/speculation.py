@@ -35,7 +35,7 @@ class Speculation(Closing):
         if self._runtime.loaded_now is not None and not self._runtime.queue.inside:
             self._reading = _Reading(self._runtime, request, self._client)
 
-    def settle(self, cancel: Cancel | None = None) -> Prefilled | None:
+    def settle(self, cancel: Cancel | None) -> Prefilled | None:
         """The last prompt, read, when it is; None where it was not begun, or was left for somebody else or by `cancel`.
         Once.
         """

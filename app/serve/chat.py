@@ -104,9 +104,9 @@ async def _answers(
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
     with service.admission.enter(client), _in_time(service, body.timeout):
-        work = partial(_choices, service, client, body, prompts_of)
-        for choice in await stoppable(lambda _: work(), service.allowed_s(body.timeout)):
-            left = service.allowed_s(body.timeout) - (time.monotonic() - arrived)
+        seconds = service.allowed_s(body.timeout)
+        for choice in await stoppable(lambda _: _choices(service, client, body, prompts_of), seconds):
+            left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
             async with aclosing(call.astream(choice.prompt)) as items:
