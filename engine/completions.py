@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from ragblend.kvstore.errors import Cancelled, ModelServerError, PromptTooLongError, UsageError
 
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
+SESSION_HEADER = "X-Session-ID"  # vLLM's router's (`--policy consistent_hash`)
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # before a token: a long prompt behind others
 _POLL_S = 0.05
@@ -31,18 +32,24 @@ class Completions:
         """The JSON at that path, which is there at once if at all."""
         return self._whole("GET", path, None, None, CONNECT_S)
 
-    def post(self, path: str, body: dict[str, Any], stopped: Stopped | None = None) -> Any:
-        """What that is answered with, as JSON. Raises Cancelled when stopped() says so, and as `stream` does."""
-        return self._whole("POST", path, body, stopped, SILENCE_S)
+    def post(
+        self, path: str, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
+    ) -> Any:
+        """What that is answered with, as JSON. Raises Cancelled when stopped() says so, and as `stream` does.
 
-    def stream(self, body: dict[str, Any], stopped: Stopped | None = None) -> Generator[dict[str, Any]]:
+        session: where several servers are behind one url, a router sends what has the same to the same.
+        """
+        return self._whole("POST", path, body, stopped, SILENCE_S, session)
+
+    def stream(
+        self, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
+    ) -> Generator[dict[str, Any]]:
         """The events of a streamed completion; closing the generator ends the work at the server.
 
         Raises Cancelled when stopped() says so, PromptTooLongError, UsageError for what the server refuses.
         """
-        with closing(
-            self._answer("POST", "/v1/completions", body | {"stream": True}, stopped, SILENCE_S)
-        ) as lines:
+        streamed = body | {"stream": True}
+        with closing(self._answer("POST", "/v1/completions", streamed, stopped, SILENCE_S, session)) as lines:
             for line in lines:
                 said = line.removeprefix(b"data: ").strip()
                 if said == b"[DONE]":
@@ -52,9 +59,15 @@ class Completions:
         raise self._gone(begun=True)
 
     def _whole(
-        self, method: str, path: str, body: dict[str, Any] | None, stopped: Stopped | None, silence_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        stopped: Stopped | None,
+        silence_s: float,
+        session: str | None = None,
     ) -> Any:
-        with closing(self._answer(method, path, body, stopped, silence_s)) as lines:
+        with closing(self._answer(method, path, body, stopped, silence_s, session)) as lines:
             return self._json(b"".join(lines))
 
     def _event(self, said: bytes) -> dict[str, Any]:
@@ -73,13 +86,21 @@ class Completions:
             ) from error
 
     def _answer(
-        self, method: str, path: str, body: dict[str, Any] | None, stopped: Stopped | None, silence_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        stopped: Stopped | None,
+        silence_s: float,
+        session: str | None,
     ) -> Generator[bytes]:
         """The lines of the answer. Errors of the connection are named here, and nobody else's can get in."""
         connection, begun = self._connection(), False
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
+        if session is not None:
+            headers[SESSION_HEADER] = session
         try:
             connection.connect()
             connection.sock.settimeout(silence_s)

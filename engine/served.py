@@ -5,6 +5,7 @@ The home is the server's, or a copy of its passages' names: KV is encoded and st
 server (logits, `keep_tokens`) is refused by name. A server without the connector answers too, and fuses nothing.
 """
 
+import hashlib
 import math
 import secrets
 import threading
@@ -44,7 +45,7 @@ from ragblend.engine.speculation import Speculation
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint
+from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens
 
 # vLLM takes what a checkpoint's generation config says of these unless the request says otherwise.
 _PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -104,11 +105,15 @@ class ServedRuntime(Runtime):
         return replace(found, fingerprint=ModelFingerprint(**model), **how)
 
     def report_of(
-        self, name: str, label: str, stopped: Callable[[], bool] | None = None
+        self,
+        name: str,
+        label: str,
+        stopped: Callable[[], bool] | None = None,
+        session: str | None = None,
     ) -> dict[str, Any] | None:
         """What the connector says of itself, and of the request with that label; None where there is no connector."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
-        told = self.server.post("/v1/completions", body, stopped).get("kv_transfer_params") or {}
+        told = self.server.post("/v1/completions", body, stopped, session).get("kv_transfer_params") or {}
         found: dict[str, Any] | None = told.get("ragblend")
         return found
 
@@ -230,7 +235,7 @@ class ServedNodes(Nodes):
             "cache_salt": secrets.token_hex(),  # or vLLM might have all of it, and hand nothing over
             "kv_transfer_params": wish,
         }
-        answer = runtime.server.post("/v1/completions", body, leave)
+        answer = runtime.server.post("/v1/completions", body, leave, _first_of([passage]))
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
         if "error" in report or report.get("missing_tokens") != 0:
             log.warning(
@@ -342,13 +347,14 @@ class _Answer:
     ) -> None:
         self._runtime, self._request, self._options, self._on_text = runtime, request, options, on_text
         self._label, self._clock = secrets.token_hex(), Clock(time.perf_counter())
+        self._session = _session_of(request.prompt) or self._label
         self._text = TextStream(runtime.tokenizing.tokenizer, options.stop, options.one_sentence)
         self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
 
     def whole(self, stopped: Callable[[], bool]) -> Result:
         """Until it ends, or its text has (a stop string, a sentence): closing the stream stops the server."""
         options, ids = self._options, self._ids
-        with closing(self._runtime.server.stream(self._body(), stopped)) as events:
+        with closing(self._runtime.server.stream(self._body(), stopped, self._session)) as events:
             for event in events:
                 for choice in event.get("choices", ()):
                     self._take(choice)
@@ -376,7 +382,8 @@ class _Answer:
             about = runtime.about
             if about.fingerprint is None:
                 return {"warning": about.refusal}
-            return (runtime.report_of(about.name, self._label, stopped) or {}).get("report") or {}
+            told = runtime.report_of(about.name, self._label, stopped, self._session)
+            return (told or {}).get("report") or {}
         except (ModelServerError, UsageError) as error:
             runtime.forget_server()
             unknown = (
@@ -462,6 +469,26 @@ class _Answer:
         ):  # whoever names one gets it where nothing is saved
             wish |= {"method": policy.name, "ratio": ratio}
         return wish
+
+
+def _session_of(prompt: Prompt) -> str | None:
+    """What a router may go by, so that a prompt comes to the server that has its passages warm; None without any.
+
+    MinHash (Broder 1997) of the first passages, those that stand together: of two prompts that share a part s of these
+    so many go to one server, and those of a conversation, which keep what they begin with, all do.
+    """
+    together = list[TokenIds]()
+    for segment in prompt.segments:
+        if isinstance(segment, Chunk):
+            together.append(segment.encoded_ids)
+        elif together and segment.text.strip():
+            break
+    return _first_of(together) if together else None
+
+
+def _first_of(passages: Sequence[TokenIds]) -> str:
+    """The name of the one whose digest is least."""
+    return min(hashlib.sha256(pack_tokens(ids)).hexdigest() for ids in passages)[:32]
 
 
 def _likely(token_id: int, logprobs: dict[str, Any], number: int, count: int | None) -> TokenLogprob:

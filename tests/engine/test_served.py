@@ -162,6 +162,40 @@ def test_kv_of_a_node_that_was_deleted_meanwhile_does_not_stay(opened, monkeypat
     assert len(deleted) == 2, "by who deleted it, and when it was there"
 
 
+def sessions_of(engine, server, prompt) -> set[str]:
+    """What a router goes by for an answer, and for the report of it."""
+    server.told["misses"] = 0  # or they would be encoded behind it
+    server.sessions.clear()
+    engine.generate(prompt)
+    assert len(server.sessions) == 2
+    return set(server.sessions)
+
+
+def test_a_router_sends_what_has_the_same_passages_to_the_same_server(opened):
+    """In any order, in later turns, and the passage where it is encoded; what has no passages goes anywhere."""
+    engine, server = opened
+    (session,) = sessions_of(engine, server, ASKED)
+    assert sessions_of(engine, server, make_prompt(TEXTS[::-1])) == {session}
+    more = [Literal(" An answer. More passages: "), Chunk(make_text(7)), Chunk(make_text(8)), Literal("And?")]
+    assert sessions_of(engine, server, Prompt([*ASKED.segments, *more])) == {session}
+    server.sessions.clear()
+    engine.encode(TEXTS)
+    assert len(set(server.sessions)) == len(TEXTS) and session in server.sessions
+    plain = [sessions_of(engine, server, Prompt([Literal("Where?")])) for _ in range(2)]
+    assert len(set.union(*plain)) == 2, "one for an answer with its report"
+
+
+def test_prompts_that_share_most_passages_mostly_go_to_one_server(opened):
+    """Four of five: two of three times, by MinHash, and by the first passage alone never."""
+    engine, server = opened
+    texts = [make_text(seed) for seed in range(64)]
+    same = 0
+    for at in range(0, 60, 3):
+        first, second = (make_prompt(texts[at + shift : at + shift + 5]) for shift in range(2))
+        same += sessions_of(engine, server, first) == sessions_of(engine, server, second)
+    assert same >= 8
+
+
 def test_plain_vllm_answers_and_that_is_said_once(opened, caplog):
     engine, server = opened
     server.about = None

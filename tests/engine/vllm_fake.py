@@ -31,7 +31,8 @@ FUSED = {
 
 
 class Server(ThreadingHTTPServer):
-    """What it answers with can be changed between requests; asked: bodies of completions, in order.
+    """What it answers with can be changed between requests; asked: bodies of completions, in order; sessions: what a
+    router would have sent these by, and requests for reports.
 
     answer: token ids of a stream; about: what the connector says (None: there is none); told: the report of the last
     stream; status: (code, text) for completions; breaks: end the connection after so many tokens; hold: wait there
@@ -46,7 +47,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.cards: Any = {"data": [{"id": "tiny", "root": str(folder), "max_model_len": 512}]}
-        self.tokenize, self.asked = tokenize, list[dict]()
+        self.tokenize, self.asked, self.sessions = tokenize, list[dict](), list[str | None]()
         self.answer, self.about, self.told = [7, 8, 9], ABOUT, dict(FUSED)
         self.status: tuple[int, str] | None = None
         self.key: str | None = None
@@ -70,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             return self._json({"tokens": server.tokenize(body["prompt"])})
         wish = body.get("kv_transfer_params") or {}
+        if wish.get("report") != "":  # else it asks what the server is
+            server.sessions.append(self.headers["X-Session-ID"])
         if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
             return self._json({"error": {"message": "Unauthorized"}}, 401)
         if wish.get("report") and server.told_late:

@@ -17,6 +17,7 @@ from shared_servers import free_port, redis_server  # noqa: F401
 from vllm_helpers import QUESTION, SHAPE, STORED, listening_on
 
 from ragblend.engine.engine import Engine
+from ragblend.engine.prompt import Chunk, Literal, Prompt
 
 LATEST_S = 120
 
@@ -121,3 +122,16 @@ def test_what_one_server_encoded_answers_a_question_at_the_other(
         until(lambda: fused(first, ""))  # encoded in its idle steps
         report = until(lambda: fused(router, at[second]))  # written to the shared store behind that
         assert report["reused_tokens"] > 100
+        engine = Engine.open(str(folder), homes[0], dtype="float32", backend="vllm", url=router)
+        stack.callback(engine.close)
+        engine.generate(Prompt([Literal(QUESTION)]))  # it knows then what the servers are
+        for texts in itertools.combinations(STORED, 3):
+            where = set[str]()
+            for order in texts, texts[::-1]:
+                before = {url: answered(url) for url in urls}
+                prompt = engine.chat_prompt(None, [Chunk(text) for text in order], QUESTION)
+                found = engine.generate(prompt, max_new_tokens=4).report
+                assert found.hits == 3, "the server that answered is asked how"
+                until(lambda: sum(map(answered, urls)) >= sum(before.values()) + 2)  # noqa: B023
+                where |= {url for url, count in before.items() if answered(url) > count}
+            assert len(where) == 1, "where its passages are warm"
