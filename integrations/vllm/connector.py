@@ -23,6 +23,7 @@ from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, unsuppo
 from ragblend.integrations.vllm.scheduling import SchedulerSide
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.integrations.vllm.working import WorkerSide
+from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 
@@ -42,16 +43,25 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER and (said := warning()) is not None:
             log.warning("%s", said)
-        if (why := unsupported(vllm_config, kv_cache_config)) is not None:
+        if (why := self._begun(vllm_config, role, kv_cache_config)) is not None:
             log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", why)
-            return
+
+    def _begun(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
+        """Why this side does nothing, if so."""
+        if (why := unsupported(vllm_config, kv_cache_config)) is not None:
+            return why
         runtime = VllmRuntime(vllm_config, self._settings)
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(runtime, self._settings)
-        else:
+        if role != KVConnectorRole.SCHEDULER:
             # Where it schedules ahead, vLLM takes a failed load back after the next token.
             ahead = getattr(vllm_config.scheduler_config, "async_scheduling", False)
             self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1 and not ahead)
+            return None
+        try:
+            self._scheduler = SchedulerSide(runtime, self._settings)
+        except (RagBlendError, OSError) as error:  # a store of another version, a home that cannot be read
+            runtime.close()
+            return str(error)
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:

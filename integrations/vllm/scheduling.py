@@ -48,6 +48,8 @@ class SchedulerSide:
         }
         for finder in self._finders.values():
             finder.find(())
+        if runtime.store.remote is not None:
+            runtime.store.remote.check()
 
     def close(self) -> None:
         self._runtime.close()

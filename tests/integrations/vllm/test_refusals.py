@@ -37,6 +37,22 @@ def test_what_the_gate_refuses_is_vllms_own(folder, monkeypatch):
         made.close()
 
 
+def test_a_store_of_another_version_leaves_all_prompts_to_vllm(folder, caplog):
+    home = folder.parent / "home"
+    (home / "kv").mkdir(parents=True)
+    (home / "kv" / "FORMAT").write_text("ragblend-kv 99\n")
+    made = serve(folder, home)
+    try:
+        assert "ragblend-kv 99" in caplog.text and "vLLM's own" in caplog.text
+        ids = made.ids(TEXTS)
+        asked, own = made.ask([ids, ids], [{"method": "probe-shift"}, {"off": True}])
+        assert asked.kv_transfer_params is None
+        assert asked.outputs[0].token_ids == own.outputs[0].token_ids
+    finally:
+        made.close()
+    assert (home / "kv" / "FORMAT").read_text() == "ragblend-kv 99\n"
+
+
 def test_a_failure_is_computed_here_and_a_second_one_ends_fusing(folder, monkeypatch):
     from ragblend.integrations.vllm import working
 

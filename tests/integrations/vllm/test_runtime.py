@@ -7,6 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from ragblend.kvstore.errors import UnsupportedModelError
 
 
 def cores_of_readers(home: Path, core: int) -> set[int]:
@@ -100,3 +103,41 @@ def refused(model, load, groups=(), **changes):
         "lora_config": None,
     }
     return unsupported(SimpleNamespace(**parts | changes), SimpleNamespace(kv_cache_groups=groups))
+
+
+def layer_of(**changes):
+    """As vLLM's own are, as far as is asked; a part that is None is not there."""
+    impl = {"do_kv_cache_update": print, "logits_soft_cap": None, "sinks": None, "alibi_slopes": None}
+    parts = {"impl": SimpleNamespace(**impl), "rotary_emb": object()} | changes
+    attn = SimpleNamespace(impl=parts.pop("impl"))
+    return SimpleNamespace(self_attn=SimpleNamespace(attn=attn, **{n: p for n, p in parts.items() if p}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([layer_of(), layer_of(impl=SimpleNamespace())], "no attention whose KV can be written"),
+        ([layer_of(), SimpleNamespace(mixer=object())], "no attention whose KV can be written"),
+        ([layer_of()], "no decoder that can be taken apart"),
+        ([layer_of(), layer_of(rotary_emb=None)], "no rotary positions"),
+        ([layer_of(), layer_of(impl=SimpleNamespace(do_kv_cache_update=print, sinks=1))], "sinks"),
+        (
+            [layer_of(), layer_of(impl=SimpleNamespace(do_kv_cache_update=print, logits_soft_cap=50.0))],
+            "caps",
+        ),
+    ],
+    ids=["no operator", "no attention", "too few layers", "no rotary", "sinks", "caps"],
+)
+def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(layers, said):
+    from ragblend.integrations.vllm.decoder import VllmDecoder
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = SimpleNamespace(layers=layers, norm=print)
+
+        def compute_logits(self):
+            pass
+
+    with pytest.raises(UnsupportedModelError, match=said):
+        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None)
