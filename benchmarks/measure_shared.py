@@ -4,7 +4,7 @@
 
 Six passages of 512 tokens lie in redis-server on this machine (apt-get install redis-server), and none at home. For
 each line to it: the median time to the first token of the first prompt that meets it and of the next one, in
-milliseconds beyond full prefill's in the same turn, and that time itself; each way in turns.
+milliseconds beyond full prefill's, which is measured before and behind each of them; each way in turns.
 """
 
 import statistics
@@ -32,20 +32,26 @@ LINES: dict[str, dict[str, Any]] = {
 
 
 def measured(model: str, home: str, url: str, passages: list[str], keys: list[ChunkKey]) -> Iterator[float]:
-    """Milliseconds of full prefill, then of the first prompt and the next one over that store."""
+    """Milliseconds of full prefill, then what the first prompt and the next one over that store take beyond it."""
     engine = Engine.open(model, home=home, remote=url)
     prompt = engine.tokenize(
         engine.chat_prompt(None, [Chunk(text) for text in passages], "Who mended a fence?")
     )
-    for _ in range(2):  # the first warms up
-        full = engine.prefill(prompt, method="full").report
-    yield full.timings.ttft_ms
+
+    def full_ms() -> float:
+        return float(engine.prefill(prompt, method="full").report.timings.ttft_ms)
+
+    full_ms()  # warms up
+    before = full_ms()
+    yield before
     for _ in range(2):
         for key in keys:
             engine.runtime.store.delete(key)
         report = engine.prefill(prompt).report
         engine.finish_background()
-        yield report.timings.ttft_ms
+        after = full_ms()
+        yield report.timings.ttft_ms - (before + after) / 2
+        before = after
     engine.close()
 
 
@@ -59,9 +65,10 @@ def main(model: Model = "default", home: AnyHome = None, limit: Limit = 5) -> No
             redis.end()
     for line in LINES | {"dead": {}}:
         fulls, firsts, nexts = zip(*(times for name, times in rows if name == line), strict=True)
-        beyond = [[after - full for after, full in zip(each, fulls, strict=True)] for each in (firsts, nexts)]
-        first, later = (f"{statistics.median(each):+,.0f}" for each in beyond)
-        said = f"first prompt {first} ms (at most {max(beyond[0]):+,.0f}), the next {later}"
+        first, later = (
+            f"{statistics.median(each):+,.0f} ms (at most {max(each):+,.0f})" for each in (firsts, nexts)
+        )
+        said = f"first prompt {first}, the next {later}"
         print(f"{line}: full prefill {statistics.median(fulls):,.0f} ms, {said}")
 
 

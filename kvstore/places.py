@@ -21,7 +21,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 class Place:
     """Where a shared store is.
 
-    timeout_s: what one prompt waits for it at most; retry_s: how long it is left alone when it did not answer; ttl_s:
+    timeout_s: what it may cost a prompt at most; retry_s: how long it is left alone when it did not answer; ttl_s:
     how long it keeps a value; namespace: what its names begin with.
     """
 

@@ -38,7 +38,10 @@ from ragblend.kvstore.uses import Counters
 
 log = logging.getLogger(__name__)
 RATE_S = 300.0  # for which a measured throughput holds
-PEEK_S = 0.5  # for what everybody waits for
+# Of the time-out: what everybody waits for, and what one prompt reads. The rest is for letting go of what did not come,
+# and for the layer that is computed while the time runs out: a prompt that lost it begins again within the time-out.
+PEEKING, READING = 0.1, 0.85
+PEEK_S = 0.5  # however long the time-out is
 IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
 WAITING = 1024  # values that are still to be written there; only their names are held
 WRITE_S = 30.0  # for one value, for which nobody waits
@@ -133,26 +136,30 @@ class Remote(Closing):
         return not (self._away or self._closed)
 
     @property
+    def _reading_s(self) -> float:
+        return READING * self.place.timeout_s
+
+    @property
     def bytes_per_s(self) -> float | None:
         """What was read in a second lately, all readers together; None where that is not known."""
         moved, took, at = self._moved
         return moved / max(took, 1e-6) if time.monotonic() - at < RATE_S else None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so much comes within the time-out, as far as is known."""
+        """Whether a prompt may read so much, as far as is known how fast it comes."""
         rate = self.bytes_per_s
-        return rate is None or nbytes <= rate * self.place.timeout_s
+        return rate is None or nbytes <= rate * self._reading_s
 
     def find(self, wanted: Sequence[Wanted]) -> "dict[ChunkKey, RemoteReader]":
         """Readers of what is there and is what is wanted, by key. All headers are asked for at once.
 
-        This and all that is read by these readers takes the place's time-out together, at most.
+        This and all that is read by these readers takes READING of the place's time-out together, at most.
         """
-        deadline = time.monotonic() + self.place.timeout_s
+        deadline = time.monotonic() + self._reading_s
         names = [name_at(self.place, each.key) for each in wanted]
         lead = max((each.header_nbytes for each in wanted), default=0)
         try:
-            heads = self._ask(lambda server: server.peek(names, lead)) if names else []
+            heads = self._ask(lambda server: server.peek(names, lead), self._reading_s) if names else []
         except RemoteError:
             return {}
         found = {}
@@ -171,8 +178,9 @@ class Remote(Closing):
         return found
 
     def has(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of them it has something under: none where it does not say so within PEEK_S, as others wait, too."""
-        names, limit_s = [name_at(self.place, key) for key in keys], min(PEEK_S, self.place.timeout_s)
+        """Which of them it has something under: none where it does not say so soon, as others wait, too."""
+        names = [name_at(self.place, key) for key in keys]
+        limit_s = min(PEEK_S, PEEKING * self.place.timeout_s)
         try:
             heads = self._ask(lambda server: server.peek(names, 1), limit_s) if names else []
         except RemoteError:
@@ -235,7 +243,7 @@ class Remote(Closing):
             self._received, self._until = self._received + len(found), time.monotonic()
             return found
         except Exception as error:
-            raise self._failed(error) from None
+            raise self._failed(error, self._reading_s) from None
         finally:
             self._reads -= 1
             if not self._reads and self._received:  # silence does not say how fast it is when it is back
@@ -258,10 +266,10 @@ class Remote(Closing):
             if not self._away:  # else this began before it was left alone
                 self._state = "available"
 
-    def _failed(self, error: Exception, limit_s: float | None = None) -> RemoteError:
+    def _failed(self, error: Exception, limit_s: float) -> RemoteError:
         """In the loop: leave it alone, and try it again later."""
         is_late = isinstance(error, TimeoutError)
-        why = f"no answer within {limit_s or self.place.timeout_s:g} s" if is_late else told(error)
+        why = f"no answer within {limit_s:.3g} s" if is_late else told(error)
         with self._changed:
             was_away, self._away, self._state = self._away, True, why
             self._tally["errors"] += not was_away

@@ -123,7 +123,7 @@ def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, m
     """At once, in the midst of the layers: a prompt goes on without what did not come, all of it in one go."""
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     with proxy_to(redis.port, most=most) as proxy:
-        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.5&retry_s=600")
+        here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.4&retry_s=600")
         prompts = [PROMPT, make_prompt(TEXTS[::-1]), make_prompt(TEXTS[:2])]
         found = here.engine.prefill(PROMPT)
         if found.report.hits:
@@ -135,7 +135,7 @@ def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, m
             here.engine.prefill(prompt)
         stats = remote_of(here).stats()
         assert stats.errors == 1 and proxy.connections == connections and not remote_of(here).is_available
-        assert stats.state == "no answer within 0.5 s"
+        assert stats.state == "no answer within 0.34 s"
 
 
 def test_readers_that_were_lost_are_left_out_together(redis, fresh_bench_for, caplog):

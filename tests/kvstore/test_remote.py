@@ -375,28 +375,32 @@ def test_a_server_that_is_gone_is_asked_once_and_then_left_alone_until_it_is_bac
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_a_server_that_says_nothing_costs_one_time_out(kind, shared_of, open_at, sample, monkeypatch):
+def test_a_server_that_says_nothing_costs_less_than_one_time_out(
+    kind, shared_of, open_at, sample, monkeypatch
+):
     shared = shared_of(kind)
     with proxy_to(shared.port, most=0) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
         url = f"redis://127.0.0.1:{proxy.port}/0" if kind == "redis" else shared.url
-        store = open_at(url + "?timeout_s=0.3&retry_s=600")
+        store = open_at(url + "?timeout_s=0.4&retry_s=600")
         wants = [wanted(*sample(seed)) for seed in range(6)]
         assert store.remote.find(wants) == {}
         connections = proxy.connections
         for _ in range(5):
             assert store.remote.find(wants) == {} and store.remote.fetch(wants[0]) is None
         assert store.remote.stats().errors == 1 and proxy.connections == connections
-        assert store.remote.stats().state == "no answer within 0.3 s"
+        assert store.remote.stats().state == "no answer within 0.34 s"
+    assert remote_module.PEEKING + remote_module.READING < 1  # inside vLLM a prompt may pay for both
 
 
 def test_what_everybody_waits_for_is_not_waited_for_as_long_as_a_value(redis, open_at, sample, monkeypatch):
     """vLLM's scheduler asks before any answer has its next token."""
-    monkeypatch.setattr("ragblend.kvstore.remote.PEEK_S", 0.2)
-    with proxy_to(redis.port, most=0) as proxy:
-        store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=600&retry_s=600")
-        assert store.remote.has([sample(1)[0]]) == set()
-        assert store.remote.stats().state == "no answer within 0.2 s"
+    monkeypatch.setattr(remote_module, "PEEK_S", 0.2)
+    for timeout_s, waited in (600, "0.2"), (1, "0.1"):
+        with proxy_to(redis.port, most=0) as proxy:
+            store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s={timeout_s}&retry_s=600")
+            assert store.remote.has([sample(1)[0]]) == set()
+            assert store.remote.stats().state == f"no answer within {waited} s"
 
 
 def test_a_server_that_goes_in_the_middle_of_a_value_loses_all_readers_at_once(redis, open_at, sample):
