@@ -94,6 +94,7 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
             keys = [runtime.key_of(each, ids, salt) for each in {prompt.prefix_ids, runtime.canonical_prefix}]
             if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
                 cached[key.digest] = len(ids)
+        runtime.store.rest()  # it may wait for long
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
     fused, tokens = sum(cached.values()) - exact, len(prompt.token_ids)
@@ -147,6 +148,7 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
                 for span in plan.spans:  # each would have all begin again
                     plan = plan.without(span) if span.reader is not None and span.reader.is_lost else plan
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
+    runtime.store.rest()  # an answer is decoded now, for long
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
     trace = recorder.finish()

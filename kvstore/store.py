@@ -153,6 +153,10 @@ class KVStore(Closing):
         for each in (self._index, self._ledger, self._lock):
             each.close()
 
+    def rest(self) -> None:
+        """Let go of what this thread holds open of the index, for who waits next; the next use opens it again."""
+        self._index.close()
+
     # --- changing
 
     def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW, shared: bool = True) -> bool:

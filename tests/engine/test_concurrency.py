@@ -1,9 +1,11 @@
 """Threads, cancellation and streams that nobody reads to the end: the engine goes on serving."""
 
 import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from benches import make_prompt, make_text
@@ -173,6 +175,37 @@ def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
     gc.collect()
     assert device_is_free(stored.engine, timeout_s=60)
     assert len(endless) < 500
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
+def test_who_waits_for_the_device_and_who_decodes_holds_no_file_open(stored, serves):
+    """Each held three of the index, for as long as its answer took: some hundreds of streams would be the end."""
+    engine, begun, more = stored.engine, threading.Semaphore(0), threading.Event()
+    home = str(engine.home.resolve())
+
+    def opened():
+        held = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(each).startswith(home) for each in held if each.is_symlink())
+
+    def on_text(piece):
+        begun.release()
+        more.wait(60)
+
+    def generate(number):
+        return engine.generate(make_prompt(TEXTS[number:]), max_new_tokens=4, on_text=on_text)
+
+    engine.finish_background()
+    before = opened()
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(generate, number) for number in range(4)]
+        assert begun.acquire(timeout=60)  # one decodes, the others wait or decode as well
+        deadline = time.monotonic() + 60
+        while engine.runtime.queue.inside < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        during = opened()
+        more.set()
+        assert all(answer.result().token_ids for answer in answers)
+    assert during <= before
 
 
 def test_eight_threads_get_their_own_answers(stored, serves):
