@@ -166,7 +166,7 @@ def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> Shared:
     store, geometry = runtime.store, runtime.decoder.geometry
     if store.remote is None or request.policy.exact or request.policy.name == "full":
         return {}
-    keys = list(_keys_of(runtime, request))
+    keys = list(keys_of(runtime, request))
     here = {(chunk.collection, chunk.encoded_ids) for chunk, _, key in keys if store.contains(key)}
     wanted = {
         key: Wanted(key, chunk.encoded_ids, geometry, len(prefix))
@@ -304,7 +304,7 @@ def follow_arrivals(runtime: Runtime, request: Request, prefilled: Prefilled) ->
 
 def _keep_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey, Blob]) -> None:
     """Store here what a prompt read from the shared store."""
-    for chunk, _, key in _keys_of(runtime, request):
+    for chunk, _, key in keys_of(runtime, request):
         if key in arrived:
             Nodes(runtime, chunk.collection or request.collection).keep_blob(chunk, arrived[key])
 
@@ -315,12 +315,12 @@ def _promote(runtime: Runtime, request: Request) -> None:
     for node, _ in path_of(runtime, prompt, request.collection) if request.policy.follows else ():
         with runtime.use.turn():
             runtime.store.promote(node.key, node.token_ids, geometry, node.start, node.parent)
-    for chunk, prefix, key in () if request.policy.exact else _keys_of(runtime, request):
+    for chunk, prefix, key in () if request.policy.exact else keys_of(runtime, request):
         with runtime.use.turn():
             runtime.store.promote(key, chunk.encoded_ids, geometry, len(prefix))
 
 
-def _keys_of(runtime: Runtime, request: Request) -> Iterator[tuple[Chunk, TokenIds, ChunkKey]]:
+def keys_of(runtime: Runtime, request: Request) -> Iterator[tuple[Chunk, TokenIds, ChunkKey]]:
     """Every chunk with each prefix that its KV may have been encoded behind, and the key of that."""
     for chunk in request.prompt.chunks:
         for prefix in {request.prompt.prefix_ids, runtime.canonical_prefix} if chunk.token_ids else ():

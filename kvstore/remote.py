@@ -363,10 +363,11 @@ class Remote(Closing):
 
         What was tried may be there: once it is stored here no more, it waits until it is deleted there.
         """
-        name, content = name_at(self.place, key), self._content(key)
-        if content is None and not tried:  # evicted or deleted meanwhile
-            return {}
+        name = name_at(self.place, key)
         try:
+            content = self._content(key)
+            if content is None and not tried:  # evicted or deleted meanwhile
+                return {}
             if content is not None:
                 self._ask(lambda server: server.write(name, content), WRITE_S)
             if not self._stored(key):  # deleted by another process while it was written, or waited to be
@@ -378,6 +379,9 @@ class Remote(Closing):
             return {}
         except Refused:
             return {"refused": 1}
+        except Exception:  # of this one value: the others are written all the same
+            log.warning("KV of chunk %s is not shared", key.digest[:12], exc_info=True)
+            return {"dropped": 1}
         return {"written_bytes": len(content or b"")}
 
     # --- beginning and ending

@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from ragblend.integrations.vllm.messages import Fused, Orders, Verdict
 from ragblend.integrations.vllm.metrics import FusedMetrics, FusedStats
-from ragblend.integrations.vllm.plugin import worker_of
-from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, unsupported
+from ragblend.integrations.vllm.plugin import is_paused, worker_of
+from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, failure_policy, unsupported
 from ragblend.integrations.vllm.scheduling import SchedulerSide
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.integrations.vllm.working import WorkerSide
@@ -35,9 +35,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         transfer = vllm_config.kv_transfer_config
-        transfer.kv_load_failure_policy = (
-            "recompute"  # read by the scheduler after this; a failed load fails nothing
-        )
+        transfer.kv_load_failure_policy = failure_policy(vllm_config)  # read by the scheduler after this
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -52,9 +50,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
             return why
         runtime = VllmRuntime(vllm_config, self._settings)
         if role != KVConnectorRole.SCHEDULER:
-            # Where it schedules ahead, vLLM takes a failed load back after the next token.
-            ahead = getattr(vllm_config.scheduler_config, "async_scheduling", False)
-            self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1 and not ahead)
+            self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1)
             return None
         try:
             self._scheduler = SchedulerSide(runtime, self._settings)
@@ -98,7 +94,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         if self._scheduler is None:
             return Orders()
-        return self._scheduler.orders(idle=not scheduler_output.total_num_scheduled_tokens)
+        idle = not scheduler_output.total_num_scheduled_tokens and not is_paused()
+        return self._scheduler.orders(idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta
@@ -115,7 +112,15 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Has the engine go on stepping while passages wait to be encoded and nobody else needs it."""
-        return self._scheduler is not None and self._scheduler.has_missing
+        return self._scheduler is not None and self._scheduler.has_missing and not is_paused()
+
+    def reset_cache(self) -> bool:
+        """Told by vLLM when its weights may have been replaced: stored KV may be another model's from then on."""
+        if self._scheduler is not None:
+            self._scheduler.end(
+                "the connector's cache was reset, as after new weights; start vLLM anew to fuse again"
+            )
+        return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Told by vLLM before the first request, from all workers."""

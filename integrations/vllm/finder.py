@@ -5,13 +5,17 @@ another (`.` before a blank line is one token with it in many vocabularies). Hen
 what agrees beside them is added. Token ids are looked for as texts of one character each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from ragblend.integrations.finding import MINIMUM, TextIndex, known
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
 EDGE = 8  # tokens on each side that may have become others
+ALIKE = (
+    16  # nodes of one passage that are looked at: which it is matters little, and a text may have thousands
+)
 _LARGEST = 0x110000  # of characters: no vocabulary is larger
 Ids = tuple[int, ...]
 
@@ -49,8 +53,7 @@ class PassageFinder:
         text, found = _text(token_ids), list[Match]()
 
         def confirm(hashed: int, start: int, stop: int) -> Match | None:
-            candidates = ((name, self._nodes.get(self._scope, name)) for name in self._names.get(hashed, ()))
-            matches = (_match(token_ids, ids, start, stop, name) for name, ids in candidates if ids)
+            matches = (_match(token_ids, ids, start, stop, name) for name, ids in self._alike(hashed))
             return max(filter(None, matches), key=lambda match: match.stop - match.start, default=None)
 
         for _, _, match in self._index.find(text, confirm):
@@ -60,6 +63,21 @@ class PassageFinder:
             late = max(0, before - match.start)
             found.append(replace(match, start=match.start + late, skipped=match.skipped + late))
         return found
+
+    def name_of(self, ids: Ids) -> str | None:
+        """The node of just this passage; None if there is none."""
+        self._refresh()
+        core = _core(ids)
+        if len(core) < MINIMUM or not (text := _text(core)):
+            return None
+        (each,) = known([text])
+        return next((name for name, found in self._alike(each.whole) if found == ids), None)
+
+    def _alike(self, hashed: int) -> Iterator[tuple[str, Ids]]:
+        """Nodes whose inner tokens have that hash, and their tokens."""
+        names = self._names.get(hashed, ())
+        there = ((name, ids) for name in names if (ids := self._nodes.get(self._scope, name)))
+        return islice(there, ALIKE)
 
     def _refresh(self) -> None:
         """Read what was entered since, by whomever. What was deleted is noticed when it is found."""

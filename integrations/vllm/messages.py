@@ -37,7 +37,7 @@ class Orders(KVConnectorMetadata):
     """Of one step. encode: a passage without KV, its collection and node id, for when there is nothing else to do."""
 
     prompts: list[Order] = field(default_factory=list)
-    encode: tuple[Ids, str, str | None] | None = None
+    encode: tuple[Ids, str, str] | None = None
 
 
 @dataclass

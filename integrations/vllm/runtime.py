@@ -55,6 +55,14 @@ def _unbind() -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(scheduler.pid))
 
 
+def failure_policy(vllm_config: Any) -> str:
+    """What vLLM is to do about prompts whose KV did not come.
+
+    Where it schedules ahead it takes a failed load back after the next token: there the request ends with an error.
+    """
+    return "fail" if getattr(vllm_config.scheduler_config, "async_scheduling", False) else "recompute"
+
+
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why this instance of vLLM is served by vLLM alone; None if prompts may be fused in it."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
@@ -77,6 +85,12 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         ):
             if found is not None:
                 return f"a {name} ({found}) of a hub model is not supported: name the folder that it is in"
+    if getattr(model, "enable_sleep_mode", False) or getattr(vllm_config, "weight_transfer_config", None):
+        return (
+            "sleep mode and weight transfer are not supported: stored KV is that of the checkpoint's weights"
+        )
+    if getattr(model, "hf_config_path", None) not in (None, model.model):
+        return f"a config from elsewhere ({model.hf_config_path}) is not supported: stored KV is the checkpoint's own"
     if model.hf_overrides:
         return "hf_overrides are not supported: keys of stored KV are made of the checkpoint's own config"
     if str(vllm_config.load_config.load_format) == "dummy":

@@ -39,7 +39,7 @@ class SchedulerSide:
         self._reports: dict[str, dict[str, Any]] = {}
         self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._orders: list[Order] = []
-        self._missing: OrderedDict[tuple[Ids, str], str | None] = OrderedDict()  # node ids
+        self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has said yet that it can"
         _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix  # not in somebody's first request
         self._finders = {
@@ -95,7 +95,7 @@ class SchedulerSide:
             wish = wish_of(self._settings, request.kv_transfer_params, len(ids))
         except RagBlendError as error:
             log.warning("request %s is computed by vLLM: %.300s", request.request_id, error)
-            self._tell(request, warning=str(error))
+            self._tell(request, warning=str(error)[:300])
             return None
         if wish.off or (len(ids) <= self._settings.minimum_tokens and not wish.encode):
             return None
@@ -106,14 +106,16 @@ class SchedulerSide:
         if wish.encode is None and self._settings.encode_missing:
             for match, there in zip(matches, stored, strict=True):
                 fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
-                if not there and fits:
+                if not there and fits and match.node_id is not None:  # else nobody could delete it again
                     self._missing[match.whole, wish.collection] = match.node_id
         return Plan(wish, tuple(matches), stored, len(ids))
 
     def _matches(self, ids: list[int], wish: Wish) -> list[Match]:
-        if wish.spans is not None:
-            return [Match(start, stop, tuple(ids[start:stop]), 0) for start, stop in wish.spans]
-        return self._finders[wish.collection].find(ids)
+        finder = self._finders[wish.collection]
+        if wish.spans is None:
+            return finder.find(ids)
+        named = [(start, stop, tuple(ids[start:stop])) for start, stop in wish.spans]
+        return [Match(start, stop, passage, 0, finder.name_of(passage)) for start, stop, passage in named]
 
     def _stored(self, prompt: Prompt, wish: Wish) -> tuple[bool, ...]:
         """Of each passage whether there is KV of it, behind this prompt's beginning or the canonical one."""
@@ -142,7 +144,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: tuple[list[int], ...], loaded_tokens: int) -> None:
         """It will be fused in this step, into these blocks."""
         plan = self._plans[request.request_id]
-        ids, stop = list(request.prompt_token_ids), plan.tokens - 1
+        ids, stop = list(request.prompt_token_ids[: plan.tokens]), plan.tokens - 1  # of a session it grows
         self._loading[request.request_id] = {block for group in blocks for block in group} - {0}
         self._orders.append(Order(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
 
@@ -171,8 +173,14 @@ class SchedulerSide:
             if "error" in report:  # vLLM computes it: it is not tried again
                 self._plans.pop(request_id)
         if fused.refusal is not None:
-            self.refusal = fused.refusal
-            self._plans.clear()
+            self.end(fused.refusal)
+
+    def end(self, why: str) -> None:
+        """Fuse and encode nothing from now on."""
+        log.warning("RAGBlend fuses nothing here from now on, and all prompts are vLLM's own: %s", why)
+        self.refusal = why
+        self._plans.clear()
+        self._missing.clear()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """What the answer says of how its prompt was read, or another's, with what this server is."""

@@ -10,7 +10,7 @@ from ragblend.kvstore.errors import UsageError, did_you_mean
 from ragblend.kvstore.places import Place
 
 LABEL, REPORT = "label", "report"  # a request's name for itself, and whose report a later one wants
-LONGEST_LABEL = 64
+LONGEST_LABEL, LONGEST_METHOD = 64, 200
 MOST_SPANS = 256
 
 
@@ -39,6 +39,11 @@ class Settings:
         policy_named(self.method).checked(self.ratio)
         if self.remote is not None:
             Place.of(self.remote)
+        for name, kind in (("home", str | None), ("collection", str), ("encode_missing", bool)):
+            if not isinstance(found := getattr(self, name), kind):
+                raise UsageError(
+                    f"{name} must be {'true or false' if kind is bool else 'a text'}, not {found!r}"
+                )
         for name in ("step_tokens", "minimum_tokens"):
             found = getattr(self, name)
             if not isinstance(found, int) or found < 1:
@@ -49,7 +54,9 @@ class Settings:
         """From `kv_connector_extra_config`. Raises UsageError."""
         _refuse_unknown(extra, [each.name for each in fields(cls)], "kv_connector_extra_config")
         collections = extra.get("collections", ())
-        if isinstance(collections, str) or not all(isinstance(name, str) for name in collections):
+        if not isinstance(collections, list | tuple) or not all(
+            isinstance(name, str) for name in collections
+        ):
             raise UsageError(f"collections must be a list of names, not {collections!r}")
         return cls(**{**extra, "collections": tuple(collections)})
 
@@ -89,10 +96,10 @@ def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
     method, collection = given.get("method", usual.method), given.get("collection", usual.collection)
     if collection not in (settings.collection, *settings.collections):
         raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
-    if not isinstance(method, str):
-        raise UsageError(f"method must be a name, not {method!r:.80}")
+    if not isinstance(method, str) or len(method) > LONGEST_METHOD:
+        raise UsageError(f"method must be a name of at most {LONGEST_METHOD} characters, not {method!r:.80}")
     ratio, off = given.get("ratio", usual.ratio), given.get("off", False)
-    if isinstance(ratio, bool) or not isinstance(off, bool):
+    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not isinstance(off, bool):
         raise UsageError(f"ratio must be a number and off true or false, not {ratio!r:.80} and {off!r:.80}")
     ratio, encode = policy_named(method).checked(ratio), given.get("encode")
     if not isinstance(encode, bool | None):

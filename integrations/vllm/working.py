@@ -14,7 +14,7 @@ from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.gate import TEXT
 from ragblend.engine.nodes import Nodes
-from ragblend.engine.prefill import Request, follow_arrivals, prefill
+from ragblend.engine.prefill import Request, follow_arrivals, keys_of, prefill
 from ragblend.engine.selection import policy_named
 from ragblend.integrations.vllm.finder import Ids
 from ragblend.integrations.vllm.gate import judged
@@ -140,7 +140,11 @@ class WorkerSide:
         written = time.perf_counter()
         self._note(order, prefilled.report, fused - begun, written - fused)
         self._runtime.chores.add(self._runtime.store.write_uses)
-        follow_arrivals(self._runtime, request, prefilled)
+        known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
+        arrived = {
+            key: blob for key, blob in prefilled.arrived.items() if key in known
+        }  # what can be deleted again
+        follow_arrivals(self._runtime, request, replace(prefilled, arrived=arrived))
 
     def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
         tokens = report.tokens

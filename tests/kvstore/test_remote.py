@@ -488,6 +488,23 @@ def test_a_value_at_which_the_server_goes_away_twice_is_given_up(monkeypatch):
         assert (stats.errors, stats.waiting, stats.dropped, stats.written_bytes) == (2, 0, 1, 0)
 
 
+def test_a_value_that_cannot_be_read_here_keeps_no_other_from_being_shared(redis, monkeypatch):
+    """The writer's thread ended: nothing was written any more, and closing waited for it."""
+    spoiled, whole = ChunkKey("ab" * 32), ChunkKey("cd" * 32)
+
+    def content(key):
+        if key == spoiled:
+            raise MemoryError
+        return b"value"
+
+    with closing(Remote(Place.of(redis.url() + PATIENT), content, lambda _: True)) as remote:
+        remote.offer(spoiled)
+        remote.offer(whole)
+        assert remote.flush()
+        stats = remote.stats()
+        assert (stats.waiting, stats.dropped, stats.written_bytes) == (0, 1, 5)
+
+
 def test_a_full_server_refuses_and_goes_on_serving(redis_server, open_at, sample, same):
     redis = redis_server("--maxmemory", "9mb", "--maxmemory-policy", "noeviction")
     store, other = open_at(redis.url() + PATIENT), open_at(redis.url() + PATIENT)

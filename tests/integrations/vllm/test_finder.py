@@ -45,6 +45,17 @@ def test_tokens_at_the_edges_may_have_become_others(nodes, before, after):
     assert (match.start, match.stop, match.skipped, match.whole) == (3, 3 + len(inner), before, passage)
 
 
+def test_a_passage_is_named_by_all_of_its_tokens(nodes):
+    passage, short = ids_of(4), ids_of(5, 8)
+    enter(nodes, passage, short)
+    finder = PassageFinder(nodes, SCOPE)
+    assert finder.name_of(passage) == "n0"
+    for other in (passage[1:], (*passage, 7), short, (), (0x110000,) * 60):
+        assert finder.name_of(other) is None
+    enter(nodes, ids_of(6))  # under the same name
+    assert finder.name_of(passage) is None and finder.name_of(ids_of(6)) == "n0"
+
+
 def test_more_than_an_edge_is_another_text(nodes):
     passage = ids_of(4)
     enter(nodes, passage)

@@ -1,6 +1,7 @@
 """Where nothing can be fused, or something breaks in a model whose blocks are in several groups: the server goes on."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -51,6 +52,53 @@ def test_a_store_of_another_version_leaves_all_prompts_to_vllm(folder, caplog):
     finally:
         made.close()
     assert (home / "kv" / "FORMAT").read_text() == "ragblend-kv 99\n"
+
+
+@pytest.fixture
+def llama(has_vllm, tmp_path):
+    folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
+    made = served(folder)
+    yield made
+    made.close()
+
+
+def test_where_vllm_schedules_ahead_a_prompt_that_cannot_be_computed_ends_with_an_error(llama, monkeypatch):
+    """Its answer would be made of blocks that nothing was written to."""
+    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm.runtime import failure_policy
+
+    policies = [
+        failure_policy(SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead)))
+        for ahead in (True, False)
+    ]
+    assert policies == ["fail", "recompute"]
+    scheduler = llama.llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "recompute_kv_load_failures", False)  # what `fail` does
+    prefill, ids, others = working.prefill, llama.ids(TEXTS), llama.ids(TEXTS[::-1])
+
+    def breaks(runtime, request):
+        if list(request.prompt.token_ids) == ids:
+            raise MemoryError("no room")
+        return prefill(runtime, request)
+
+    monkeypatch.setattr(working, "prefill", breaks)
+    lost, whole = llama.ask([ids, others])
+    assert lost.outputs[0].finish_reason == "error" and not lost.outputs[0].token_ids
+    assert whole.kv_transfer_params["ragblend"]["hits"] == len(TEXTS) and whole.outputs[0].token_ids
+    monkeypatch.setattr(working, "prefill", prefill)
+    [again] = llama.ask([ids])
+    assert again.kv_transfer_params["ragblend"]["hits"] == len(TEXTS)
+
+
+def test_a_reset_after_new_weights_ends_fusing(llama, caplog):
+    ids = llama.ids(TEXTS)
+    assert llama.ask([ids])[0].kv_transfer_params["ragblend"]["hits"] == len(TEXTS)
+    assert llama.llm.llm_engine.engine_core.engine_core.reset_prefix_cache(reset_connector=True)
+    asked, own = llama.ask([ids, ids], [{"method": "reuse", "label": "mine"}, {"off": True}])
+    assert asked.kv_transfer_params is None and "start vLLM anew" in caplog.text
+    assert asked.outputs[0].token_ids == own.outputs[0].token_ids
+    [told] = llama.ask([[5, 6, 7]], [{"report": "mine"}])
+    assert "weights" in told.kv_transfer_params["ragblend"]["refusal"]
 
 
 def test_a_failure_is_computed_here_and_a_second_one_ends_fusing(folder, monkeypatch):

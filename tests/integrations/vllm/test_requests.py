@@ -345,6 +345,48 @@ def test_kv_that_vllm_encoded_goes_with_its_passage(empty, while_it_waits):
     assert not runtime.store.contains(key)
 
 
+def spans_of(server, texts) -> tuple[list[int], list[list[int]]]:
+    """A prompt, and where its passages are, as a client that knows them says it."""
+    prompt = server.engine.tokenize(server.engine.chat_prompt(None, [Chunk(t) for t in texts], QUESTION))
+    return list(prompt.token_ids), [list(place) for place in prompt.places]
+
+
+def test_what_a_client_names_goes_with_its_passage_and_is_no_passage_of_its_own(empty):
+    """Named passages were encoded under no node, so deleting them left their KV; and so was any text of a client."""
+    known, unknown, runtime = passage(90), passage(91), empty.engine.runtime
+    keys = [
+        runtime.key_of(runtime.canonical_prefix, tuple(runtime.tokenizing.passage_ids(text)), "default")
+        for text in (known, unknown)
+    ]
+    empty.engine.enter([known], ["p90"])
+    ids, spans = spans_of(empty, [known, unknown, *TEXTS[:3]])
+    empty.ask([ids], [{"spans": spans}])
+    idle(empty)
+    assert [runtime.store.contains(key) for key in keys] == [True, False]
+    assert empty.engine.forget(["p90"]) > 0 and not runtime.store.contains(keys[0])
+    empty.llm.reset_prefix_cache()
+    empty.ask([ids], [{"spans": spans, "encode": True}])  # asked for
+    assert [runtime.store.contains(key) for key in keys] == [True, True]
+
+
+def test_nothing_is_encoded_while_vllm_is_paused(empty):
+    """Perhaps it is given other weights: their KV would be stored as these weights'."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    core, runtime, text = empty.llm.llm_engine.engine_core.engine_core, empty.engine.runtime, passage(92)
+    key = runtime.key_of(runtime.canonical_prefix, tuple(runtime.tokenizing.passage_ids(text)), "default")
+    empty.engine.enter([text], ["p92"])
+    empty.ask([empty.ids([text, *TEXTS[:3]])])
+    for state in PauseState.PAUSED_NEW, PauseState.PAUSED_ALL:
+        core.scheduler.set_pause_state(state)
+        idle(empty)
+        assert not runtime.store.contains(key) and not core.scheduler.has_requests()
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert core.scheduler.has_requests()
+    idle(empty)
+    assert runtime.store.contains(key)
+
+
 def test_blocks_that_were_not_filled_serve_nobody_though_their_request_is_gone(empty, monkeypatch):
     """vLLM looks for failed blocks among the requests that still run."""
     from vllm import SamplingParams

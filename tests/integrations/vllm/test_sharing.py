@@ -4,6 +4,7 @@ import math
 import random
 import time
 
+import pytest
 import tiny_models
 from shared_servers import RedisNames, proxy_to, redis_server  # noqa: F401
 from vllm_helpers import QUESTION, SHAPE, passage, serve
@@ -14,18 +15,28 @@ from ragblend.engine.prompt import Chunk
 TEXTS = [passage(number) for number in range(4)]
 
 
-def test_passages_that_another_machine_encoded_are_fused_and_kept(has_vllm, redis_server, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("named", [False, True])
+def test_passages_that_another_machine_encoded_are_fused_and_kept_until_they_are_deleted(
+    has_vllm,
+    redis_server,  # noqa: F811
+    tmp_path,
+    named,
+):
     folder = tiny_models.save_model("llama", tmp_path / "llama", is_endless=True, **SHAPE)
-    url = f"{redis_server().url()}?timeout_s=60"
+    redis = redis_server()
+    url = f"{redis.url()}?timeout_s=60"
     other = Engine.open(str(folder), tmp_path / "other", device="cpu", dtype="float32", remote=url)
     other.encode(TEXTS)
     prompt = other.tokenize(other.chat_prompt(None, [Chunk(text) for text in TEXTS], QUESTION))
     expected = other.prefill(prompt).logits.softmax(-1).tolist()
     other.close()  # behind what waits to be shared
     server = serve(folder, tmp_path / "home", {"remote": url, "encode_missing": False})
+    server.engine.close()
+    server.engine = Engine.open(str(folder), tmp_path / "home", device="cpu", dtype="float32", remote=url)
     try:
         server.engine.enter(TEXTS, [f"p{number}" for number in range(4)])
-        [output] = server.ask([list(prompt.token_ids)])
+        spans = [list(place) for place in prompt.places] if named else None
+        [output] = server.ask([list(prompt.token_ids)], [{"spans": spans}])
         report = output.kv_transfer_params["ragblend"]
         assert report["missing_tokens"] == 0 and report["reused_tokens"] > 0
         found = {i: math.exp(each.logprob) for i, each in output.outputs[0].logprobs[0].items()}
@@ -34,6 +45,8 @@ def test_passages_that_another_machine_encoded_are_fused_and_kept(has_vllm, redi
         while server.engine.runtime.store.stats().entries < 4:  # in the background of the server's worker
             assert time.monotonic() < give_up
             time.sleep(0.02)
+        assert server.engine.forget([f"p{number}" for number in range(4)]) > 0
+        assert not server.engine.runtime.store.stats().entries and not RedisNames(redis).names()
     finally:
         server.close()
 

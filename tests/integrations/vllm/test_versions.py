@@ -1,5 +1,6 @@
 """Which versions of vLLM are taken, by a made-up module of that version."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -32,3 +33,15 @@ def test_none_at_all_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     said = refusal()
     assert said is not None and "pip install" in said
+
+
+def test_another_one_says_so_where_the_connector_is_named(has_vllm):
+    """It was `Unsupported connector type`, as if RAGBlend were not there. In a process of its own: it imports once."""
+    script = (
+        "import vllm; vllm.__version__ = '0.34.0'\n"
+        "from ragblend.integrations.vllm.plugin import register; register()\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory\n"
+        "factory.get_connector_class_by_name('RAGBlendConnector')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 1 and "this is 0.34.0; install one of those" in ended.stderr
