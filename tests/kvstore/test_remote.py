@@ -497,7 +497,7 @@ def test_a_value_that_cannot_be_read_here_keeps_no_other_from_being_shared(redis
             raise MemoryError
         return b"value"
 
-    with closing(Remote(Place.of(redis.url() + PATIENT), content, lambda _: True)) as remote:
+    with closing(Remote(Place.of(redis.url + PATIENT), content, lambda _: True)) as remote:
         remote.offer(spoiled)
         remote.offer(whole)
         assert remote.flush()
