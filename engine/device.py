@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def loading_alone(shows_bars: bool = False) -> Iterator[None]:
     It patches itself for the whole process while it loads: of a model that was loaded beside the embedder the tied head
     was missing.
     """
-    from transformers.utils import logging
+    # As the engine imports transformers: where two threads do it at once one of them fails.
+    import_module("ragblend.engine.cache")
+    from transformers import logging
 
     with _loading:
         if shows_bars:

@@ -5,7 +5,6 @@
 
 import base64
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -178,7 +177,7 @@ def _gauges(service: Service) -> dict[str, float]:
     return {
         "requests_inside": service.admission.inside,
         "files_waiting": overview.total - overview.finished,
-        "uptime_seconds": time.time() - service.begun,
+        "uptime_seconds": service.uptime_s,
     }
 
 

@@ -88,7 +88,11 @@ class Service:
         self.startup, self.metrics, self.sessions = Startup(), Metrics(), Sessions()
         self.admission = Admission(self.limits)
         self.home = str(desk.workspaces.home.root)
-        self.begun = int(time.time())
+        self.begun, self._begun_s = int(time.time()), time.monotonic()
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._begun_s  # by a clock that nobody sets
 
     @property
     def model(self) -> str:

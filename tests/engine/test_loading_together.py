@@ -1,11 +1,13 @@
 """Models that are loaded at the same time: transformers patches itself for the whole process meanwhile."""
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
+import pytest
 import tiny_models
 import torch
 
@@ -38,3 +40,40 @@ def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> 
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+IMPORTS = """
+import sys, threading, time
+from ragblend.engine.device import loading_alone
+
+begun = threading.Event()
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "transformers.dependency_versions_check":  # the first part that the whole imports
+            begun.set()
+            time.sleep(1)
+
+def load():
+    with loading_alone():
+        pass
+
+def engine():
+    from ragblend.engine.engine import Engine
+
+sys.meta_path.insert(0, Slow())
+assert "transformers" not in sys.modules
+first, second = [load, engine][::int(sys.argv[1])]
+thread = threading.Thread(target=first)
+thread.start()
+begun.wait()
+second()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("order", ["1", "-1"], ids=["embedder first", "engine first"])
+def test_the_embedder_may_be_loaded_while_the_engine_is_imported(order) -> None:
+    """A server that began over a home with work to do lost its model: `cannot import name 'DynamicCache'`."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, order], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr

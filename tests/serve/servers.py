@@ -1,6 +1,8 @@
-"""Real servers on tiny models: uvicorn in a thread, clients over TCP, waiting for what comes later. Not a test file."""
+"""Real servers, in a thread and as a process, clients over TCP, waiting for what comes later. Not a test file."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -90,6 +92,28 @@ def serving(home, model, limits=None):
             thread.join(SOON_S)
             desk.workspaces.of("ada").engine.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def running(home, *options):
+    """The server as a process; gives what it printed when it was ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "ragblend.app.cli",
+        "serve",
+        "--home",
+        str(home),
+        "--port",
+        "0",
+        "--json",
+    ]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        yield json.loads(process.stdout.readline()), process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def events(response):

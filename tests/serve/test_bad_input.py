@@ -1,14 +1,18 @@
 """What is wrong with a request is said in OpenAI's form, with a documented status; and the server goes on."""
 
 import json
+import re
 import socket
 import threading
+import time
+from datetime import datetime, timedelta
 
 import httpx
 import pytest
 from pydantic import ValidationError
 from servers import SOON_S, events, serving, until
 
+from ragblend.app import database
 from ragblend.app.serve.application import STATUSES
 from ragblend.app.serve.bodies import ChatBody
 from ragblend.app.serve.errors import KNOWN, ApiError
@@ -203,6 +207,57 @@ def test_too_many_requests_are_told_when_to_come_again(home_of, tiny_folder) -> 
             assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert [answers[name].status_code for name in ("ada", "bob")] == [200, 200]
         assert served.chat().status_code == 200
+
+
+@pytest.mark.parametrize("days", [1, -1])
+def test_a_clock_that_jumps_changes_no_answer_no_job_and_no_limit(served, monkeypatch, days) -> None:
+    """While a question waits and a file is on its way in, each with a deadline from before; and afterwards."""
+    told, answers = {"max_tokens": 20, "timeout": SOON_S, "method": "full", "stream": True}, []
+    expected = events(served.chat("Hi.", **told))
+
+    def uptime_s():
+        return float(
+            re.search(r"^ragblend_uptime_seconds (\S+)$", chief.get("/metrics").text, re.MULTILINE)[1]
+        )
+
+    def files(what):
+        told = {"collection": "bob", "search": f"clock{days}"}
+        return [each["state"] for each in chief.get(f"/v1/documents{what}", params=told).json()["data"]]
+
+    def said(answer):
+        return [each["choices"] for each in answer]
+
+    with served.client("owner-key") as chief:
+        before_s = uptime_s()
+        waiting = threading.Thread(target=lambda: answers.append(events(served.chat("Hi.", **told))))
+        with served.engine.runtime.queue.turn():
+            waiting.start()
+            until(lambda: served.service.admission.inside == 1)
+            file = {"file": (f"clock{days}.txt", b"It strikes the hour.")}
+            assert chief.post("/v1/documents", files=file, data={"collection": "bob"}).status_code == 202
+            jump(monkeypatch, days)
+            monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_of_one=1))
+            check(served.chat(), 429, "queue_full")
+        waiting.join(SOON_S)
+        [answer] = answers
+        assert said(answer) == said(events(served.chat("Hi.", **told))) == said(expected)
+        asked = {"question": "Does it strike?", "collection": "bob", "max_tokens": 2, "timeout": SOON_S}
+        until(lambda: files("") == files("/jobs") == ["done"])
+        assert chief.post(ASK, json=asked).json()["sources"]
+        assert before_s <= uptime_s() < before_s + 3600
+
+
+def jump(monkeypatch, days):
+    """Set the clock that people read; what processes measure by goes on."""
+    real, later = time.time, timedelta(days=days)
+
+    class Jumped(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + later
+
+    monkeypatch.setattr(time, "time", lambda: real() + later.total_seconds())
+    monkeypatch.setattr(database, "datetime", Jumped)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(home_of, tiny_folder) -> None:

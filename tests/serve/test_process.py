@@ -3,14 +3,12 @@
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
 import pytest
-from servers import SOON_S
+from servers import SOON_S, running, until
 
 from ragblend.app.cli import main
 from ragblend.app.serve.keys import Client, Keys
@@ -22,28 +20,6 @@ PASSAGE = (
     "Its lamp burned whale oil until 1902. After that the keeper, Tobit Crane, had an electric lamp put in, against "
     "the wish of the harbour master, who thought that no light without a flame would be seen in fog."
 )
-
-
-@contextmanager
-def running(home, *options):
-    """The server as a process; gives what it printed when it was ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "ragblend.app.cli",
-        "serve",
-        "--home",
-        str(home),
-        "--port",
-        "0",
-        "--json",
-    ]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-    try:
-        yield json.loads(process.stdout.readline()), process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_the_story_of_a_program_that_knows_only_openai(with_smollm2, tmp_path) -> None:
@@ -69,6 +45,50 @@ def test_the_story_of_a_program_that_knows_only_openai(with_smollm2, tmp_path) -
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) == 0
     assert not list((home / "serve").glob("*"))
+
+
+def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> None:
+    """Killed behind an upload, amid the work on one, behind an answer and behind a deletion; then begun again."""
+    home = home_of()
+
+    @contextmanager
+    def killed():
+        """A client of the server, which is killed at the end."""
+        with (
+            running(home, "--model", str(tiny_folder), "--device", "cpu") as (ready, _),
+            httpx.Client(base_url=ready["url"], timeout=5 * SOON_S) as client,
+        ):
+            yield client
+
+    def upload(client, name, text):
+        assert client.post("documents", files={"file": (name, text)}).status_code == 202
+
+    def states(client, what):
+        return {each["name"]: each["state"] for each in client.get(what).json()["data"]}
+
+    def sources(client):
+        told = {"question": "Who built the lighthouse of Dunlin?", "max_tokens": 4}
+        answer = client.post("rag/ask", json=told).json()
+        return {each["document"] for each in answer["sources"]}, answer["answer"]
+
+    with killed() as client:
+        upload(client, "lighthouse.txt", PASSAGE)
+    with killed() as client:
+        until(lambda: states(client, "documents") == {"lighthouse.txt": "done"})
+        upload(client, "ferry.txt", "The ferry Marigold leaves the pier at seven.\n\n" * 20_000)
+        until(lambda: states(client, "documents/jobs")["ferry.txt"] in ("parsing", "embedding"))
+    with killed() as client:
+        assert states(client, "documents/jobs")["ferry.txt"] != "done"
+        until(lambda: states(client, "documents") == {"lighthouse.txt": "done", "ferry.txt": "done"})
+        found, said = sources(client)
+        assert "lighthouse.txt" in found
+    with killed() as client:
+        assert sources(client) == (found, said)
+        [lighthouse] = [d for d in client.get("documents").json()["data"] if d["name"] == "lighthouse.txt"]
+        assert client.delete(f"documents/{lighthouse['id']}").json()["deleted"]
+    with killed() as client:
+        assert states(client, "documents") == states(client, "documents/jobs") == {"ferry.txt": "done"}
+        assert "lighthouse.txt" not in sources(client)[0]
 
 
 def test_openais_own_client_sync_and_async(with_smollm2, tmp_path) -> None:
