@@ -12,9 +12,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import vllm_fake
 from browser import ANSWERS, WAIT_MS, Server, Servers, Watched, files_below
 from hub_server import serve_hub
 
+from ragblend.engine.engine import Engine
 from ragblend.kvstore.lock import writer_lock
 from ragblend.ui.password import save_password
 
@@ -442,3 +444,25 @@ def fill(path: Path) -> None:
                     file.write(b"x" * size)
             except OSError:
                 continue
+
+
+def test_a_model_that_a_vllm_server_has(start, open_page, harbour, tiny_model, tmp_path) -> None:
+    """Questions go there and answers stream back; once it is gone the page says so, and goes on with the next."""
+    engine = Engine.open(str(tiny_model), tmp_path / "engine")
+    literal_ids = engine.runtime.tokenizing.literal_ids
+    with vllm_fake.serve(tiny_model, literal_ids) as vllm:
+        vllm.answer = [*literal_ids("two ledgers of ships"), 2]
+        mine = open_page(start(settings=f'vllm = "{vllm.url}"\n'))
+        mine.tab("Library")
+        mine.all_read(mine.add(harbour))
+        mine.tab("Chat")
+        mine.ask(ASKED)
+        mine.expect(f"{ANSWERS} .rb-prose").to_contain_text("two ledgers of ships")
+        [asked] = [body for body in vllm.asked if body.get("stream")]
+        assert asked["kv_transfer_params"]["spans"], "its passages are named"
+        vllm.status = 500, "out of memory"
+        mine.begin(ASKED)
+        mine.page.wait_for_selector(f"{ANSWERS}:last-child:has-text('out of memory')")
+        vllm.status = None
+        mine.ask(ASKED)
+    engine.close()
