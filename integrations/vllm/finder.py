@@ -13,9 +13,7 @@ from ragblend.integrations.finding import MINIMUM, TextIndex, known
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
 EDGE = 8  # tokens on each side that may have become others
-ALIKE = (
-    16  # nodes of one passage that are looked at: which it is matters little, and a text may have thousands
-)
+ALIKE = 16  # nodes of one passage that are looked at: a text may have thousands
 _LARGEST = 0x110000  # of characters: no vocabulary is larger
 Ids = tuple[int, ...]
 

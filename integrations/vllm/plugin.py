@@ -18,15 +18,13 @@ def register() -> None:
     """Called by vLLM in every process, perhaps more than once. What is not known is left as it is."""
     from ragblend.integrations.vllm.versions import refusal
 
-    with suppress(
-        ImportError, AttributeError
-    ):  # of a vLLM that is not known, whose users may not want us at all
+    # Of a vLLM that is not known, too: the connector says then what does not fit. Its users may not want us at all.
+    with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if CONNECTOR not in KVConnectorFactory._registry:  # it says itself where it does not work
-            KVConnectorFactory.register_connector(
-                CONNECTOR, "ragblend.integrations.vllm.connector", CONNECTOR
-            )
+        if CONNECTOR not in KVConnectorFactory._registry:
+            where = "ragblend.integrations.vllm.connector"
+            KVConnectorFactory.register_connector(CONNECTOR, where, CONNECTOR)
     if refusal() is not None:
         return
     from vllm.v1.core.sched.scheduler import Scheduler

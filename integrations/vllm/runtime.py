@@ -86,9 +86,7 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
             if found is not None:
                 return f"a {name} ({found}) of a hub model is not supported: name the folder that it is in"
     if getattr(model, "enable_sleep_mode", False) or getattr(vllm_config, "weight_transfer_config", None):
-        return (
-            "sleep mode and weight transfer are not supported: stored KV is that of the checkpoint's weights"
-        )
+        return "sleep mode and weight transfer are not supported: stored KV is the checkpoint's own"
     if getattr(model, "hf_config_path", None) not in (None, model.model):
         return f"a config from elsewhere ({model.hf_config_path}) is not supported: stored KV is the checkpoint's own"
     if model.hf_overrides:

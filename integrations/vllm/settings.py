@@ -41,9 +41,8 @@ class Settings:
             Place.of(self.remote)
         for name, kind in (("home", str | None), ("collection", str), ("encode_missing", bool)):
             if not isinstance(found := getattr(self, name), kind):
-                raise UsageError(
-                    f"{name} must be {'true or false' if kind is bool else 'a text'}, not {found!r}"
-                )
+                wanted = "true or false" if kind is bool else "a text"
+                raise UsageError(f"{name} must be {wanted}, not {found!r}")
         for name in ("step_tokens", "minimum_tokens"):
             found = getattr(self, name)
             if not isinstance(found, int) or found < 1:
@@ -54,9 +53,8 @@ class Settings:
         """From `kv_connector_extra_config`. Raises UsageError."""
         _refuse_unknown(extra, [each.name for each in fields(cls)], "kv_connector_extra_config")
         collections = extra.get("collections", ())
-        if not isinstance(collections, list | tuple) or not all(
-            isinstance(name, str) for name in collections
-        ):
+        is_list = isinstance(collections, list | tuple)
+        if not is_list or not all(isinstance(name, str) for name in collections):
             raise UsageError(f"collections must be a list of names, not {collections!r}")
         return cls(**{**extra, "collections": tuple(collections)})
 

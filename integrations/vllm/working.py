@@ -140,10 +140,9 @@ class WorkerSide:
         written = time.perf_counter()
         self._note(order, prefilled.report, fused - begun, written - fused)
         self._runtime.chores.add(self._runtime.store.write_uses)
+        # What has a node can be deleted again.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
-        arrived = {
-            key: blob for key, blob in prefilled.arrived.items() if key in known
-        }  # what can be deleted again
+        arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
         follow_arrivals(self._runtime, request, replace(prefilled, arrived=arrived))
 
     def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
