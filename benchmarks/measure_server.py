@@ -6,14 +6,16 @@
 
 timing: one key has half of the passages; another asks about all of them, and so does the first then. How well does the
 time of an answer tell which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn nothing.
-soak: streams of many keys at once, a third of them left, beside a client that never reads. Answers by full prefill are
-compared with those that the same keys had alone; each passage is in two keys' prompts, and a key's first one must reuse
-nothing; memory, threads and open files late in the run are compared with those early in it.
+soak: streams of many keys at once, a third of them left, beside a client that never reads: prompts by full prefill,
+along exact paths, and fused, in turns. Answers of the first two are compared with those that the same keys had alone;
+each passage is in two keys' prompts, and a key's first one must reuse nothing; memory, threads and open files are
+compared late in the run with early in it, and at rest behind it with at rest behind a first minute.
 rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import signal
@@ -31,31 +33,36 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from scipy.stats import mannwhitneyu
 
-from benchmarks.common import Model
+from benchmarks.common import Model, read_json
 from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
+from ragblend.engine.steps import StepsVerdict
 
 WAIT_S = 600.0
 BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one
 TOKENS = 24  # of a stream's answer
 MET = 3  # so often a prompt with a passage is sent, so that the passage is known
 LEFT = 3  # of so many streams one is left
+WARM_S = 60.0  # of all streams, before what is at rest is looked at for the first time
 UNREAD_S = 90.0
 IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
-SETTLED_S = (
-    20.0  # until it is chosen how answers are computed: another order of sums is another greedy answer
-)
+SETTLED_S = 20.0
 RATE_TOKENS, RATE_ROUNDS = 64, 5  # of a stream's answer where tokens are counted, medians of so many
 EARLY, LATE = (0.2, 0.3), (0.9, 1.0)  # of the run, compared: minute three and the last of ten
 Json = dict[str, Any]
+FULL: Json = {"method": "full", "learn_from_prompts": False}
+EXACT: Json = {"method": "exact"}
+FUSED: Json = {}
+WAYS = (FULL, EXACT, FUSED)
 
 
 class Server:
     """`ragblend serve` over a new home, in a process of its own, with a key for each name."""
 
     def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
+        self.home = home
         with Desk.open(home, model=model) as desk:
             known = Keys(desk.workspaces.home.root)
             for name in names:
@@ -144,69 +151,87 @@ class Soak:
     def __init__(self, server: Server, users: Sequence[str]) -> None:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
-        passages = [self.texts.passage(SENTENCES) for _ in users]
-        self.exact = {name: prompt(name, passage) for name, passage in zip(users, passages, strict=True)}
-        shared = [self.texts.passage(SENTENCES) for _ in users[::2]]  # each stands in two keys' prompts
-        self.fused = {name: prompt(name, shared[at // 2]) for at, name in enumerate(users)}
-        self.said: dict[str, str] = {}
-        self.reused: dict[str, list[int]] = {name: [] for name in users}  # tokens of each fused prompt
+        shared = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts
+        self.passages = {name: (shared[at], shared[at - 1]) for at, name in enumerate(users)}
+        self.said: dict[
+            tuple[str, bool, bool], str
+        ] = {}  # by key, whether the second passage is first, and is FULL
+        # Tokens of each prompt; of the fused ones (True), and of those along exact paths
+        self.reused: dict[tuple[str, bool], list[int]] = {
+            (name, way): [] for name in users for way in (True, False)
+        }
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
-        """The server process once a second; and when nobody asks, before that and after it."""
+        """The server process once a second, behind the first minute; and when nobody asks, before that and after it."""
         process = psutil.Process(self.server.process.pid)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
-            await self._asked(client, self.users[0], self.exact[self.users[0]])
-            await asyncio.sleep(SETTLED_S)
-            for name in self.users:  # alone; its passage is learnt, which takes memory once
-                self.said[name] = await self._asked(client, name, self.exact[name])
+            while not is_settled(self.server.home):
+                await self._asked(client, self.users[0], self._prompt(self.users[0], False), FULL)
+                await asyncio.sleep(SETTLED_S)
+            for name in self.users:  # its passages are learnt: each is tokens of its own from then on
                 for _ in range(MET):
-                    await self._asked(client, name, self._noted(name, self.texts.draw), fuses=True)
+                    await self._asked(client, name, self._noted(name, self.texts.draw))
             await asyncio.sleep(SETTLED_S)
-            at_rest = [taken(process)]
-            end = time.monotonic() + seconds
-            tasks = [
-                asyncio.ensure_future(self._talk(client, name, end, number))
-                for number, name in enumerate(self.users)
-            ]
-            tasks.append(asyncio.ensure_future(self._never_read(end)))
-            rows = await self._watch(process, end)
-            await asyncio.gather(*tasks)
-            await asyncio.sleep(SETTLED_S)
-            return rows, [*at_rest, taken(process)]
+            for name, swapped, way in itertools.product(self.users, (False, True), (FULL, EXACT)):
+                said = await self._asked(client, name, self._prompt(name, swapped), way)
+                self.said[name, swapped, way is FULL] = said
+            at_rest, rows = list[Json](), list[Json]()
+            for lasts in (WARM_S, seconds):
+                rows = await self._all_talk(client, process, lasts)
+                await asyncio.sleep(SETTLED_S)
+                at_rest.append(taken(process))
+            return rows, at_rest
+
+    async def _all_talk(
+        self, client: httpx.AsyncClient, process: psutil.Process, seconds: float
+    ) -> list[Json]:
+        end = time.monotonic() + seconds
+        tasks = [
+            asyncio.ensure_future(self._talk(client, name, end, number))
+            for number, name in enumerate(self.users)
+        ]
+        tasks.append(asyncio.ensure_future(self._never_read(end)))
+        rows = await self._watch(process, end)
+        await asyncio.gather(*tasks)
+        return rows
 
     async def _talk(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
-        """Both kinds of prompt in turns: as many of each at any time, since they do not hold the same files."""
-        draw = random.Random(name)
+        """All kinds of prompt in turns: as many of each at any time, since they do not hold the same files."""
+        draw = random.Random(f"{name} {end}")
         while time.monotonic() < end:
-            turn, is_exact, is_left = turn + 1, turn % 2 == 0, draw.random() < 1 / LEFT
-            text = self.exact[name] if is_exact else self._noted(name, draw)
+            turn, is_left, swapped = turn + 1, draw.random() < 1 / LEFT, draw.random() < 0.5
+            left_after, way = draw.randrange(TOKENS) if is_left else None, WAYS[turn % len(WAYS)]
+            text = self._noted(name, draw) if way is FUSED else self._prompt(name, swapped)
             try:
-                if is_exact:
-                    said = await self._asked(client, name, text, draw.randrange(TOKENS) if is_left else None)
-                    is_right = self.said[name].startswith(said) if is_left else said == self.said[name]
-                    self.counts["wrong"] += not is_right
-                else:
-                    await self._asked(client, name, text, draw.randrange(TOKENS) if is_left else None, True)
+                said = await self._asked(client, name, text, way, left_after)
+                right = self.said[name, swapped, way is FULL]
+                is_right = way is FUSED or (right.startswith(said) if is_left else said == right)
                 self.counts["left" if is_left else "whole"] += 1
+                if not is_right:
+                    self.counts["wrong"] += 1
+                    print(f"{name}, {way}: {said!r}, not {right!r}", file=sys.stderr)
             except (httpx.HTTPError, ValueError) as error:
                 print(f"{name}: {error!r}", file=sys.stderr)
                 self.counts["failed"] += 1
 
+    def _prompt(self, name: str, swapped: bool) -> str:
+        passages = "\n\n".join(self.passages[name][:: -1 if swapped else 1])
+        return f"{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+
     def _noted(self, name: str, draw: random.Random) -> str:
-        return f"{self.fused[name]} Note {draw.random()}."
+        return f"{self._prompt(name, draw.random() < 0.5)} Note {draw.random()}."
 
     async def _asked(
         self,
         client: httpx.AsyncClient,
         name: str,
         text: str,
+        way: Json = FUSED,
         left_after: int | None = None,
-        fuses: bool = False,
     ) -> str:
         """What came; all of it, or so many pieces. Raises ValueError for a stream that did not end as streams end."""
-        more: Json = {} if fuses else {"method": "full", "learn_from_prompts": False}
-        body = self.server.body(text, max_tokens=TOKENS, stream=True, **more)
+        body = self.server.body(text, max_tokens=TOKENS, stream=True, **way)
         pieces: list[str] = []
         async with client.stream(
             "POST",
@@ -219,8 +244,8 @@ class Soak:
                 if left_after is not None and len(pieces) > left_after:
                     return "".join(pieces)
                 pieces += [choice["delta"].get("content", "") for choice in value["choices"]]
-                if fuses and "kv" in value:
-                    self.reused[name].append(value["kv"][0]["reused"])
+                if "kv" in value and way in (EXACT, FUSED):
+                    self.reused[name, way is FUSED].append(value["kv"][0]["reused"])
         return "".join(pieces)
 
     async def _never_read(self, end: float) -> None:
@@ -248,8 +273,12 @@ class Soak:
         return rows
 
 
-def prompt(name: str, passage: str) -> str:
-    return f"{passage}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+def is_settled(home: Path) -> bool:
+    """Whether it is chosen how answers are computed: another order of sums is another greedy answer."""
+    return any(
+        StepsVerdict(kept["divergence"], tuple(kept["ratios"])).is_settled
+        for kept in map(read_json, home.rglob("steps-*.json"))
+    )
 
 
 def taken(process: psutil.Process) -> Json:
@@ -281,9 +310,15 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
         rows, at_rest = asyncio.run(run.run(60 * minutes))
     return {
         **run.counts,
+        "prompts": 2 * len(users),
+        "answered differently by full prefill": sum(
+            run.said[name, swapped, True] != run.said[name, swapped, False]
+            for name, swapped in itertools.product(users, (False, True))
+        ),
         "different answers": len(set(run.said.values())),
-        "keys that reuse their passage": sum(any(found) for found in run.reused.values()),
-        "keys that reused another's": sum(found[0] > 0 for found in run.reused.values()),
+        "keys that fuse their passages": sum(any(run.reused[name, True]) for name in users),
+        "keys that reuse them exactly": sum(any(run.reused[name, False]) for name in users),
+        "keys that reused another's": sum(run.reused[name, True][0] > 0 for name in users),
         **{name: change(rows, name) for name in ("rss", "threads", "files")},
         "at rest, before and after": at_rest,
     }

@@ -22,6 +22,7 @@ from ragblend.integrations.vllm.plugin import is_paused, worker_of
 from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, failure_policy, unsupported
 from ragblend.integrations.vllm.scheduling import SchedulerSide
 from ragblend.integrations.vllm.settings import Settings
+from ragblend.integrations.vllm.team import team_of
 from ragblend.integrations.vllm.working import WorkerSide
 from ragblend.kvstore.errors import RagBlendError
 
@@ -137,7 +138,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         """The first moment at which there are a model and a cache, and no request: the gate's."""
         if self._worker is not None:
             worker, config, groups = worker_of(self._vllm_config), self._vllm_config, self._kv_cache_config
-            self._worker.begin(lambda dtype: decoder_for(worker, config, groups, dtype))
+            team = team_of(config)
+            self._worker.begin(lambda dtype: decoder_for(worker, config, groups, dtype, team), team)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and isinstance(self._connector_metadata, Orders):

@@ -3,10 +3,12 @@
 A layer of vLLM is called as vLLM calls it, but for its attention: for that call it is ours, which lays the new keys
 and values over the stored ones and lets scattered rows see what is before them. So every model works whose layers are
 `layer(positions, hidden, residual)` around one `self_attn.attn`, and the gate says whether it is right.
+
+Where several workers share the model the first one's decoder is the engine's, and the others' `follow` it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +18,15 @@ from torch import Tensor
 from ragblend.engine.attention import NAME, Collect, rows_attention
 from ragblend.engine.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
+from ragblend.integrations.vllm.team import Left, Team
 from ragblend.kvstore.errors import UnsupportedModelError
 
 # Whose `_compute_inv_freq(base)` says all: others change the frequencies with the length, or scale the attention.
 ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")
+END = "end"  # of what the first worker tells the others
+Attend = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # queries (1, N, R, D), keys and values (1, H, R, D) -> (R, N * D)
 
 
 class VllmDecoder(Decoder):
@@ -29,20 +36,23 @@ class VllmDecoder(Decoder):
 
     _model: Any
 
-    def __init__(self, model: Any, config: Any, dtype: str, paged: PagedCache) -> None:
+    def __init__(self, model: Any, config: Any, dtype: str, paged: PagedCache, team: Team) -> None:
         self.model = self._model = model
-        self.paged = paged
+        self.paged, self._team = paged, team
         self.base: Any = getattr(model, "model", None)
         self.layers = _layers_of(model, config.num_hidden_layers)
         device = next(model.parameters()).device
         super().__init__(config, dtype, NAME, device, passes=True)
         self.attentions = [layer.self_attn.attn for layer in self.layers]
         heads = {(each.num_kv_heads, each.head_size) for each in self.attentions}
-        if heads != {(self.geometry.kv_heads, self.geometry.key_size)}:
+        held = max(1, self.geometry.kv_heads // team.size)
+        if heads != {(held, self.geometry.key_size)}:
             raise UnsupportedModelError(f"its layers have key heads of shapes {heads}, not {self.geometry}")
+        self._held = team.heads(self.geometry.kv_heads, held)
+        self._queries = self.attentions[0].num_heads * team.size
         kinds = zip(self.layer_types, self.layers, strict=True)
         self.ropes = {kind: _inv_freq(layer).to(device) for kind, layer in kinds}
-        group = self.attentions[0].num_heads // self.geometry.kv_heads
+        group = self._queries // self.geometry.kv_heads
         self._asked = SimpleNamespace(
             num_key_value_groups=group, is_causal=True
         )  # what torch's attention asks of a module
@@ -51,12 +61,16 @@ class VllmDecoder(Decoder):
     def attention_share(self) -> float:
         """From the shapes: vLLM may have packed the parameters away."""
         config, first = self.config, self.attentions[0]
-        heads = 2 * first.num_heads + 2 * self.geometry.kv_heads
+        heads = 2 * self._queries + 2 * self.geometry.kv_heads
         attention = config.hidden_size * first.head_size * heads
         return float(attention / (attention + 3 * config.hidden_size * config.intermediate_size))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self._model.embed_input_ids(token_ids)[None]
+        self._team.tell("embed", token_ids=token_ids)
+        return self._embed(token_ids)[None]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self._model.embed_input_ids(token_ids)
         return embedded
 
     def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,37 +80,69 @@ class VllmDecoder(Decoder):
     def run_layer(
         self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
     ) -> Tensor:
-        attention, view = self.attentions[layer], self.view(layer, block, collect)
-        kv_heads, size = self.geometry.kv_heads, self.geometry.key_size
+        view, scaling = self.view(layer, block, collect), self.attentions[layer].impl.scale
 
-        def by_head(flat: Tensor, heads: int) -> Tensor:  # (R, N * D) -> (1, N, R, D)
-            return flat.view(-1, heads, size).transpose(0, 1)[None]
+        def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+            keys, values = cache.update(new_keys, new_values, layer)
+            out, _ = rows_attention(self._asked, queries, keys, values, scaling=scaling, **view)  # type: ignore[arg-type]
+            return out.reshape(queries.shape[2], -1)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            keys, values = cache.update(by_head(key, kv_heads), by_head(value, kv_heads), layer)
-            queries = by_head(query, attention.num_heads)
-            out, _ = rows_attention(self._asked, queries, keys, values, scaling=attention.impl.scale, **view)  # type: ignore[arg-type]
-            return out.reshape(query.shape)
+        self._team.tell("layer", layer=layer, rows=block.rows, hidden=hidden[0])
+        return self._layer(layer, block.rows, hidden[0], attend)[None]
 
-        with _replaced(attention, attend):
+    def _layer(self, layer: int, rows: Tensor, hidden: Tensor, attend: Attend | None = None) -> Tensor:
+        """(R, hidden) -> (R, hidden), around an attention that is the first worker's."""
+        size, team, attention = self.geometry.key_size, self._team, self.attentions[layer]
+
+        def by_head(flat: Tensor) -> Tensor:  # (R, N * D) -> (1, N, R, D)
+            return flat.reshape(len(rows), -1, size).transpose(0, 1)[None]
+
+        def all_heads(parts: Tensor) -> Tensor:  # (R, workers, own queries, keys and values) -> (R, N * D)
+            assert attend is not None
+            query, key, value = parts.split(
+                [attention.num_heads * size] + [attention.num_kv_heads * size] * 2, dim=-1
+            )
+            once = max(1, team.size // self.geometry.kv_heads)  # so many workers have the same key heads
+            return attend(by_head(query), by_head(key[:, ::once]), by_head(value[:, ::once]))
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if team.size > 1:
+                own = torch.cat((query, key, value), dim=-1)
+                return team.together(own, None if attend is None else all_heads).view(query.shape)
+            assert attend is not None
+            return attend(by_head(query), by_head(key), by_head(value)).view(query.shape)
+
+        with _replaced(attention, forward):
             # Norms write into the residual, which is what was handed in.
-            out, residual = self.layers[layer](block.rows, hidden[0].clone(), None)
-        summed: Tensor = (out + residual)[None]
+            out, residual = self.layers[layer](rows, hidden.clone(), None)
+        summed: Tensor = out + residual
         return summed
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._model.compute_logits(self.base.norm(hidden[0]))
+        self._team.tell("head", hidden=hidden[0])
+        logits = self._head(hidden[0])
+        assert logits is not None, "vLLM's first worker has them"
         return logits.float()
 
-    @torch.inference_mode()
+    def _head(self, hidden: Tensor) -> Tensor | None:
+        logits: Tensor | None = self._model.compute_logits(self.base.norm(hidden))
+        return logits
+
     def own_logits(self, token_ids: Sequence[int], computed: int = 0) -> Tensor:
         """By vLLM's forward, through its paged cache and its own attention, while no request has any of its blocks.
 
         computed: of how many first tokens the KV stands in the `spare_blocks`.
         """
+        self._team.tell("own", token_ids=list(token_ids), computed=computed)
+        logits = self._own(token_ids, computed)
+        assert logits is not None, "vLLM's first worker has them"
+        return logits[0]
+
+    @torch.inference_mode()
+    def _own(self, token_ids: Sequence[int], computed: int) -> Tensor | None:
         blocks = self.paged.spare_blocks(len(token_ids))
         hidden = self.paged.forward(self._model, token_ids[computed:], computed, blocks)
-        logits: Tensor = self._model.compute_logits(hidden[-1:])[0]
+        logits: Tensor | None = self._model.compute_logits(hidden[-1:])
         return logits
 
     def nothing(self, tokens: int) -> Layers:
@@ -107,7 +153,33 @@ class VllmDecoder(Decoder):
 
     def write(self, layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
         """Positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
-        self.paged.write(self.attentions, layers, start, stop, blocks)
+        self._team.tell("write", start=start, stop=stop, blocks=[list(group) for group in blocks])
+        self._write(start, stop, blocks, layers)
+
+    def _write(self, start: int, stop: int, blocks: Blocks, layers: Layers | None = None) -> None:
+        shared = self._team.layers(layers)
+
+        def own_heads(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = shared(layer)
+            return keys[self._held], values[self._held]
+
+        self.paged.write(self.attentions, own_heads, start, stop, blocks)
+
+    def follow(self) -> None:
+        """By a worker that does not lead: do what the first one does, until that one says that it `has_done`."""
+        parts: dict[str, Callable[..., object]] = {
+            "embed": self._embed,
+            "layer": self._layer,
+            "head": self._head,
+            "own": self._own,
+            "write": self._write,
+        }
+        while (what := (told := self._team.hear()).pop("what")) != END:
+            with suppress(Left), torch.inference_mode():
+                parts[what](**told)
+
+    def has_done(self) -> None:
+        self._team.tell(END)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from ragblend.kvstore.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
+    from ragblend.integrations.vllm.team import Team
 
 
 class VllmRuntime(Runtime):
@@ -66,7 +67,7 @@ def failure_policy(vllm_config: Any) -> str:
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why this instance of vLLM is served by vLLM alone; None if prompts may be fused in it."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    for name in ("tensor", "pipeline", "decode_context", "prefill_context"):
+    for name in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)
         if size > 1:
             return f"{name.replace('_', ' ')} parallel of {size} is not supported; only 1 is"
@@ -104,7 +105,9 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
-def decoder_for(worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str) -> "VllmDecoder":
+def decoder_for(
+    worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str, team: "Team"
+) -> "VllmDecoder":
     """Over that worker's model. Raises UnsupportedModelError."""
     from ragblend.integrations.vllm.decoder import VllmDecoder
     from ragblend.integrations.vllm.paged import PagedCache
@@ -115,4 +118,4 @@ def decoder_for(worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str)
         )
     runner = worker.model_runner
     paged = PagedCache(runner, vllm_config, kv_cache_config)
-    return VllmDecoder(runner.get_model(), vllm_config.model_config.hf_text_config, dtype, paged)
+    return VllmDecoder(runner.get_model(), vllm_config.model_config.hf_text_config, dtype, paged, team)

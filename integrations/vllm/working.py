@@ -22,7 +22,8 @@ from ragblend.integrations.vllm.messages import Fused, Order, Orders
 from ragblend.integrations.vllm.metrics import FusedStats
 from ragblend.integrations.vllm.planning import prompt_of
 from ragblend.integrations.vllm.runtime import VllmRuntime
-from ragblend.kvstore.errors import RagBlendError
+from ragblend.integrations.vllm.team import Team
+from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
@@ -41,32 +42,49 @@ class WorkerSide:
     def __init__(self, runtime: VllmRuntime, can_tell: bool) -> None:
         self._runtime, self._can_tell = runtime, can_tell
         self._decoder: VllmDecoder | None = None
+        self._leads = True
         self.refusal: str | None = "the worker has not begun"
         self._encoder: ChunkEncoder | None = None
         self._failed: set[int] = set()
         self._reports, self._stats = Fused(), FusedStats()
 
-    def begin(self, make: "Callable[[str], VllmDecoder]") -> None:
-        """With model and cache there: make the decoder and judge it."""
+    def begin(self, make: "Callable[[str], VllmDecoder]", team: Team) -> None:
+        """With model and cache there: make the decoder and judge it. All workers of a team begin at once."""
         begun = time.perf_counter()
-        try:
-            decoder, text = make(self._runtime.dtype), self._runtime.tokenizing.passage_ids(TEXT)
-            with _by_hand():
-                verdict = judged(decoder, text)
-            self._runtime.adopt(decoder, verdict)
-            if verdict.passed:
-                _ = self._runtime.store, self._runtime.readers, self._runtime.canonical_prefix
-                self._decoder = decoder
-            self.refusal = verdict.reason
-        except RagBlendError as error:
-            self.refusal = str(error)
-        except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error}"
-            log.warning("RAGBlend could not begin", exc_info=True)
-        if self._decoder is None:
-            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self.refusal)
-        else:
+        made: list[VllmDecoder] = []
+        self._leads = team.leads
+        self.refusal = team.agreed(_reason(lambda: made.append(make(self._runtime.dtype))))
+        if self.refusal is None:
+            self.refusal = team.agreed(_reason(lambda: self._judge(made[0])))
+        if self.refusal is None:
+            self._decoder = made[0]
             log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - begun)
+        else:
+            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self.refusal)
+
+    def _judge(self, decoder: "VllmDecoder") -> None:
+        """Put the gate's questions to the model. Raises UnsupportedModelError."""
+        with _by_hand(), self._led(decoder) as leads:
+            if not leads:
+                return
+            runtime = self._runtime
+            verdict = judged(decoder, runtime.tokenizing.passage_ids(TEXT))
+            if not verdict.passed:
+                raise UnsupportedModelError(str(verdict.reason))
+            runtime.adopt(decoder, verdict)
+            _ = runtime.store, runtime.readers, runtime.canonical_prefix
+
+    @contextmanager
+    def _led(self, decoder: "VllmDecoder") -> Iterator[bool]:
+        """Whether this worker leads: else it has followed the one that does, until that one left this."""
+        if self._leads:
+            try:
+                yield True
+            finally:
+                decoder.has_done()
+        else:
+            decoder.follow()
+            yield False
 
     def close(self) -> None:
         self._decoder = self._encoder = None
@@ -74,13 +92,16 @@ class WorkerSide:
 
     def work(self, orders: Orders) -> None:
         """Before the step's forward. In most steps there is nothing to do."""
-        if not orders.prompts and orders.encode is None:
-            return
-        with _by_hand():
-            for order in orders.prompts:
+        decoder = self._decoder
+        if decoder is None:  # they were on their way when that was said
+            for order in orders.prompts if self._leads else ():
                 self._serve(order)
-            if orders.encode is not None and self._decoder is not None:
-                self._encode(*orders.encode, is_idle=True)
+        elif orders.prompts or orders.encode is not None:
+            with _by_hand(), self._led(decoder) as leads:
+                for order in orders.prompts if leads else ():
+                    self._serve(order)
+                if orders.encode is not None and leads:
+                    self._encode(*orders.encode, is_idle=True)
 
     def _serve(self, order: Order) -> None:
         try:
@@ -221,6 +242,18 @@ class WorkerSide:
     def take_stats(self) -> FusedStats | None:
         stats, self._stats = self._stats, FusedStats()
         return None if stats.is_empty() else replace(stats)
+
+
+def _reason(begin: Callable[[], None]) -> str | None:
+    """Why that fails; None if it does not."""
+    try:
+        begin()
+    except RagBlendError as error:
+        return str(error)
+    except Exception as error:
+        log.warning("RAGBlend could not begin", exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 @contextmanager

@@ -59,7 +59,6 @@ def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallel of 2"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallel of 2"),
         (
             {"parallel_config": SimpleNamespace(prefill_context_parallel_size=4)},
@@ -134,6 +133,7 @@ def layer_of(**changes):
 )
 def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(layers, said):
     from ragblend.integrations.vllm.decoder import VllmDecoder
+    from ragblend.integrations.vllm.team import Team
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -144,4 +144,4 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
             pass
 
     with pytest.raises(UnsupportedModelError, match=said):
-        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None)
+        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, Team())
