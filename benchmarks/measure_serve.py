@@ -2,6 +2,7 @@
 
     python -m benchmarks.measure_serve --parts calibrate          what a prompt takes, by what of it is stored
     python -m benchmarks.measure_serve --parts full,blend         systems on the real engine, minutes each
+    python -m benchmarks.measure_serve --parts order              as they come, and in order, on the real engine
     python -m benchmarks.measure_serve --parts simulate           larger traces and the ablations, in made-up time
     python -m benchmarks.measure_serve --render                   the document again, from what is recorded
 
@@ -68,6 +69,8 @@ AHEAD, AHEAD_LOADS = 20, (0.9,)
 # windows of 64 word pieces by MiniLM in 54 clusters, 14 probed, by `staged.in_stages`.
 SETTLED = (0.88, 0.96, 0.99, 1.0)
 SELDOM = 1e-3  # so that nobody waits
+# Order on the real engine: requests of a run, at a load at which the queue of so few grows long
+ORDERED, ORDERED_LOAD = 100, 1.4
 
 
 def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
@@ -220,9 +223,35 @@ def prompt_of(engine: Engine, passages: Sequence[str], question: str = "What is 
     return engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in passages], question))
 
 
-def measured(system: System, trace: str, alone_full_s: float | None, home: str) -> Row:
-    """One system on the real engine: alone, at the common rate, and at its own loads, each on requests of its own."""
-    corpus = Corpus(trace)
+class Trial:
+    """One system on the real engine, which has of the corpus what it would have; each run has requests of its own."""
+
+    def __init__(self, system: System, corpus: Corpus, engine: Engine, passages: Sequence[str]) -> None:
+        self._system, self._corpus, self._engine, self._passages = system, corpus, engine, passages
+        self.begin = WARM
+
+    def at_rate(self, count: int, rate: float) -> Row:
+        engine, system = self._engine, self._system
+        prompts = self._corpus.prompts(engine, self._passages, self.begin, count)
+        self.begin += count
+
+        def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+            # Opens this thread's connection, which the prefill needs as well.
+            engine.store.contains(ChunkKey("0" * 64))
+            options = {"on_text": on_text, "max_new_tokens": self._corpus.answer_tokens}
+            engine.generate(prompts[number], system.method, **options)
+
+        row = served(engine, system.window, arrivals(count, rate), ask)
+        print(f"{system.name}, {system.window}: {json.dumps(row)}", flush=True)
+        return row
+
+    @property
+    def about(self) -> str:
+        return f"{self._engine.model_name} on one core of {cpu_name()}, {self._engine.dtype}"
+
+
+@contextmanager
+def trial(system: System, corpus: Corpus, home: str) -> Iterator[Trial]:
     with opened(home) as engine:
         passages, shape = corpus.texts(engine), engine.runtime.fingerprint.geometry
         total = sum(file_nbytes(shape, tokens, engine.runtime.codec) for tokens in corpus.trace.tokens)
@@ -235,29 +264,30 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
             for prompt in corpus.prompts(engine, passages, 0, WARM):
                 engine.generate(prompt, system.method, max_new_tokens=1)
                 engine.finish_background()
-        begin = WARM
+        yield Trial(system, corpus, engine, passages)
 
-        def at_rate(count: int, rate: float) -> Row:
-            nonlocal begin
-            prompts = corpus.prompts(engine, passages, begin, count)
-            begin += count
 
-            def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
-                # Opens this thread's connection, which the prefill needs as well.
-                engine.store.contains(ChunkKey("0" * 64))
-                options = {"on_text": on_text, "max_new_tokens": corpus.answer_tokens}
-                engine.generate(prompts[number], system.method, **options)
+def measured(system: System, trace: str, alone_full_s: float | None, home: str) -> Row:
+    """A system alone, at the common rate, and at its own loads."""
+    with trial(system, Corpus(trace), home) as one:
+        alone_s = one.at_rate(ALONE, SELDOM)["mean_s"]
+        rows = [one.at_rate(COUNT, COMMON / (alone_full_s or alone_s))]
+        rows += [one.at_rate(COUNT, load / alone_s) for load in LOADS]
+        return under_load(alone_s, rows) | {"about": one.about}
 
-            row = served(engine, system.window, arrivals(count, rate), ask)
-            print(f"{system.name}, {trace}: {json.dumps(row)}", flush=True)
-            return row
 
-        alone = at_rate(ALONE, SELDOM)
-        full_s = alone_full_s or alone["mean_s"]
-        rows = [at_rate(COUNT, COMMON / full_s)]
-        rows += [at_rate(COUNT, load / alone["mean_s"]) for load in LOADS]
-        about = f"{engine.model_name} on one core of {cpu_name()}, {engine.dtype}"
-    return under_load(alone["mean_s"], rows) | {"about": about}
+def in_order(home: str) -> list[Row]:
+    """Two systems saturated, by the same requests as they come and in order, each time from the same beginning."""
+    rows, corpus = list[Row](), Corpus("mmlu")
+    for system in (EXACT, next(system for system in SYSTEMS if system.name == "blend")):
+        alone_s = 0.0
+        for window in (0, WINDOW):
+            with trial(replace(system, window=window), corpus, home) as one:
+                alone_s = alone_s or one.at_rate(ALONE, SELDOM)["mean_s"]
+                one.begin = WARM + ALONE
+                of = {"lengths": "passages", "system": system.name, "load": ORDERED_LOAD, "window": window}
+                rows.append(of | one.at_rate(ORDERED, ORDERED_LOAD / alone_s))
+    return rows
 
 
 def read_ahead(home: str) -> list[Row]:
@@ -501,6 +531,11 @@ def page(found: Row) -> str:
         parts += [about, compared({name: rows[name] for name in NAMES if name in rows})]
     if "ahead" in found:
         parts += ["**Reading ahead, the engine** (`blend`):", ahead(found["ahead"]["rows"])]
+    if "order" in found:
+        parts += [
+            f"**Order, the engine** (`mmlu`, {ORDERED} requests a run):",
+            ordered(found["order"]["rows"]),
+        ]
     costs = found["costs"]
     parts.append(
         f"Made-up time: costs fitted to {costs['samples']} prompts, which they miss by {costs['error']:.0%} (median)."
@@ -543,7 +578,9 @@ def page_with(found: Row) -> str:
 def main(
     home: Annotated[str | None, typer.Option(help="Where the model is.")] = None,
     trace: Annotated[str, typer.Option(help="Of the real engine: mmlu or nq.")] = "mmlu",
-    parts: Annotated[str, typer.Option(help="By commas.")] = f"calibrate,{','.join(NAMES)},ahead,simulate",
+    parts: Annotated[
+        str, typer.Option(help="By commas.")
+    ] = f"calibrate,{','.join(NAMES)},ahead,order,simulate",
     render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
 ) -> None:
     """Measure, and write what was found beside what was found before."""
@@ -560,6 +597,8 @@ def measure(part: str, trace: str, home: str) -> None:
         keep(calibrated(home), "costs")
     elif part == "ahead":
         keep({"rows": read_ahead(home)}, "ahead")
+    elif part == "order":
+        keep({"rows": in_order(home)}, "order")
     elif part == "simulate":
         given = read_json(RECORDED)["costs"]
         costs = Costs(tuple(given["weights"]), given["token_s"], given["error"])

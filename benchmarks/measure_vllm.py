@@ -61,6 +61,9 @@ def main() -> int:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first"
     )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines"
+    )
     parser.add_argument("--starts", type=int, default=4, help="of each server, by `decode`")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
@@ -78,11 +81,11 @@ def main() -> int:
 
 
 def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """The built-in engine in bfloat16, on the GPU if there is one, and the questions."""
+    """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.app.bench.data import load
 
-    engine = Engine.open(given.model, given.home, dtype="bfloat16")
+    engine = Engine.open(given.model, given.home, dtype=given.dtype)
     return engine, list(load(given.data).questions)[: given.limit]
 
 
@@ -130,7 +133,7 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += [
         "--dtype",
-        "bfloat16",
+        given.dtype,
         "--port",
         str(port),
         "--served-model-name",
@@ -284,8 +287,14 @@ def decode(given: argparse.Namespace, engine: Any, questions: list[Any], more: l
 
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """By the endpoint and by the built-in engine: first-token distributions, greedy answers, F1 against the gold."""
-    mine, prompts = [], []
+    """By the endpoint and by the built-in engine: first-token distributions, greedy answers, F1 against the gold.
+
+    The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
+    """
+    from ragblend.engine.steps import ModelSteps
+
+    mine, prompts, choice = [], [], engine.runtime.choice
+    choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False
     for question in questions:
         passages = [cut(engine, text, given.tokens) for text in question.passages[: given.passages]]
         encoded(engine, passages)
@@ -305,6 +314,8 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     gold = [question.answers for question in questions]
     figures: dict[str, Any] = {}
     said = {"fused": None, "recompute": {"method": "recompute"}, "vllm": {"off": True}}
+    # A prompt is asked twice: where its fused blocks are found again the last, which is not full, is computed.
+    more = [*more, "--no-enable-prefix-caching"]
     with served(given, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
             for name, params in said.items():
