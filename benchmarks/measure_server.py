@@ -39,6 +39,7 @@ from benchmarks.filler import Notes, names
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
 from ragblend.engine.steps import StepsVerdict
+from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
 
 WAIT_S = 600.0
 BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one
@@ -216,8 +217,9 @@ class Soak:
                 self.counts["failed"] += 1
 
     def _prompt(self, name: str, swapped: bool) -> str:
-        passages = "\n\n".join(self.passages[name][:: -1 if swapped else 1])
-        return f"{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
+        """With RAGBlend's own beginning, behind which there are paths."""
+        passages = SEPARATOR.join(self.passages[name][:: -1 if swapped else 1])
+        return f"{OPENING}{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
     def _noted(self, name: str, draw: random.Random) -> str:
         return f"{self._prompt(name, draw.random() < 0.5)} Note {draw.random()}."
@@ -231,7 +233,8 @@ class Soak:
         left_after: int | None = None,
     ) -> str:
         """What came; all of it, or so many pieces. Raises ValueError for a stream that did not end as streams end."""
-        body = self.server.body(text, max_tokens=TOKENS, stream=True, **way)
+        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        body = self.server.body(text, messages=said, max_tokens=TOKENS, stream=True, **way)
         pieces: list[str] = []
         async with client.stream(
             "POST",
