@@ -168,7 +168,7 @@ class Soak:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             while not is_settled(self.server.home):
-                await self._asked(client, self.users[0], self._prompt(self.users[0], False), FULL)
+                await self._asked(client, self.users[0], self.texts.question(), FULL)
                 await asyncio.sleep(SETTLED_S)
             for name in self.users:  # its passages are learnt: each is tokens of its own from then on
                 for _ in range(MET):
