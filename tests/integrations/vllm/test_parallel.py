@@ -1,10 +1,11 @@
 """Two workers that share a model (tensor parallel), each with its heads: they answer as the built-in engine does."""
 
 import concurrent.futures
+import time
 
 import pytest
 import tiny_models
-from vllm_helpers import QUESTION, SHAPE, STORED, listening_on, passage
+from vllm_helpers import QUESTION, SHAPE, STORED, listening_on, passage, post
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompt import Chunk
@@ -59,6 +60,25 @@ def test_what_two_workers_encode_is_what_one_engine_encodes(engines):
     assert theirs.forget(["n80"]) > 0
     ours.encode([new], ["n80"])
     assert ours.generate(prompt, "reuse", max_new_tokens=12).token_ids == stored
+
+
+def test_two_workers_encode_in_idle_steps_what_came_without_kv(engines):
+    theirs, ours = engines
+    theirs.enter([new := passage(81)], ["n81"])
+
+    def missing(question):
+        ids = ours.tokenize(asked(ours, [new, *STORED[1:4]], question)).token_ids
+        body = {"model": theirs.runtime.config.model, "prompt": list(ids), "max_tokens": 4}
+        return post(f"{theirs.runtime.server.url}/v1/completions", body)["kv_transfer_params"]["ragblend"][
+            "missing_tokens"
+        ]
+
+    assert missing("Who?") > 50
+    for number in range(40):
+        if not missing(f"Was it {number}?"):
+            return
+        time.sleep(0.5)
+    pytest.fail("it was not encoded")
 
 
 def test_damaged_passages_are_computed_by_both_workers(engines):

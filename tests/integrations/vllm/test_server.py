@@ -6,15 +6,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from vllm_helpers import QUESTION, STORED, counted
+from vllm_helpers import QUESTION, STORED, counted, post
 
 TEXTS = STORED
-
-
-def post(url: str, body: dict) -> dict:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
 
 
 def ask(url: str, texts: list[str], **more) -> dict:

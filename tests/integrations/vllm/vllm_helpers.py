@@ -152,6 +152,12 @@ def listening_on(folder: Path, home: Path, dtype: str, *more: str, **extra: Any)
         process.wait()
 
 
+def post(url: str, body: dict) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def counted(url: str) -> dict[str, float]:
     """What the server's /metrics have of ours."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
