@@ -1,14 +1,8 @@
 """A tiny random Llama with a tokenizer of its own, on the real engine, and a few questions over the sample pages."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).parent / "engine")
-)  # importlib mode puts no folder of tests on the path
 
 TEXT = (
     "the tramway keeper rang a bell when low tide left the causeway dry and the engine named Dunlin burned sawdust "

@@ -89,6 +89,29 @@ def smollm2_home(tmp_path_factory: pytest.TempPathFactory, with_smollm2: Callabl
     return with_smollm2(tmp_path_factory.mktemp("smollm2-home"))
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of four layers, which never ends an answer by itself."""
+    import tiny_models  # torch is not imported before the variables above are set, and not where nobody asks
+
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama", is_endless=True)
+
+
+@pytest.fixture(scope="session")
+def caller_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template has tools."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    return tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the gate's verdicts on the tiny models are kept, so that they are made once a session."""
+    return tmp_path_factory.mktemp("judged")
+
+
 @pytest.fixture(autouse=True)
 def one_event_loop() -> Iterator[None]:
     """LlamaIndex's `asyncio_run` takes the thread's event loop, makes one where there is none, and never closes it."""

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from app_fakes import SOON_S, until
+from waiting import SOON_S, until
 
 from ragblend.app.documents import State
 from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file

@@ -4,7 +4,7 @@ import shutil
 import threading
 
 import pytest
-from app_fakes import SOON_S, until
+from waiting import SOON_S, until
 
 from ragblend.app.jobs import JobQueue
 from ragblend.app.watching import Watcher

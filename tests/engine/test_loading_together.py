@@ -3,9 +3,6 @@
 import subprocess
 import sys
 import threading
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 import pytest
 import tiny_models

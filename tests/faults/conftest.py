@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 from fault_values import OracleError
 
 FULL = os.environ.get("FAULTS") == "full"

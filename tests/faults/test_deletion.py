@@ -5,17 +5,9 @@ and vectors, to a few digits. What stays must be found, or the search proves not
 """
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "engine")
-)  # importlib mode puts no folder of tests on the path
-
-import tiny_models
 
 from ragblend.app.conversation import AskOptions
 from ragblend.app.desk import Desk
@@ -47,11 +39,10 @@ class Embedder:
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, tiny_folder, monkeypatch):
     """A home whose model is tiny and whose embedder knows words alone."""
-    model = tiny_models.save_model("llama", tmp_path / "model")
     for name, value in (
-        ("MODEL", model),
+        ("MODEL", tiny_folder),
         ("CHUNK_TOKENS", 80),
         ("MAX_NEW_TOKENS", 2),
         ("DEVICE", "cpu"),

@@ -1,13 +1,13 @@
-"""Real servers, in a thread and as a process, clients over TCP, waiting for what comes later. Not a test file."""
+"""Real servers, in a thread and as a process, clients over TCP. Not a test file."""
 
 import json
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
+from waiting import SOON_S
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
@@ -15,17 +15,6 @@ from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import Server, listening
-
-SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
-
-
-def until(condition):
-    """Wait for it; what it gave."""
-    limit = time.monotonic() + SOON_S
-    while not (found := condition()):
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.02)
-    return found
 
 
 class Served:

@@ -1,0 +1,14 @@
+"""Waiting for what comes later. Not a test file."""
+
+import time
+
+SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
+
+
+def until(condition, timeout_s=SOON_S):
+    """What it gave, once that is true."""
+    limit = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.005)
+    return found
