@@ -25,11 +25,6 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def engine(model_folder, home):
     """The real engine over the tiny model, closed afterwards."""
     from ragblend import Engine

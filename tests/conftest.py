@@ -47,6 +47,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def root(home: Path) -> Path:
+    """The store's folder in it."""
+    return home / "kv"
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fsync, where ten thousand of them would only tell how fast the disk is."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture(scope="session")
 def caller() -> dict[str, str]:
     """What opens that model; tests of it are skipped where nobody named one."""

@@ -8,12 +8,9 @@ from app_fakes import FakeEmbedder, FakeEngine
 from document_files import write_docx, write_epub, write_pdf
 from shared_servers import redis_server  # noqa: F401
 
+from ragblend.app.jobs import JobQueue
+from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace, Workspaces
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -49,6 +46,19 @@ def workspace(open_workspace):
 def workspaces(home, fakes):
     """All collections of a home."""
     with Workspaces.open(home, chunk_tokens=16, max_new_tokens=32) as opened:
+        yield opened
+
+
+@pytest.fixture
+def jobs(workspaces):
+    queue = JobQueue(workspaces)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def library(tmp_path):
+    with Library(tmp_path / "library.sqlite") as opened:
         yield opened
 
 

@@ -14,13 +14,6 @@ from ragblend.kvstore.lock import writer_lock
 
 
 @pytest.fixture
-def jobs(workspaces):
-    queue = JobQueue(workspaces)
-    yield queue
-    queue.close()
-
-
-@pytest.fixture
 def engine(workspaces):
     return workspaces.of("default").engine
 

@@ -6,18 +6,10 @@ import threading
 import pytest
 from waiting import SOON_S, until
 
-from ragblend.app.jobs import JobQueue
 from ragblend.app.watching import Watcher
 from ragblend.kvstore.errors import SettingsError, UsageError
 
 pytest.importorskip("watchfiles")
-
-
-@pytest.fixture
-def jobs(workspaces):
-    queue = JobQueue(workspaces)
-    yield queue
-    queue.close()
 
 
 @pytest.fixture

@@ -45,11 +45,6 @@ def adder(home, name, batches):
 
 
 @pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def registry(home):
     registry = PassageRegistry.open(home)
     yield registry
