@@ -12,3 +12,8 @@ def until(condition, timeout_s=SOON_S):
         assert time.monotonic() < limit, "it never came"
         time.sleep(0.005)
     return found
+
+
+def idle(jobs, timeout_s=SOON_S):
+    """The queue has nothing left to do, KV included."""
+    return until(lambda: jobs.overview().is_idle, timeout_s)

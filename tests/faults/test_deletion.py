@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from waiting import idle
 
 from ragblend.app.conversation import AskOptions
 from ragblend.app.desk import Desk
@@ -191,7 +192,7 @@ def _remove(desk, home, way, paths, folder):
         for path in paths:
             path.unlink()
         desk.jobs.start()
-        assert desk.jobs.gone(paths, "default") == len(paths) and desk.jobs.wait_idle(120)
+        assert desk.jobs.gone(paths, "default") == len(paths) and idle(desk.jobs, 120)
         with desk.workspaces.writing():
             pass  # the worker has let go
     elif way == "changed":
