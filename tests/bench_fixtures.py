@@ -79,6 +79,26 @@ def asked(monkeypatch):
 
 
 @pytest.fixture
+def ctrl_c_at(monkeypatch):
+    """Has it pressed at that record; gives what was asked of all."""
+    from ragblend.app.bench import quality
+
+    record, calls = quality.record_of, []
+
+    def at(number):
+        def interrupted(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return record(*arguments)
+
+        monkeypatch.setattr(quality, "record_of", interrupted)
+        return calls
+
+    return at
+
+
+@pytest.fixture
 def bench(model_folder, home, tmp_path):
     """`ragblend bench` as it is typed: bench(command, argument, ...) over the tiny model, with `out` for results."""
     from typer.testing import CliRunner

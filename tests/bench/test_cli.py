@@ -142,20 +142,10 @@ def test_a_missing_package_is_named_before_anything_is_measured(bench, command, 
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
-    bench, data_file, tmp_path, monkeypatch
+    bench, data_file, tmp_path, ctrl_c_at
 ) -> None:
-    from ragblend.app.bench import quality
-
-    record, calls = quality.record_of, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return record(*arguments)
-
     arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
-    monkeypatch.setattr(quality, "record_of", interrupted)
+    calls = ctrl_c_at(4)
     stopped = bench(*arguments)
     assert (stopped.exit_code, stopped.stdout) == (1, "")
     assert "run the same command again" in stopped.stderr

@@ -86,17 +86,8 @@ def serving(home, model, limits=None):
 @contextmanager
 def running(home, *options):
     """The server as a process; gives what it printed when it was ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "ragblend.app.cli",
-        "serve",
-        "--home",
-        str(home),
-        "--port",
-        "0",
-        "--json",
-    ]
+    words = ["serve", "--home", str(home), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "ragblend.app.cli", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:
         yield json.loads(process.stdout.readline()), process
