@@ -16,6 +16,15 @@ from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import Server, listening
 
+LEDGER = (
+    "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
+    "The second one, which nobody was shown, named the ships that never left the harbour again."
+)
+LIGHT = (
+    "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
+    "that, and the keeper wound the clockwork every four hours, whatever the weather was."
+)
+
 
 class Served:
     """A server that runs. client(key): httpx's, for one key; the first is ada's, the second bob's."""

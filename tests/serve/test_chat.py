@@ -5,22 +5,13 @@ import socket
 import threading
 
 import pytest
-from servers import events, serving
+from servers import LEDGER, LIGHT, events, serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
 from ragblend.app.serve.keys import Client, Keys
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.threads import NAME
-
-LEDGER = (
-    "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
-    "The second one, which nobody was shown, named the ships that never left the harbour again."
-)
-LIGHT = (
-    "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
-    "that, and the keeper wound the clockwork every four hours, whatever the weather was."
-)
 
 
 def test_an_answer_is_the_engines_own(served) -> None:
