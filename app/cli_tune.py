@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.app.bench.cli import Moved, engine_arguments, settings_of
+from ragblend.app.bench.cli import engine_arguments, settings_of
 from ragblend.app.bench.sources import ALL_DOCUMENTS, Source, ingested, read
 from ragblend.app.cli_common import Cli, option, plural
 from ragblend.app.tuned import save_choice, tuned_file, undo_choice
@@ -39,7 +39,7 @@ class Tuning:
     undo: bool = option(False, "Take the last choice for this model back.", "--undo")
 
 
-def tune(cli: Cli, asked: Tuning, generate: Moved = None) -> None:
+def tune(cli: Cli, asked: Tuning) -> None:
     """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
     from ragblend.app.bench.tune import check_request
 

@@ -186,15 +186,6 @@ class JobQueue:
             jobs = [current if j.id == current.id and j.state in RUNNING else j for j in jobs]
         return jobs, total
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do, KV included; False if that took too long."""
-        until = time.monotonic() + timeout_s
-        while not self.overview().is_idle:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.02)
-        return True
-
     # --- what people do to it
 
     def pause(self) -> None:

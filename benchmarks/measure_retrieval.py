@@ -8,7 +8,6 @@ is the share of them among k passages found, of at most k; differences are paire
 questions.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from benchmarks.common import run
 from ragblend.app import samples
 from ragblend.app.bench.data import Question, load
 from ragblend.app.bench.metrics import normalise
@@ -113,19 +113,15 @@ def of_samples(home: Path) -> list[str]:
     return compared(home, f"samples ({sum(map(len, passages.values()))} passages)", cases)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="Questions in the format of `ragblend bench quality`.")
-    given = parser.parse_args()
+def main(data: Path | None = None) -> None:
+    """Measure, and print a table."""
     lines = ["| relevant | questions | k | vectors | hybrid | difference |", "|" + "---|" * 6]
     with tempfile.TemporaryDirectory() as folder:
-        if given.data:
-            lines += of_file(Path(folder) / "file", load(given.data, skip=True).questions)
+        if data:
+            lines += of_file(Path(folder) / "file", load(data, skip=True).questions)
         lines += of_samples(Path(folder) / "samples")
     print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    run(main, __doc__)

@@ -6,7 +6,6 @@
 A first run of each is not counted: it may convert the model and read files from the disk. Linux, for /proc.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.common import REPO
+from benchmarks.common import REPO, Home, run
 
 QUESTION = "How long is the causeway under water at every high tide?"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -39,19 +38,12 @@ def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float
     return clock, (int(user) + int(system)) / TICKS
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--other", type=Path, action="append", default=[])
-    parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args(arguments)
-    times: dict[Path, list[tuple[float, float]]] = {each: [] for each in (*asked.other, REPO)}
-    for turn in range(asked.repeats + 1):
+def main(home: Home, other: list[Path] | None = None, question: str = QUESTION, repeats: int = 5) -> None:
+    """Measure, and print a line for each checkout."""
+    times: dict[Path, list[tuple[float, float]]] = {each: [] for each in (*(other or ()), REPO)}
+    for turn in range(repeats + 1):
         for checkout, found in times.items():
-            took = first_token(checkout, asked.home, asked.question)
+            took = first_token(checkout, home, question)
             if turn:
                 found.append(took)
     for checkout, found in times.items():
@@ -60,8 +52,7 @@ def main(arguments: list[str]) -> int:
             f"{checkout}: {statistics.median(clocks):.2f} s (least {min(clocks):.2f}), of processors "
             f"{statistics.median(processors):.2f} s (least {min(processors):.2f})"
         )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, __doc__)

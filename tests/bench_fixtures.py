@@ -1,14 +1,8 @@
 """A tiny random Llama with a tokenizer of its own, on the real engine, and a few questions over the sample pages."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).parent / "engine")
-)  # importlib mode puts no folder of tests on the path
 
 TEXT = (
     "the tramway keeper rang a bell when low tide left the causeway dry and the engine named Dunlin burned sawdust "
@@ -28,11 +22,6 @@ def model_folder(tmp_path_factory):
     import tiny_models
 
     return tiny_models.save_model("llama", tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -87,6 +76,26 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(Call, "generate", listening)
     return found
+
+
+@pytest.fixture
+def ctrl_c_at(monkeypatch):
+    """Has it pressed at that record; gives what was asked of all."""
+    from ragblend.app.bench import quality
+
+    record, calls = quality.record_of, []
+
+    def at(number):
+        def interrupted(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return record(*arguments)
+
+        monkeypatch.setattr(quality, "record_of", interrupted)
+        return calls
+
+    return at
 
 
 @pytest.fixture

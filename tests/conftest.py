@@ -47,6 +47,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def root(home: Path) -> Path:
+    """The store's folder in it."""
+    return home / "kv"
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fsync, where ten thousand of them would only tell how fast the disk is."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture(scope="session")
 def caller() -> dict[str, str]:
     """What opens that model; tests of it are skipped where nobody named one."""
@@ -87,6 +104,29 @@ def with_smollm2(smollm2_models: Path) -> Callable[[Path], Path]:
 def smollm2_home(tmp_path_factory: pytest.TempPathFactory, with_smollm2: Callable[[Path], Path]) -> Path:
     """A home of the engine's tests on the bundled model, in which it is converted, or will be on first use."""
     return with_smollm2(tmp_path_factory.mktemp("smollm2-home"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of four layers, which never ends an answer by itself."""
+    import tiny_models  # torch is not imported before the variables above are set, and not where nobody asks
+
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama", is_endless=True)
+
+
+@pytest.fixture(scope="session")
+def caller_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template has tools."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    return tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the gate's verdicts on the tiny models are kept, so that they are made once a session."""
+    return tmp_path_factory.mktemp("judged")
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,27 +20,8 @@ if TYPE_CHECKING:
 
 ABOUT = "Measure: does the fused answer agree with full prefill, and how much faster does it start?"
 OUTPUT = Path("bench-results")
-WAY_OUT = {
-    "--generate": "`python -m benchmarks.questions --generate SPEC --out FILE` makes a file for --data",
-    "--format": "`python -m benchmarks.questions --data FILE --format NAME --out FILE` makes a file for --data",
-    "--inspect": "what it showed stands in docs/methods.md",
-}
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
 bench_app.callback(help=ABOUT)(lambda: None)
-
-
-def moved(name: str) -> Any:
-    """An option that is a benchmark's now: hidden, and refused with what to do."""
-
-    def refuse(value: Any) -> Any:
-        if value:
-            raise UsageError(f"{name} has moved: {WAY_OUT[name]}, in a checkout of the sources")
-        return value
-
-    return typer.Option(name, hidden=True, callback=refuse)
-
-
-Moved = Annotated[list[str] | None, moved("--generate")]
 
 
 @dataclass(frozen=True)
@@ -80,14 +61,7 @@ class TtftRequest:
 
 
 @command(bench_app, "quality")
-def quality(
-    cli: Cli,
-    source: Source,
-    request: QualityRequest,
-    generate: Moved = None,
-    form: Annotated[str | None, moved("--format")] = None,
-    inspect: Annotated[str | None, moved("--inspect")] = None,
-) -> None:
+def quality(cli: Cli, source: Source, request: QualityRequest) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     show_quality(cli, source, request)
 
@@ -122,16 +96,6 @@ def ttft(cli: Cli, request: TtftRequest) -> None:
     results = report_ttft(engine_arguments(cli), request)
     value = {name: results[name] for name in ("rows", "environment")}
     finish(cli, ttft_tables(results["rows"]), value, results["files"])
-
-
-@bench_app.command(
-    "store", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)
-def store() -> None:
-    """Moved to the benchmarks."""
-    raise UsageError(
-        "`ragblend bench store` is `python -m benchmarks.store` now, run from a checkout of the sources"
-    )
 
 
 def engine_arguments(cli: Cli) -> dict[str, Any]:

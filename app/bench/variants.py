@@ -8,7 +8,7 @@ from ragblend.kvstore.errors import UsageError
 
 AT = "@"  # in --compare, between a method and its ratio
 # Other ways to read passages, and the oracle: what measures them is in benchmarks/.
-MOVED = ("map_reduce", "map_rerank", "refine", "llama-tree_summarize", "llama-refine", "transplant")
+MOVED = ("map_reduce", "map_rerank", "refine", "transplant")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Stand-ins for the engine and the embedder: small, exact, and counting what they were asked. Not a test file."""
 
 import hashlib
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
@@ -17,16 +16,8 @@ from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.integrations.embeddings import chosen
 from ragblend.kvstore.errors import Cancelled
 
-SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
 WORDS = 64  # dimensions of the fake embeddings
 BATCH_TEXTS = 8
-
-
-def until(condition):
-    limit = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.02)
 
 
 def _halves(text):

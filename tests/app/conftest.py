@@ -1,24 +1,16 @@
 """A workspace with the fakes of app_fakes.py, and makers of documents."""
 
 import json
-import sys
-import zipfile
 from functools import cached_property
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-
 from app_fakes import FakeEmbedder, FakeEngine
+from document_files import write_docx, write_epub, write_pdf
 from shared_servers import redis_server  # noqa: F401
 
+from ragblend.app.jobs import JobQueue
+from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace, Workspaces
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -54,6 +46,19 @@ def workspace(open_workspace):
 def workspaces(home, fakes):
     """All collections of a home."""
     with Workspaces.open(home, chunk_tokens=16, max_new_tokens=32) as opened:
+        yield opened
+
+
+@pytest.fixture
+def jobs(workspaces):
+    queue = JobQueue(workspaces)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def library(tmp_path):
+    with Library(tmp_path / "library.sqlite") as opened:
         yield opened
 
 
@@ -99,53 +104,6 @@ def documents(tmp_path):
     )
     (folder / "boats.txt").write_text("Three boats lie at the quay. The red boat belongs to Ada. It is old.")
     return folder
-
-
-def write_pdf(path, pages, password=None):
-    """A PDF with one line of text a page; an empty text makes a page with a drawing alone."""
-    from reportlab.lib.pdfencrypt import StandardEncryption
-    from reportlab.pdfgen.canvas import Canvas
-
-    canvas = Canvas(str(path), encrypt=StandardEncryption(password, canPrint=0) if password else None)
-    for text in pages:
-        canvas.drawString(72, 700, text) if text else canvas.rect(72, 600, 100, 100)
-        canvas.showPage()
-    canvas.save()
-    return path
-
-
-def write_docx(path, paragraphs):
-    import docx
-
-    document = docx.Document()
-    for paragraph in paragraphs:
-        document.add_paragraph(paragraph)
-    document.save(str(path))
-    return path
-
-
-def write_epub(path, chapters):
-    """chapters: (file name, title, body), in the order of the spine; files are stored in the opposite order."""
-    items = "".join(
-        f'<item id="c{n}" href="{name}" media-type="application/xhtml+xml"/>'
-        for n, (name, _, _) in enumerate(chapters)
-    )
-    spine = "".join(f'<itemref idref="c{n}"/>' for n in range(len(chapters)))
-    namespace = 'xmlns="http://www.idpf.org/2007/opf"'
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("mimetype", "application/epub+zip")
-        archive.writestr(
-            "META-INF/container.xml",
-            '<container><rootfiles><rootfile full-path="OEBPS/b.opf"/></rootfiles></container>',
-        )
-        for name, title, body in reversed(chapters):
-            page = f"<html><head><title>{title}</title></head><body>{body}</body></html>"
-            archive.writestr(f"OEBPS/{name}", page)
-        archive.writestr(
-            "OEBPS/b.opf",
-            f"<package {namespace}><manifest>{items}</manifest><spine>{spine}</spine></package>",
-        )
-    return path
 
 
 @pytest.fixture

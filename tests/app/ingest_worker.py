@@ -3,9 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from app_fakes import FakeEmbedder, FakeEngine
 

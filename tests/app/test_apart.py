@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hostile_work
 import pytest
-from app_fakes import until
+from waiting import until
 
 from ragblend.app.apart import apart
 from ragblend.kvstore.errors import Cancelled, OversizedDocumentError, UnreadableDocumentError

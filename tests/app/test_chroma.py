@@ -1,10 +1,11 @@
 """The vector index: exact cosine, our embeddings only, one collection each, rebuilt from nothing."""
 
-import threading
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
+from waiting import at_once
 
 from ragblend.integrations.chroma import VectorIndex, apart
 from ragblend.integrations.chroma_sweep import HEADER
@@ -154,21 +155,7 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
     for round_number in range(3):
         folder = tmp_path / f"chroma{round_number}"
         indexes = [VectorIndex(folder, name) for name in ("one", "two", "three", "four")]
-        together, failures = threading.Barrier(len(indexes)), []
-
-        def use(index, together=together, failures=failures):
-            together.wait()
-            try:
-                index.upsert(["n"], [np.ones((1, 3), dtype=np.float32)])
-            except Exception as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=use, args=(index,)) for index in indexes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        at_once(*(partial(index.upsert, ["n"], [np.ones((1, 3), dtype=np.float32)]) for index in indexes))
         for index in indexes:
             index.close()
 

@@ -1,6 +1,5 @@
 """A document summed up: every passage in a window, each encoded once, kept as far as it came, with its sources."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -8,18 +7,15 @@ import subprocess
 import sys
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from app_fakes import SOON_S, until
+from waiting import SOON_S, until
 
 from ragblend.app.conversation import Conversations
 from ragblend.app.ingest import take_in
 from ragblend.app.library import Library
 from ragblend.app.removal import remove_document
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError
-
-TINY = Path(__file__).parents[1] / "engine" / "tiny_models.py"
 
 
 def ships(count):
@@ -187,15 +183,11 @@ def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd
     assert "there is none" in told("digest", "nobodys.txt", code=1)["error"]["message"]
 
 
-def test_a_command_that_was_killed_goes_on(home, log, tmp_path_factory):
+def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
-    spec = importlib.util.spec_from_file_location("tiny_models_of_the_digest", TINY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama", is_endless=True)
     log.write_text("\n\n".join(ships(48)))
     command = [sys.executable, "-m", "ragblend.app.cli", "digest", str(log), "--home", str(home), "--json"]
-    command += ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
+    command += ["--model", str(tiny_folder), "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
     environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128"}
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 

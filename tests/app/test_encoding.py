@@ -1,13 +1,11 @@
 """A folder is asked, changed and killed while its KV is encoded: the real command line, on a model of four layers."""
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,21 +14,12 @@ from ragblend.app.removal import remove_document
 from ragblend.app.upkeep import check
 from ragblend.app.workspace import Workspace
 
-TINY = Path(__file__).parents[1] / "engine" / "tiny_models.py"
 FILES, SENTENCES, SOON_S = 16, 40, 300.0
 
 
 def asked(workspace, question, **options):
     talks = Conversations(workspace.workspaces)
     return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location("tiny_models_of_the_app", TINY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture
@@ -44,19 +33,19 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def opened(home, tiny_model):
+def opened(home, tiny_folder):
     """The home as another process has it, with the real engine and embedder."""
-    workspace = Workspace.open(home, model=str(tiny_model), chunk_tokens=64, max_new_tokens=4)
+    workspace = Workspace.open(home, model=str(tiny_folder), chunk_tokens=64, max_new_tokens=4)
     yield workspace
     workspace.close()
     workspace.engine.close()
 
 
-def start(home, tiny_model, folder, *options):
+def start(home, tiny_folder, folder, *options):
     command = [sys.executable, "-m", "ragblend.app.cli", "ingest", folder, "--json", "--home", home]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "64"}
-    return subprocess.Popen([*command, "--model", tiny_model, *options], env=environment, **pipes)
+    return subprocess.Popen([*command, "--model", tiny_folder, *options], env=environment, **pipes)
 
 
 def values(home):
@@ -81,12 +70,12 @@ def assert_nothing_is_left_over(workspace):
     assert check(workspace) == []
 
 
-def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_model, folder, opened):
+def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_folder, folder, opened):
     opened.embedder.load()
     assert (
         opened.engine.gate.passed
     )  # loaded by now: what is done below must be done while the other one encodes
-    running = start(home, tiny_model, folder)
+    running = start(home, tiny_folder, folder)
     await_values(running, home, 3)
     documents = opened.library.documents("default")
     assert {document.state for document in documents} == {"done"} and len(documents) == FILES
@@ -102,7 +91,7 @@ def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_model, folder, 
     assert_nothing_is_left_over(opened)
 
     before = {path.name for path in values(home)}
-    done = start(home, tiny_model, folder)
+    done = start(home, tiny_folder, folder)
     out, err = done.communicate(timeout=SOON_S)
     report = json.loads(out)
     assert done.returncode == 0, err

@@ -1,9 +1,10 @@
 """The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
 
 import threading
+import time
 
 import pytest
-from app_fakes import SOON_S, until
+from waiting import SOON_S, idle, until
 
 from ragblend.app.documents import State
 from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
@@ -11,13 +12,6 @@ from ragblend.app.jobs import JobQueue
 from ragblend.app.uploads import safe_name
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
-
-
-@pytest.fixture
-def jobs(workspaces):
-    queue = JobQueue(workspaces)
-    yield queue
-    queue.close()
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def embedder(workspaces):
 
 def finish(jobs):
     jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
 
 
 def held(jobs, work, *paths):
@@ -77,7 +71,7 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert jobs.overview().counts["done"] == 3
     bad.write_bytes(b"%PDF-1.4 broken")
     assert jobs.retry([failed[0].id]) == 1
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     assert "damaged" in jobs.page(state="failed")[0][0].reason
 
 
@@ -87,7 +81,7 @@ def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
     assert (current.state, current.name, current.done) == ("embedding", "a.txt", 0) and current.total > 3
     assert jobs.page()[0][0] == current and not jobs.overview().is_idle
     gate.set()
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     assert jobs.overview().current is None
 
 
@@ -98,7 +92,7 @@ def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embe
     until(lambda: jobs.overview().current is None)
     assert set(states(jobs).values()) == {"cancelled"} and len(embedder.embedded) <= 8, "left after one batch"
     assert documents_of(workspaces) == {"a.txt": State.PENDING}
-    assert jobs.retry() == 2 and jobs.wait_idle(SOON_S)
+    assert jobs.retry() == 2 and idle(jobs)
     assert set(states(jobs).values()) == {"done"} and set(documents_of(workspaces).values()) == {State.DONE}
 
 
@@ -106,7 +100,7 @@ def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel([jobs.overview().current.id]) == 1
     gate.set()
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     assert states(jobs) == {"a.txt": "cancelled", "b.txt": "done"}
 
 
@@ -120,9 +114,10 @@ def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
     again = JobQueue(workspaces)
     again.start()
     try:
-        assert again.overview().paused and not again.wait_idle(0.2)
+        time.sleep(0.2)
+        assert again.overview().paused and not again.overview().is_idle
         again.resume()
-        assert again.wait_idle(SOON_S) and states(again) == {"a.txt": "done"}
+        assert idle(again) and states(again) == {"a.txt": "done"}
     finally:
         again.close()
 
@@ -138,7 +133,7 @@ def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, docu
     gate.set()
     deleting.join(SOON_S)
     assert removed[0].path == gone.path and removed[0].bytes_freed > 0
-    assert jobs.wait_idle(SOON_S) and states(jobs) == {"long.txt": "done"}
+    assert idle(jobs) and states(jobs) == {"long.txt": "done"}
     assert "sky.txt" not in documents_of(workspaces)
 
 
@@ -160,7 +155,7 @@ def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspa
         assert jobs.overview().counts["queued"] == 3
         with pytest.raises(StoreLockedError, match="ragblend ingest letters"):
             jobs.remove([workspaces.library.begin("default", "/x")], "default")
-    assert jobs.wait_idle(SOON_S) and jobs.overview().waiting is None
+    assert idle(jobs) and jobs.overview().waiting is None
 
 
 def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
@@ -176,7 +171,7 @@ def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
     until(lambda: jobs.overview().waiting)
     assert "disk is full" in jobs.overview().waiting and jobs.overview().counts["done"] == 3
     full[0] = False
-    assert jobs.wait_idle(SOON_S) and set(states(jobs).values()) == {"done"}
+    assert idle(jobs) and set(states(jobs).values()) == {"done"}
 
 
 def test_a_bug_fails_one_file_only(jobs, embedder, documents):
@@ -196,9 +191,10 @@ def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents)
     overview = jobs.overview()
     assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {State.DONE}
     assert overview.kv.phase == "encoding" and overview.kv.done == 0 < overview.kv.total
-    assert not jobs.wait_idle(0.1), "it is not over yet"
+    time.sleep(0.1)
+    assert not jobs.overview().is_idle, "it is not over yet"
     gate.set()
-    assert jobs.wait_idle(SOON_S) and jobs.overview().kv is None
+    assert idle(jobs) and jobs.overview().kv is None
     assert len(engine.stored()) == overview.kv.total == workspaces.library.count_passages("default")
 
 
@@ -224,7 +220,7 @@ def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents,
     jobs.add([new], "default")
     gate.set()
     until(lambda: states(jobs)["new.txt"] == "done")
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     assert len(set(engine.encoded)) == len(engine.encoded) == len(engine.stored())
 
 
@@ -232,9 +228,10 @@ def test_pause_holds_the_kv_back_too(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     jobs.pause()
     gate.set()
-    assert not jobs.wait_idle(0.3) and engine.stored() == set()
+    time.sleep(0.3)
+    assert not jobs.overview().is_idle and engine.stored() == set()
     jobs.resume()
-    assert jobs.wait_idle(SOON_S) and len(engine.stored()) == workspaces.library.count_passages("default")
+    assert idle(jobs) and len(engine.stored()) == workspaces.library.count_passages("default")
 
 
 def test_a_delete_while_kv_is_encoded(jobs, workspaces, engine, documents):
@@ -242,7 +239,7 @@ def test_a_delete_while_kv_is_encoded(jobs, workspaces, engine, documents):
     everything = [document.id for document in workspaces.library.documents("default")]
     assert len(jobs.remove(everything, "default")) == 3, "it waits for nothing"
     gate.set()
-    assert jobs.wait_idle(SOON_S) and engine.stored() == set()
+    assert idle(jobs) and engine.stored() == set()
 
 
 def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
@@ -258,7 +255,7 @@ def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder
     path.write_text("Something else altogether stands in here now.")
     jobs.add([path], "default")
     gate.set()
-    assert jobs.wait_idle(SOON_S) and states(jobs) == {"a.txt": "done"}
+    assert idle(jobs) and states(jobs) == {"a.txt": "done"}
     document = workspaces.library.find("default", "a.txt")
     assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
 

@@ -21,13 +21,6 @@ from ragblend.kvstore.errors import LibraryError
 FACTS = FileFacts(10, 20, "ab" * 32)
 
 
-@pytest.fixture
-def library(tmp_path):
-    opened = Library(tmp_path / "library.sqlite")
-    yield opened
-    opened.close()
-
-
 def fill(library, path, texts, recipe="r"):
     document = library.begin("default", path)
     numbered = enumerate(texts)

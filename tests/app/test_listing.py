@@ -1,17 +1,7 @@
 """The list of documents: pages, searches, states, and that it does not read more than it shows."""
 
-import pytest
-
 from ragblend.app import readers
 from ragblend.app.ingest import ingest
-from ragblend.app.library import Library
-
-
-@pytest.fixture
-def library(tmp_path):
-    opened = Library(tmp_path / "library.sqlite")
-    yield opened
-    opened.close()
 
 
 def fill(library, count):

@@ -1,7 +1,6 @@
 """Models to choose from: what is here, what would fit, bringing one here, using it, and the way back."""
 
 import json
-import sys
 import threading
 from pathlib import Path
 
@@ -12,15 +11,6 @@ from ragblend.app import models
 from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, Machine, ModelDownload, full_name, offers
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    """Four layers of random weights."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-    from tiny_models import save_model
-
-    return save_model("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture
@@ -34,11 +24,11 @@ def hub_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(tiny_model, hub_cache, monkeypatch):
+def hub(tiny_folder, hub_cache, monkeypatch):
     """A hub with one model, which is the whole network."""
     from huggingface_hub import constants
 
-    with serve_hub("anna/tiny", tiny_model) as server:
+    with serve_hub("anna/tiny", tiny_folder) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -76,16 +66,16 @@ def test_the_suggestions_can_be_true():
     assert list(SUGGESTIONS) == sorted(SUGGESTIONS, key=lambda model: model.parameters)
 
 
-def test_what_is_here_is_listed(told, home, tiny_model, hub_cache, tmp_path):
+def test_what_is_here_is_listed(told, home, tiny_folder, hub_cache, tmp_path):
     """Converted ones, .gguf files, the hub's cache; an embedder of that cache is no model to ask."""
     (home / "models" / "tiny-0123-float32").mkdir(parents=True)
-    for file in tiny_model.iterdir():
+    for file in tiny_folder.iterdir():
         (home / "models" / "tiny-0123-float32" / file.name).write_bytes(file.read_bytes())
     (home / "models" / "mine.gguf").write_bytes(b"GGUF" + b"\0" * 96)
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "other.gguf").write_bytes(b"GGUF")
-    in_cache(hub_cache, "anna/tiny", tiny_model)
-    in_cache(hub_cache, "anna/embedder", tiny_model, architectures=["BertModel"])
+    in_cache(hub_cache, "anna/tiny", tiny_folder)
+    in_cache(hub_cache, "anna/embedder", tiny_folder, architectures=["BertModel"])
     rows = told("models", "list", "--folder", tmp_path / "more")["models"]
     kinds = {Path(row["name"]).name: row["kind"] for row in rows}
     assert kinds == {

@@ -10,7 +10,6 @@ from ragblend.app.answer import Source
 from ragblend.app.conversation import ANY
 from ragblend.app.documents import FileFacts, Passage, node_id
 from ragblend.app.ingest import ingest
-from ragblend.app.library import Library
 from ragblend.app.retrieval import fused, search, without_duplicates
 
 FAR = 2.0  # no passage is as near
@@ -153,12 +152,6 @@ def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs)
         far = search([one, other], question, 6, FAR)
         assert {source.document for source in far} == {"1.txt", "train.txt"}, "by its number in either"
     assert search([], question, 2, ANY) == []
-
-
-@pytest.fixture
-def library(tmp_path):
-    with Library(tmp_path / "library.sqlite") as opened:
-        yield opened
 
 
 def fill(library, path, texts, collection="default"):

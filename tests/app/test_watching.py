@@ -4,20 +4,12 @@ import shutil
 import threading
 
 import pytest
-from app_fakes import SOON_S, until
+from waiting import idle, until
 
-from ragblend.app.jobs import JobQueue
 from ragblend.app.watching import Watcher
 from ragblend.kvstore.errors import SettingsError, UsageError
 
 pytest.importorskip("watchfiles")
-
-
-@pytest.fixture
-def jobs(workspaces):
-    queue = JobQueue(workspaces)
-    yield queue
-    queue.close()
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ def test_links_in_a_folder_are_not_followed(watcher, jobs, workspaces, documents
     (documents / "linked").symlink_to(secret)
     (documents / "last.txt").write_text("This one is a file.")
     until(lambda: "last.txt" in names(workspaces))
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     assert set(names(workspaces)) == {"sky.txt", "bread.md", "boats.txt", "last.txt"}
 
 
@@ -89,7 +81,7 @@ def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, docu
 def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents):
     jobs.add([documents], "default")
     jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     first = Watcher(jobs)
     first.add(documents, "default")
     (documents / "sky.txt").unlink()
@@ -106,7 +98,7 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
     monkeypatch.setattr("ragblend.app.watching.LOOK_AGAIN_S", 0.05)
     jobs.add([documents], "default")
     jobs.start()
-    assert jobs.wait_idle(SOON_S)
+    assert idle(jobs)
     watcher = Watcher(jobs, quiet_ms=50)
     watcher.add(documents, "default")
     shutil.rmtree(documents)

@@ -117,13 +117,9 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--data", "nowhere.json"), "nowhere.json"),
         (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
         (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
-        (("quality", "--generate", "two_hop"), "--generate has moved: .*benchmarks.questions"),
         (("quality", "--data", "a.json", "--docs", "all"), "--data and --docs"),
         (("quality", "--docs", "all"), "ragblend ingest"),
-        (("quality", "--format", "squad"), "--format has moved: .*benchmarks.questions"),
-        (("quality", "--inspect", "0"), "--inspect has moved: .*docs/methods.md"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
-        (("store", "--overhead", "100"), "python -m benchmarks.store"),
         (("ttft", "--chunks", "0"), "--chunks"),
         (("ttft", "--tokens", "many"), "--tokens"),
         (("ttft", "--caches", "hot"), "hot"),
@@ -146,20 +142,10 @@ def test_a_missing_package_is_named_before_anything_is_measured(bench, command, 
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
-    bench, data_file, tmp_path, monkeypatch
+    bench, data_file, tmp_path, ctrl_c_at
 ) -> None:
-    from ragblend.app.bench import quality
-
-    record, calls = quality.record_of, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return record(*arguments)
-
     arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
-    monkeypatch.setattr(quality, "record_of", interrupted)
+    calls = ctrl_c_at(4)
     stopped = bench(*arguments)
     assert (stopped.exit_code, stopped.stdout) == (1, "")
     assert "run the same command again" in stopped.stderr

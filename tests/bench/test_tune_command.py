@@ -77,18 +77,8 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     assert "nothing to take back" in printed.out
 
 
-def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, monkeypatch) -> None:
-    from ragblend.app.bench import quality
-
-    record, calls = quality.record_of, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return record(*arguments)
-
-    monkeypatch.setattr(quality, "record_of", interrupted)
+def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c_at) -> None:
+    calls = ctrl_c_at(5)
     code, printed = command("--most-ratio", "0.5")
     assert (code, "Nothing was changed" in printed.err) == (1, True)
     assert not (home / "tuned.json").exists()
@@ -114,7 +104,6 @@ def test_without_documents_the_samples_are_taken(home) -> None:
         ("foo", (), "method 'foo' is unknown; there are full, "),
         ("probe:foo=1", (), "method 'probe' has no parameter 'foo'"),
         ("transplant", (), "which only `python -m benchmarks.quality` can run"),
-        ("probe", ("--generate", "two_hop"), "python -m benchmarks.questions --generate SPEC"),
         ("probe", ("--minutes", "-3"), "--minutes is -3; "),
         ("probe", ("--minutes", "0"), "--minutes is 0; "),
         ("probe", ("--minutes", "nan"), "--minutes is nan; "),

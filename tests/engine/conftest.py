@@ -1,17 +1,13 @@
 """Tiny models on disk, and engines on private homes."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import logging as transformers_logging
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-
 import tiny_models
 from benches import Bench
 from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
+from transformers.utils import logging as transformers_logging
 
 from ragblend import Engine
 

@@ -3,12 +3,12 @@
 import gc
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from benches import make_prompt, make_text
+from waiting import until
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.scheduler import DeviceQueue
@@ -59,12 +59,9 @@ def test_closing_waits_for_what_an_encode_is_doing_and_it_goes_on(fresh, monkeyp
     assert engine.prefill(prompt, method="reuse").report.hits == 1
 
 
-def device_is_free(engine, timeout_s=10.0):
-    """Whether the queue empties; the device is held by nobody then."""
-    end = time.monotonic() + timeout_s
-    while engine.runtime.queue.inside and time.monotonic() < end:
-        time.sleep(0.01)
-    return not engine.runtime.queue.inside
+def device_is_free(engine):
+    """Once the queue is empty; the device is held by nobody then."""
+    return until(lambda: not engine.runtime.queue.inside)
 
 
 @pytest.fixture
@@ -173,7 +170,7 @@ def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
     for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
         break
     gc.collect()
-    assert device_is_free(stored.engine, timeout_s=60)
+    assert device_is_free(stored.engine)
     assert len(endless) < 500
 
 
@@ -199,9 +196,7 @@ def test_who_waits_for_the_device_and_who_decodes_holds_no_file_open(stored, ser
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(generate, number) for number in range(4)]
         assert begun.acquire(timeout=60)  # one decodes, the others wait or decode as well
-        deadline = time.monotonic() + 60
-        while engine.runtime.queue.inside < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: engine.runtime.queue.inside >= 4)
         during = opened()
         more.set()
         assert all(answer.result().token_ids for answer in answers)
@@ -285,8 +280,7 @@ def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypat
         if len(said) == 2:
             second.append(threading.Thread(target=ask_too))
             second[0].start()
-            while engine.runtime.queue.inside < 2:
-                time.sleep(0.002)
+            until(lambda: engine.runtime.queue.inside >= 2)
 
     engine.generate(make_prompt(TEXTS), method="full", max_new_tokens=60, on_text=on_text)
     second[0].join(60)
@@ -319,8 +313,7 @@ def test_one_that_gave_way_can_be_cancelled_and_closing_waits_for_the_others(sto
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
-    while engine.runtime.queue.inside < 2 or not engine.runtime.queue.order.begun[1:]:
-        time.sleep(0.002)
+    until(lambda: engine.runtime.queue.inside >= 2 and engine.runtime.queue.order.begun[1:])
     closing = threading.Thread(target=engine.close)
     cancel.set()
     threads[0].join(60)

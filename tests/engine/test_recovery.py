@@ -1,11 +1,11 @@
 """A device that fails: nobody who has read nothing yet is told, and what is stored stays."""
 
 import threading
-import time
 import weakref
 
 import pytest
 from benches import make_prompt, make_text
+from waiting import until
 
 from ragblend.engine import runtime as runtime_module
 from ragblend.engine.decoder import TransformersDecoder
@@ -163,8 +163,7 @@ def test_a_second_try_is_called_off_while_others_have_the_device(asked, monkeypa
     def fail(*_):
         """At the failing layer somebody else is in the queue already, and has the device next."""
         fails.set()
-        while queue.inside < 2:
-            time.sleep(0.002)
+        until(lambda: queue.inside >= 2)
         raise RuntimeError("gone")
 
     monkeypatch.setattr(TransformersDecoder, "run_layer", fail)

@@ -5,16 +5,10 @@ import time
 from functools import partial
 
 import pytest
+from waiting import until
 
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.kvstore.errors import Cancelled
-
-
-def until(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.002)
-    assert condition()
 
 
 def test_first_come_first_served_and_one_at_a_time():

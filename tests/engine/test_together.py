@@ -2,13 +2,13 @@
 
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
+from waiting import until
 
 from ragblend.engine.few_rows import FewRows
 from ragblend.engine.grammar import json_grammar
@@ -19,13 +19,6 @@ from ragblend.kvstore.errors import Cancelled, DeviceError
 TEXTS = [make_text(seed) for seed in range(6)]
 KNOWN = ("llama", "llama-yarn", "qwen2", "qwen3")
 SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
-
-
-def until(condition, timeout_s=30.0):
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.002)
-    assert condition()
 
 
 # --- the queue, without a device

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 from fault_values import OracleError
 
 FULL = os.environ.get("FAULTS") == "full"
@@ -76,14 +74,3 @@ def lab(running_lab: list[Lab]) -> Lab:
     if not running_lab or running_lab[-1].process.returncode is not None:
         running_lab.append(Lab())
     return running_lab[-1]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "home" / "kv"
-
-
-@pytest.fixture
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fsync, where ten thousand of them would only tell how fast the disk is."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)

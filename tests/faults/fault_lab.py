@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_values import OracleError, put, version_read
 
 from ragblend.kvstore.store import KVStore

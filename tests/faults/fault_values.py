@@ -57,9 +57,9 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def same(found: ChunkKV, expected: ChunkKV) -> bool:
+def same(found: ChunkKV | None, expected: ChunkKV) -> bool:
     """Bit for bit: NaN is equal to itself and -0.0 is not 0.0."""
-    if (found.token_ids, found.start, found.geometry) != (
+    if found is None or (found.token_ids, found.start, found.geometry) != (
         expected.token_ids,
         expected.start,
         expected.geometry,

@@ -5,17 +5,10 @@ and vectors, to a few digits. What stays must be found, or the search proves not
 """
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "engine")
-)  # importlib mode puts no folder of tests on the path
-
-import tiny_models
+from waiting import idle
 
 from ragblend.app.conversation import AskOptions
 from ragblend.app.desk import Desk
@@ -47,11 +40,10 @@ class Embedder:
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, tiny_folder, monkeypatch):
     """A home whose model is tiny and whose embedder knows words alone."""
-    model = tiny_models.save_model("llama", tmp_path / "model")
     for name, value in (
-        ("MODEL", model),
+        ("MODEL", tiny_folder),
         ("CHUNK_TOKENS", 80),
         ("MAX_NEW_TOKENS", 2),
         ("DEVICE", "cpu"),
@@ -200,7 +192,7 @@ def _remove(desk, home, way, paths, folder):
         for path in paths:
             path.unlink()
         desk.jobs.start()
-        assert desk.jobs.gone(paths, "default") == len(paths) and desk.jobs.wait_idle(120)
+        assert desk.jobs.gone(paths, "default") == len(paths) and idle(desk.jobs, 120)
         with desk.workspaces.writing():
             pass  # the worker has let go
     elif way == "changed":

@@ -1,41 +1,17 @@
 """What the tests of both adapters share: a tiny model on disk, and homes of their own."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-# importlib mode puts no folder of tests on the path
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 import tiny_models
 
 from ragblend.integrations.backend import Backend
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory) -> Path:
-    """A random model of four layers, which never ends an answer by itself."""
-    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama", is_endless=True)
-
-
-@pytest.fixture(scope="session")
 def other_folder(tmp_path_factory) -> Path:
     """Another model."""
     return tiny_models.save_model("qwen2", tmp_path_factory.mktemp("models") / "other")
-
-
-@pytest.fixture(scope="session")
-def caller_folder(tmp_path_factory) -> Path:
-    """A model whose chat template has tools."""
-    folder = tmp_path_factory.mktemp("models") / "caller"
-    return tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
-
-
-@pytest.fixture(scope="session")
-def judged(tmp_path_factory) -> Path:
-    """Where the gate's verdict on the tiny model is kept, so that it is made once a session."""
-    return tmp_path_factory.mktemp("judged")
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import at_once
 
 from ragblend.integrations import passages as module
 from ragblend.integrations.passages import Found, Passage, PassageRegistry, node_id_of
@@ -42,11 +43,6 @@ def adder(home, name, batches):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         yield worker
         worker.kill()
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -292,27 +288,16 @@ def test_all_or_none(registry):
 
 
 def test_threads(registry):
-    errors, start = [], threading.Barrier(6)
-
     def work(name):
-        try:
-            start.wait()
-            for n in range(15):
-                text = f"{name} wrote the passage with the number {n}."
-                assert registry.add([Passage(text, f"{name}-{n}")]) == 1
-                assert names(registry.find(f"x {text} y")) == [f"{name}-{n}"]
-                if n % 3 == 0:
-                    assert registry.remove([f"{name}-{n}"]) == 1
-                    assert registry.find(text) == []
-        except BaseException as error:
-            errors.append(error)
+        for n in range(15):
+            text = f"{name} wrote the passage with the number {n}."
+            assert registry.add([Passage(text, f"{name}-{n}")]) == 1
+            assert names(registry.find(f"x {text} y")) == [f"{name}-{n}"]
+            if n % 3 == 0:
+                assert registry.remove([f"{name}-{n}"]) == 1
+                assert registry.find(text) == []
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abcdef"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(*(partial(work, name) for name in "abcdef"))
     assert len(registry) == 60
 
 

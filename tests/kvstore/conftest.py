@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import fault_values
 import pytest
 import torch
 from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
@@ -33,22 +35,6 @@ def make_sample(seed: int, tokens: int = 5, geometry: Geometry = TINY) -> Sample
     return chunk_key(model, (1, 2), "", token_ids), ChunkKV(token_ids, 2, g, keys, values)
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same_kv(found: ChunkKV | None, expected: ChunkKV) -> bool:
-    """Bit for bit, so that NaN is equal to itself and -0.0 is not 0.0."""
-    if found is None or (found.token_ids, found.start, found.geometry) != (
-        expected.token_ids,
-        expected.start,
-        expected.geometry,
-    ):
-        return False
-    pairs = zip([*found.keys, *found.values], [*expected.keys, *expected.values], strict=True)
-    return all(torch.equal(raw(a), raw(b)) for a, b in pairs)
-
-
 @pytest.fixture
 def sample() -> Callable[..., Sample]:
     return make_sample
@@ -56,23 +42,35 @@ def sample() -> Callable[..., Sample]:
 
 @pytest.fixture
 def same() -> Callable[[ChunkKV | None, ChunkKV], bool]:
-    return same_kv
+    return fault_values.same
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "home" / "kv"
+def _execute(path: Path, statement: str, *values: object) -> list[tuple]:
+    with closing(connect(path)) as sql:
+        return sql.execute(statement, values).fetchall()
 
 
 @pytest.fixture
 def rows(root: Path) -> Callable[..., list[tuple]]:
     """rows(statement, *values): what it gives on the store's index, through a connection of its own."""
+    return partial(_execute, root / "cache.db")
 
-    def execute(statement: str, *values: object) -> list[tuple]:
-        with closing(connect(root / "cache.db")) as sql:
-            return sql.execute(statement, values).fetchall()
 
-    return execute
+@pytest.fixture
+def uses(root: Path) -> Callable[..., list[tuple]]:
+    """The same on the ledger."""
+    return partial(_execute, root / "ledger.db")
+
+
+@pytest.fixture
+def held_anywhere(root: Path) -> Callable[[str], list[Path]]:
+    """The files that hold this digest, as text or as bytes."""
+
+    def find(digest: str) -> list[Path]:
+        needles = digest.encode(), bytes.fromhex(digest)
+        return [p for p in root.rglob("*") if p.is_file() and any(n in p.read_bytes() for n in needles)]
+
+    return find
 
 
 @pytest.fixture

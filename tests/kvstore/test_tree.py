@@ -1,6 +1,5 @@
 """The knowledge tree in the store: who stands behind whom, what is evicted, and what goes with what is deleted."""
 
-import os
 import random
 import struct
 import zlib
@@ -20,11 +19,7 @@ from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.tree import Node, match
 
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    """No fsync: nothing here is about power cuts."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")  # nothing here is about power cuts
 
 
 @pytest.fixture
@@ -65,11 +60,6 @@ def parents(root):
         with open_verified(file, key, None, lambda what: None) as reader:
             found[key] = reader.header.parent
     return found
-
-
-def held_anywhere(root, digest):
-    needles = digest.encode(), bytes.fromhex(digest)
-    return [p for p in root.rglob("*") if p.is_file() and any(needle in p.read_bytes() for needle in needles)]
 
 
 def put_all(store, nodes):
@@ -262,7 +252,7 @@ def test_whatever_happens_parents_stay(root, path, policy, values):
 # --- deletion, and what is left of a path
 
 
-def test_deletion_takes_what_stands_behind(store, path, root):
+def test_deletion_takes_what_stands_behind(store, path, held_anywhere):
     """KV behind a passage has attended to it. Nothing of either may stay: no file, no row, no count."""
     nodes, other = path(1, 2, 3), path(4, 2)
     put_all(store, nodes)
@@ -273,11 +263,11 @@ def test_deletion_takes_what_stands_behind(store, path, root):
     assert freed == sum(Blob.of(*node).nbytes for node in nodes[1:])
     assert (held(store, nodes[:1]), held(store, other)) == (1, 2)
     for key, _ in nodes[1:]:
-        assert not held_anywhere(root, key.digest)
+        assert not held_anywhere(key.digest)
     assert store.check() == []
 
 
-def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, sample, root):
+def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, sample, held_anywhere):
     nodes = path(1, 2)
     store = open_store(budget_bytes=2 * Blob.of(*nodes[1]).nbytes)
     put_all(store, nodes)
@@ -285,7 +275,7 @@ def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, samp
     assert not store.contains(nodes[1][0])
     store.delete(nodes[0][0])
     store.close()
-    assert not held_anywhere(root, nodes[1][0].digest)
+    assert not held_anywhere(nodes[1][0].digest)
 
 
 @pytest.mark.parametrize("looked_after", ["open", "gc"])

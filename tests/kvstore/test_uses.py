@@ -1,6 +1,5 @@
 """The ledger, the disk's order of eviction: it must be what a plain dictionary says, whoever opens the store."""
 
-import os
 import random
 import sqlite3
 import time
@@ -15,27 +14,12 @@ from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.uses import Change, Counters, Counts, Ledger
 
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    """No fsync: nothing here is about power cuts."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")  # nothing here is about power cuts
 
 
 @pytest.fixture
 def samples(sample):
     return [sample(seed, tokens=3 + seed % 7) for seed in range(40)]
-
-
-@pytest.fixture
-def uses(root):
-    """uses(statement, *values): what it gives on the ledger, through a connection of its own."""
-
-    def execute(statement, *values):
-        with closing(connect(root / "ledger.db")) as sql:
-            return sql.execute(statement, values).fetchall()
-
-    return execute
 
 
 def cost(cached_tokens, new_tokens):
@@ -171,13 +155,8 @@ def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample,
         assert digests(store) == {sample(seed)[0].digest for seed in (0, 3, 4)}
 
 
-def held_anywhere(root, digest):
-    needles = digest.encode(), bytes.fromhex(digest)
-    return [p for p in root.rglob("*") if p.is_file() and any(needle in p.read_bytes() for needle in needles)]
-
-
 @pytest.mark.parametrize("how", ["delete", "gc", "elsewhere"])
-def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses):
+def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses, held_anywhere):
     """Also of one that was evicted before, and that another process has used meanwhile."""
     gone, other, size = sample(0), sample(1), Blob.of(*sample(0)).nbytes
     store = KVStore.open(root, size)
@@ -186,7 +165,7 @@ def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses):
     store.put(*other)
     assert not store.contains(gone[0])
     uses("PRAGMA wal_checkpoint(TRUNCATE)")
-    assert held_anywhere(root, gone[0].digest)  # its count goes on
+    assert held_anywhere(gone[0].digest)  # its count goes on
     assert store.get(gone[0], gone[1].token_ids) is None  # waits to be written
     if how == "delete":
         store.delete(gone[0])
@@ -197,7 +176,7 @@ def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses):
             process.delete(gone[0])
     store.put(*other)
     store.close()
-    assert not held_anywhere(root, gone[0].digest)
+    assert not held_anywhere(gone[0].digest)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +290,9 @@ KILLED_IN = "layout.remove_index", "layout.prepare", "upkeep.Index", "upkeep._is
 
 
 @pytest.mark.parametrize("killed_in", [None, *KILLED_IN, "uses.Ledger.settle"])
-def test_a_store_of_an_earlier_version_keeps_its_values(root, sample, same, caplog, monkeypatch, killed_in):
+def test_a_store_of_an_earlier_version_keeps_its_values(
+    root, sample, same, caplog, monkeypatch, held_anywhere, killed_in
+):
     """Its order of eviction stood in diskcache's own file. Killed at any step, the next open goes on."""
     samples, gone = [sample(seed) for seed in range(3)], sample(9)[0].digest
     with KVStore.open(root, 1 << 20) as store:
@@ -338,7 +319,7 @@ def test_a_store_of_an_earlier_version_keeps_its_values(root, sample, same, capl
         assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
         assert (store.stats().quarantined, store.check()) == (0, [])
     assert "made anew" in caplog.text
-    assert not held_anywhere(root, gone)
+    assert not held_anywhere(gone)
 
 
 def test_no_clock_is_asked(root, sample, monkeypatch):

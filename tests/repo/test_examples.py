@@ -30,21 +30,15 @@ def module_of(path: Path):
     return module
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory) -> Path:
-    models = module_of(EXAMPLES.parent / "tests" / "engine" / "tiny_models.py")
-    return models.save_model("llama", tmp_path_factory.mktemp("tiny-llama"))
-
-
 def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_an_example_runs(name, tiny_llama, tmp_path, monkeypatch, capsys) -> None:
+def test_an_example_runs(name, tiny_folder, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(tiny_llama)])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(tiny_folder)])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out
 
@@ -61,9 +55,9 @@ def test_fusing_needs_two_hundred_lines_and_no_ragblend() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
-def test_its_logits_are_the_engines(fuse_alone, tiny_llama, tmp_path, ratio) -> None:
+def test_its_logits_are_the_engines(fuse_alone, tiny_folder, tmp_path, ratio) -> None:
     """Three passages, the first of them exact, so that both a place and an order can be wrong."""
-    engine = Engine.open(tiny_llama, home=tmp_path, device="cpu", dtype="float32")
+    engine = Engine.open(tiny_folder, home=tmp_path, device="cpu", dtype="float32")
     texts = [*fuse_alone.PASSAGES, ORDINARY * 2]
     engine.encode(texts)
     prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], "Where were they?"))
@@ -71,7 +65,7 @@ def test_its_logits_are_the_engines(fuse_alone, tiny_llama, tmp_path, ratio) -> 
     reused = engine.prefill(prompt, method="reuse").logits
     engine.close()
 
-    model, _ = fuse_alone.load(str(tiny_llama))
+    model, _ = fuse_alone.load(str(tiny_folder))
     prefix = list(prompt.prefix_ids)
     behind = prompt.segments[next(n for n, each in enumerate(prompt.segments) if isinstance(each, Chunk)) :]
     segments = [fuse_alone.Segment(prefix)]

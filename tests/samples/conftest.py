@@ -1,6 +1,5 @@
 """The samples' texts, read once with plain readers that are independent of the application's own."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ from docx import Document
 from pypdf import PdfReader
 
 from ragblend.app.samples import documents_folder
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,13 @@
-"""Real servers, in a thread and as a process, clients over TCP, waiting for what comes later. Not a test file."""
+"""Real servers, in a thread and as a process, clients over TCP. Not a test file."""
 
 import json
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
+from waiting import SOON_S
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
@@ -16,16 +16,14 @@ from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import Server, listening
 
-SOON_S = 60.0  # how long to wait for what must come; a loaded machine is slow
-
-
-def until(condition):
-    """Wait for it; what it gave."""
-    limit = time.monotonic() + SOON_S
-    while not (found := condition()):
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.02)
-    return found
+LEDGER = (
+    "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
+    "The second one, which nobody was shown, named the ships that never left the harbour again."
+)
+LIGHT = (
+    "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
+    "that, and the keeper wound the clockwork every four hours, whatever the weather was."
+)
 
 
 class Served:
@@ -97,17 +95,8 @@ def serving(home, model, limits=None):
 @contextmanager
 def running(home, *options):
     """The server as a process; gives what it printed when it was ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "ragblend.app.cli",
-        "serve",
-        "--home",
-        str(home),
-        "--port",
-        "0",
-        "--json",
-    ]
+    words = ["serve", "--home", str(home), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "ragblend.app.cli", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:
         yield json.loads(process.stdout.readline()), process

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from servers import SOON_S
+from waiting import SOON_S
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 from mcp import Client, StdioServerParameters
@@ -43,18 +43,8 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
 @contextmanager
 def listening(home):
     """The command with --http; gives its URL."""
-    command = [
-        sys.executable,
-        "-m",
-        "ragblend.app.cli",
-        "mcp",
-        "--http",
-        "--port",
-        "0",
-        "--json",
-        "--home",
-        str(home),
-    ]
+    words = ["mcp", "--http", "--port", "0", "--json", "--home", str(home)]
+    command = [sys.executable, "-m", "ragblend.app.cli", *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

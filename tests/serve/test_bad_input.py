@@ -10,7 +10,8 @@ from datetime import datetime, timedelta
 import httpx
 import pytest
 from pydantic import ValidationError
-from servers import SOON_S, events, serving, until
+from servers import events, serving
+from waiting import SOON_S, until
 
 from ragblend.app import database
 from ragblend.app.serve.application import STATUSES

@@ -5,22 +5,13 @@ import socket
 import threading
 
 import pytest
-import tiny_models
-from servers import SOON_S, events, serving, until
+from servers import LEDGER, LIGHT, events, serving
+from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
 from ragblend.app.serve.keys import Client, Keys
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.threads import NAME
-
-LEDGER = (
-    "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
-    "The second one, which nobody was shown, named the ships that never left the harbour again."
-)
-LIGHT = (
-    "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
-    "that, and the keeper wound the clockwork every four hours, whatever the weather was."
-)
 
 
 def test_an_answer_is_the_engines_own(served) -> None:
@@ -242,16 +233,14 @@ def test_json_by_a_schema(served) -> None:
     assert json.loads(choice["message"]["content"]).keys() == {"n"}
 
 
-def test_tools_are_called_whole_and_in_streams(home_of, tmp_path_factory) -> None:
-    folder = tmp_path_factory.mktemp("models") / "caller"
-    tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+def test_tools_are_called_whole_and_in_streams(home_of, caller_folder) -> None:
     parameters = {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}
     tool = {
         "type": "function",
         "function": {"name": "hoist", "description": "A flag.", "parameters": parameters},
     }
     told = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
-    with serving(home_of(), folder) as served:
+    with serving(home_of(), caller_folder) as served:
         [choice] = served.chat(**told).json()["choices"]
         chunks = events(served.chat(**told, stream=True))
         call = choice["message"]["tool_calls"][0]

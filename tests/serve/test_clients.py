@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from test_chat import LEDGER, LIGHT
+from servers import LEDGER, LIGHT
 
 QUESTION = "Who kept the ledgers?"
 

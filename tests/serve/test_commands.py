@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from servers import until
+from waiting import until
 
 from ragblend import __version__
 from ragblend.app import remote

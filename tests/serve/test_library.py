@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from servers import SOON_S, events, until
+from servers import events
+from waiting import SOON_S, until
 
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from servers import SOON_S, running, until
+from servers import running
+from waiting import SOON_S, until
 
 from ragblend.app.cli import main
 from ragblend.app.serve.keys import Client, Keys

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_models
 from servers import serving
 
 from ragblend.app.serve.bodies import ResponsesBody
@@ -74,11 +73,9 @@ def test_a_stream_has_its_events_in_their_order(served, client) -> None:
     assert text.startswith("event: response.created\ndata: {") and "[DONE]" not in text
 
 
-def test_functions_are_called_and_what_they_gave_is_read(home_of, tmp_path_factory) -> None:
-    folder = tmp_path_factory.mktemp("models") / "caller"
-    tiny_models.save_model("llama", folder, is_endless=True, template=tiny_models.TOOLS_TEMPLATE)
+def test_functions_are_called_and_what_they_gave_is_read(home_of, caller_folder) -> None:
     with (
-        serving(home_of(), folder) as served,
+        serving(home_of(), caller_folder) as served,
         openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.keys["ada"]) as client,
     ):
         asked = {"model": served.service.model, "tools": [FUNCTION], "max_output_tokens": 60}

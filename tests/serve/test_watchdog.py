@@ -3,7 +3,8 @@
 import threading
 
 import pytest
-from servers import SOON_S, serving
+from servers import serving
+from waiting import SOON_S
 
 from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
 

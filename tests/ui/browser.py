@@ -72,18 +72,8 @@ class Server:
     def __init__(self, home: Path, *options: str, prefix: Sequence[str] = ()) -> None:
         """prefix: a command that becomes this one, as `prlimit` does."""
         self.home = home
-        command = [
-            sys.executable,
-            "-m",
-            "ragblend.app.cli",
-            "ui",
-            "--no-browser",
-            "--port",
-            "0",
-            "--json",
-            "--home",
-            home,
-        ]
+        words = ["ui", "--no-browser", "--port", "0", "--json", "--home", home]
+        command = [sys.executable, "-m", "ragblend.app.cli", *words]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAGBLEND_")}
         self.process = subprocess.Popen(
             [*prefix, *map(str, command), *options],

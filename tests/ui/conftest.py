@@ -1,16 +1,9 @@
 """What the page's tests share: a browser, pages that are checked when they close, and a model that costs nothing."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-
 from browser import Server, Watched, find_chromium
-
-TESTS = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -19,14 +12,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "browser_path" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def load(path: Path):
-    """A file of other tests as a module: importlib mode has no packages of tests."""
-    spec = importlib.util.spec_from_file_location(f"lent_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
@@ -67,33 +52,20 @@ def open_page(chromium, request):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """Four layers of random weights: it answers nonsense, and never ends by itself, for answers that are cut off."""
-    return load(TESTS / "engine" / "tiny_models.py").save_model(
-        "llama", tmp_path_factory.mktemp("tiny") / "llama", is_endless=True
-    )
-
-
-@pytest.fixture(scope="session")
-def write_epub():
-    return load(TESTS / "app" / "conftest.py").write_epub
-
-
-@pytest.fixture(scope="session")
-def new_home(tmp_path_factory, tiny_model):
+def new_home(tmp_path_factory, tiny_folder):
     """new_home(settings): an empty home with the tiny model."""
 
     def make(settings: str = "") -> Path:
         home = tmp_path_factory.mktemp("page") / "home"
         home.mkdir(mode=0o700)
-        (home / "settings.toml").write_text(f'model = "{tiny_model}"\n{settings}')
+        (home / "settings.toml").write_text(f'model = "{tiny_folder}"\n{settings}')
         return home
 
     return make
 
 
 @pytest.fixture
-def start(tmp_path, tiny_model):
+def start(tmp_path, tiny_folder):
     """Starts `ragblend ui` on a home of its own with the tiny model, as often as it is called; ends what still runs."""
     started = []
 
@@ -101,7 +73,7 @@ def start(tmp_path, tiny_model):
         home = tmp_path / "home"
         home.mkdir(exist_ok=True, mode=0o700)
         if not (home / "settings.toml").exists():
-            (home / "settings.toml").write_text(f'model = "{tiny_model}"\n{settings}')
+            (home / "settings.toml").write_text(f'model = "{tiny_folder}"\n{settings}')
         started.append(Server(home, *options, **more))
         return started[-1]
 

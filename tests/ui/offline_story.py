@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from browser import Server, Watched, find_chromium
 
 QUESTION = "What did the harbour master of Lantern Quay keep?"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import ANSWERS, Server, Servers, Watched, expect, files_below
+from document_files import write_epub
 from hostile import HUNDRED
 
 from ragblend.app import samples
@@ -172,7 +173,7 @@ def test_two_methods_are_compared(open_page) -> None:
 
 
 @pytest.fixture(scope="module")
-def uploads(tmp_path_factory, write_epub):
+def uploads(tmp_path_factory):
     """One small file of each format; three of them hostile, one of them with a word that is nowhere else."""
     folder = tmp_path_factory.mktemp("uploads")
     (folder / "canary.txt").write_text(f"The word of the day is {CANARY}, and nobody knows why.")

@@ -2,11 +2,11 @@
 
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
 from browser import ANSWERS, files_below
+from waiting import until
 
 # Half a minute of one core to embed: long enough to be paused, cancelled and killed in. With some more words it had so
 # many passages that a third of each were embedded first.
@@ -113,10 +113,7 @@ def test_a_file_that_was_being_encoded_when_it_was_killed_goes_on(
     mine.tab("Library")
     mine.add(folder)
     mine.leave()  # now, as it takes a while, in which all could be encoded
-    limit = time.monotonic() + 300
-    while len(stored_values(home)) < 3:
-        assert time.monotonic() < limit, "nothing was encoded"
-        time.sleep(0.02)
+    until(lambda: len(stored_values(home)) >= 3, 300)
     running.kill()
     before = stored_values(home)
     # The newest may not have come into the index.
@@ -124,12 +121,8 @@ def test_a_file_that_was_being_encoded_when_it_was_killed_goes_on(
     mine = open_page(start())
     mine.tab("Library")
     mine.await_states(long="ready")
-    limit = time.monotonic() + 300
-    while not before < stored_values(home):
-        assert time.monotonic() < limit, (
-            "all was encoded before the kill, or some of it was written again or lost"
-        )
-        time.sleep(0.1)
+    # Not so if all was encoded before the kill, or some of it was written again or lost.
+    until(lambda: before < stored_values(home), 300)
 
 
 def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tmp_path) -> None:

@@ -152,11 +152,11 @@ def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
     page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
 
 
-def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_model):
+def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_folder):
     """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
     running = quiet
     other = running.home / "models" / "other-0123-float32"
-    shutil.copytree(tiny_model, other)
+    shutil.copytree(tiny_folder, other)
     mine = open_page(running)
     page = mine.page
     mine.tab("Settings")
@@ -172,11 +172,11 @@ def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_mo
     assert str(other) in (running.home / "settings.toml").read_text()
 
 
-def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_model, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_folder, tmp_path, monkeypatch):
     """With its bytes shown, stopped at once, then whole; and only then is it saved, and answers."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    with serve_hub("anna/tiny", tiny_model, hold_after=100) as hub:
+    with serve_hub("anna/tiny", tiny_folder, hold_after=100) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         running = start()
         mine = open_page(running)
@@ -201,7 +201,7 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_mode
         assert len(hub.asked) == asked, "the hub is asked once, not at every start"
 
 
-def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_model) -> None:
+def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_folder) -> None:
     """Settings and what was said are kept and shown again; a damaged KV file is found, and made again."""
     running = start(settings=f'method = "{TUNED}"\n')
     mine = open_page(running)
@@ -242,7 +242,7 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_m
     mine.expect("#rb-chunk input[type=number]").to_have_value("256")
     mine.expect("#rb-method input").to_have_value(TUNED)
     assert f'method = "{TUNED}"' in (running.home / "settings.toml").read_text()
-    mine.expect("#rb-model input, #rb-model textarea").to_have_value(str(tiny_model))
+    mine.expect("#rb-model input, #rb-model textarea").to_have_value(str(tiny_folder))
     mine.tab("Store")
     for button, said in (
         ("#rb-check", "1 problem found"),
@@ -255,7 +255,7 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_m
     until(lambda: next(path for path in values.rglob("*.kv") if path.read_bytes() != content))
 
 
-def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_model) -> None:
+def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_folder) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "ragblend.app.cli", "ui", "--no-browser", "--port", "0"]
     refused = subprocess.run(
@@ -409,9 +409,9 @@ def small_disk(tmp_path):
     return prefix
 
 
-def test_the_disk_fills_up_under_a_conversation(start, open_page, harbour, small_disk, tiny_model) -> None:
+def test_the_disk_fills_up_under_a_conversation(start, open_page, harbour, small_disk, tiny_folder) -> None:
     """The question is not lost in silence: the page names the full disk, and works again when there is room."""
-    running = start("--model", str(tiny_model), prefix=small_disk)
+    running = start("--model", str(tiny_folder), prefix=small_disk)
     mine = open_page(running)
     page = mine.page
     read(mine, harbour)
@@ -446,11 +446,11 @@ def fill(path: Path) -> None:
                 continue
 
 
-def test_a_model_that_a_vllm_server_has(start, open_page, harbour, tiny_model, tmp_path) -> None:
+def test_a_model_that_a_vllm_server_has(start, open_page, harbour, tiny_folder, tmp_path) -> None:
     """Questions go there and answers stream back; once it is gone the page says so, and goes on with the next."""
-    engine = Engine.open(str(tiny_model), tmp_path / "engine")
+    engine = Engine.open(str(tiny_folder), tmp_path / "engine")
     literal_ids = engine.runtime.tokenizing.literal_ids
-    with vllm_fake.serve(tiny_model, literal_ids) as vllm:
+    with vllm_fake.serve(tiny_folder, literal_ids) as vllm:
         vllm.answer = [*literal_ids("two ledgers of ships"), 2]
         mine = open_page(start(settings=f'vllm = "{vllm.url}"\n'))
         mine.tab("Library")

@@ -15,14 +15,14 @@ ALONE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up &
 
 
 @pytest.mark.timeout(600)
-def test_ingest_ask_and_page_without_a_network(tmp_path, tiny_model, browser_path) -> None:
+def test_ingest_ask_and_page_without_a_network(tmp_path, tiny_folder, browser_path) -> None:
     """With nothing but loopback, by the kernel's own count and by what Python's sockets were asked."""
     pytest.importorskip("gradio", reason="the page needs the extra `ui`")
     pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True).returncode:
         pytest.skip("a network namespace needs unshare(1), ip(8) and the right to make one")
     (home := tmp_path / "home").mkdir(mode=0o700)
-    (home / "settings.toml").write_text(f'model = "{tiny_model}"\nmax_new_tokens = 16\n')
+    (home / "settings.toml").write_text(f'model = "{tiny_folder}"\nmax_new_tokens = 16\n')
     (folder := tmp_path / "harbour").mkdir()
     (notes := tmp_path / "notes").mkdir()
     (folder / "harbour.txt").write_text("The harbour master of Lantern Quay kept two ledgers of ships.")

@@ -1,8 +1,6 @@
 """Models on homes of their own, documents in a real Chroma, and a watcher that sees what models were asked."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import pytest
 pytest.importorskip("langchain_core", reason="the langchain extra is not installed")
 pytest.importorskip("langchain_chroma", reason="the langchain extra is not installed")
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 from langchain_chroma import Chroma
 from langchain_core.documents import Document

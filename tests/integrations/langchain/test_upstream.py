@@ -14,7 +14,6 @@ pytest.importorskip("langchain_tests", reason="langchain-tests (the dev extra) i
 
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
@@ -41,9 +40,7 @@ class TestUnit(ChatModelUnitTests):
     def _opened(self, caller_folder, monkeypatch) -> None:
         monkeypatch.chdir(caller_folder.parent)  # the snapshot holds the model's name
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatRAGBlend
+    chat_model_class = ChatRAGBlend
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
@@ -55,9 +52,7 @@ class TestIntegration(ChatModelIntegrationTests):
     def _opened(self, caller_options, documents, other_folder) -> None:
         self.options, self.documents, self.other_folder = caller_options, documents, other_folder
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatRAGBlend
+    chat_model_class = ChatRAGBlend
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
@@ -116,17 +111,13 @@ class TestCaller(ChatModelIntegrationTests):
     def _opened(self, caller) -> None:
         self.options = caller
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatRAGBlend
+    chat_model_class = ChatRAGBlend
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {**self.options, "max_tokens": 100}
 
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
+    supports_json_mode = True
 
 
 class TestRetriever(RetrieversIntegrationTests):
@@ -134,17 +125,12 @@ class TestRetriever(RetrieversIntegrationTests):
     def _opened(self, tiny, store) -> None:
         self.tiny, self.store = tiny, store
 
-    @property
-    def retriever_constructor(self) -> type[BaseRetriever]:
-        return RAGBlendRetriever
+    retriever_constructor = RAGBlendRetriever
+    retriever_query_example = "Who rings the bell?"
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
         return {"vectorstore": self.store, "llm": self.tiny}
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "Who rings the bell?"
 
 
 class TestRetrieverAroundAnother(TestRetriever):

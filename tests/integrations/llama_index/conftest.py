@@ -1,12 +1,6 @@
 """LLMs on private homes, on the tiny model."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
-
 from llama_index.core import Settings
 from transformers.utils import logging as transformers_logging
 
