@@ -1,12 +1,12 @@
 """A cross-encoder, if the user names one: it reads question and passage together, and says how well they match."""
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ragblend.engine.files import checked_folder
 from ragblend.engine.hub import download, is_hub_id, local_copy
+from ragblend.engine.scheduler import DeviceQueue, Turn
 from ragblend.kvstore.errors import (
     CorruptModelError,
     DeviceError,
@@ -37,37 +37,37 @@ class CrossEncoder(Closing):
     """Loaded on first use, from transformers' own classes for one label; safe for threads. device: None for the best.
 
     In float32: of passages that match about as well bfloat16 makes equals.
+    queue: before the model, which is one thread's at a time, as its tokenizer must be; it moves with each batch.
     """
 
-    def __init__(self, name: str, device: str | None) -> None:
-        self.name, self._device_name = name, device
-        self._lock = threading.Lock()
+    def __init__(self, name: str, device: str | None, queue: DeviceQueue | None = None) -> None:
+        self.name, self._device_name, self._queue = name, device, queue or DeviceQueue()
         self._model: Any = None
         self._tokenizer: Any = None
 
     def load(self) -> None:
         """Load it now. Raises ModelError's children, and UsageError for a device that is not there."""
-        with self._lock:
-            self._load()
+        with self._queue.turn() as turn:
+            self._load(turn)
 
     def close(self) -> None:
         """Let go of the weights; they are loaded again at the next use."""
-        with self._lock:
+        with self._queue.turn():
             self._model = self._tokenizer = None
 
     def scores(self, question: str, texts: Sequence[str]) -> list[float]:
         """How well each text answers the question: higher is better, in no unit. Raises as `load`, and DeviceError."""
-        with self._lock:  # a tokenizer must not be used by two threads at once
-            self._load()
+        with self._queue.turn() as turn:
+            self._load(turn)
             try:
-                return self._scores(question, texts)
+                return self._scores(question, texts, turn)
             except RuntimeError as error:
                 raise DeviceError(
                     f"Reranking by {self.name} on {self._model.device}: the device failed ({error}). Name a smaller "
                     "reranker or none (`reranker` in the settings)."
                 ) from error
 
-    def _scores(self, question: str, texts: Sequence[str]) -> list[float]:
+    def _scores(self, question: str, texts: Sequence[str], turn: Turn) -> list[float]:
         import torch
 
         # A tokenizer may know no limit, and of a RoBERTa's positions two are not for tokens.
@@ -77,6 +77,7 @@ class CrossEncoder(Closing):
         how = {"truncation": "only_second" if is_short else "longest_first", "max_length": longest}
         scores, order = [0.0] * len(texts), sorted(range(len(texts)), key=lambda at: len(texts[at]))
         for start in range(0, len(order), BATCH_PAIRS):
+            turn.between_layers()
             part = order[start : start + BATCH_PAIRS]  # of about one length, so that little is padding
             pairs = [question] * len(part), [texts[at] for at in part]
             read = self._tokenizer(*pairs, padding=True, return_tensors="pt", **how).to(self._model.device)
@@ -86,7 +87,7 @@ class CrossEncoder(Closing):
                 scores[at] = score
         return scores
 
-    def _load(self) -> None:
+    def _load(self, turn: Turn) -> None:
         if self._model is not None:
             return
         folder = find_reranker(self.name)
@@ -112,7 +113,7 @@ class CrossEncoder(Closing):
             if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
                 raise ValueError(f"{len(missing)} weights are missing ({missing[0]}, ...)")
             self._model = model.eval().to(device)
-            self._scores("Is this read?", ["Yes.", "It is."])  # what cannot be run is refused here
+            self._scores("Is this read?", ["Yes.", "It is."], turn)  # what cannot be run is refused here
         except ModelError:
             self._model = None
             raise

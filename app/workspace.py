@@ -47,6 +47,9 @@ class Workspaces(Closing):
         self._open: dict[str, Workspace] = {}
         self._files: dict[tuple[str, str], Any] = {}  # what is open, by what it is and whose
         self._writers, self._waiting = DeviceQueue(), 0
+        self.reranking = (
+            DeviceQueue()
+        )  # before all rerankers: commands may name another one than the settings
         self._mark: str | None = None
 
     @classmethod
@@ -186,7 +189,7 @@ class _Lent(Workspaces):
 
     def __init__(self, owner: Workspaces, settings: Settings) -> None:
         super().__init__(owner.home, settings)
-        self._owner = owner
+        self._owner, self.reranking = owner, owner.reranking
 
     @property
     def embedder(self) -> MiniLMEmbedder:
@@ -261,7 +264,15 @@ class Workspace(Closing):
             return None
         from ragblend.app.rerank import CrossEncoder
 
-        return self.workspaces.file("reranker", lambda: CrossEncoder(name, device), f"{name} on {device}")
+        queue = self.workspaces.reranking
+        return self.workspaces.file(
+            "reranker", lambda: CrossEncoder(name, device, queue), f"{name} on {device}"
+        )
+
+    @property
+    def queues(self) -> tuple[DeviceQueue, ...]:
+        """Those before all models: the one that answers, the embedder, rerankers."""
+        return self.engine.runtime.queue, self.embedder.queue, self.workspaces.reranking
 
     @cached_property
     def engine(self) -> "Engine":

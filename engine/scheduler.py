@@ -78,7 +78,7 @@ class Turn:
     def between_layers(self) -> None:
         """Raises Cancelled if that was asked for; after SLICE_S of reading others have the device in between."""
         if self._cancel is not None and self._cancel.is_set():
-            raise Cancelled("the prefill was cancelled")
+            raise Cancelled("the computing was cancelled")
         self._queue.give_way(self._ticket, self._cancel, SLICE_S)
 
     def is_wanted(self) -> bool:
@@ -116,7 +116,9 @@ class DeviceQueue:
         self._calls: dict[Ticket, threading.Condition] = {}
         self._holder: Ticket | None = None
         self._since = 0.0  # since when
-        self._moved_at: float | None = None  # when it last came to the end of a layer or a token, if it did
+        self._moved_at: float | None = (
+            None  # when it last came to the end of a layer, token or batch, if it did
+        )
         self._ring: deque[Ticket] = deque()  # begun ones that gave way
         self._parts: dict[Ticket, _Part] = {}  # what those of them want that wait for a pass
         self._left_at = -PAUSE_S  # when the last request left
@@ -202,7 +204,7 @@ class DeviceQueue:
 
     @property
     def still_s(self) -> float:
-        """For how long the holder has come to the end of no layer and no token; 0 before its first one, as a model
+        """For how long the holder has come to the end of no layer, token or batch; 0 before its first one, as a model
         that is being loaded takes as long as it takes."""
         with self._lock:
             at = self._moved_at if self._holder is not None else None

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.engine.scheduler import Cancel, DeviceQueue
-from ragblend.kvstore.errors import Cancelled, ModelNotFoundError
+from ragblend.engine.scheduler import Cancel, DeviceQueue, Turn
+from ragblend.kvstore.errors import ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -32,12 +32,13 @@ class MiniLMEmbedder:
 
     dtype: `float32` or `bfloat16`; None: bfloat16 where the processor multiplies it, in a third of the time.
     cancel: asked while a call waits for its turn and before each pass; Cancelled is raised once it is set.
+    queue: before the model, which is one thread's at a time, as its tokenizer must be; it moves with each pass.
     """
 
     name = "all-MiniLM-L6-v2"
 
     def __init__(self, dtype: str | None = None) -> None:
-        self._dtype, self._queue = dtype, DeviceQueue()
+        self._dtype, self.queue = dtype, DeviceQueue()
         self._model: Any = None
 
     def load(self) -> None:
@@ -45,8 +46,8 @@ class MiniLMEmbedder:
 
         Raises ModelNotFoundError when their package is not installed.
         """
-        with self._queue.turn():
-            self._load()
+        with self.queue.turn() as turn:
+            self._load(turn)
 
     def embed_passages(
         self,
@@ -63,14 +64,14 @@ class MiniLMEmbedder:
         done, left = 0, None  # texts that are, and what windows the next one has left, if it was begun
         while done < len(texts):
             batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
-            with self._queue.turn(cancel):  # its tokenizer must not be used by two threads at once
-                self._load()
+            with self.queue.turn(cancel) as turn:
+                self._load(turn)
                 while done < len(texts) and room > 0:
                     left = chosen(self._windows(texts[done]), part) if left is None else left
                     batch.append((done, left[:room]))
                     room, left = room - len(batch[-1][1]), left[room:] or None
                     done += left is None
-                found = self._embed([windows for _, windows in batch], cancel)
+                found = self._embed([windows for _, windows in batch], turn)
             for (number, _), of_text in zip(batch, found, strict=True):
                 vectors[number].append(of_text)
             if progress is not None:
@@ -88,14 +89,15 @@ class MiniLMEmbedder:
 
     def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
         """Word pieces of all of them, without the two that mark a text's ends."""
-        with self._queue.turn(cancel):
-            self._load()
+        with self.queue.turn(cancel) as turn:
+            self._load(turn)
             encode = self._model.tokenizer.encode
             return sum(len(encode(text, add_special_tokens=False).ids) for text in texts)
 
-    def _load(self) -> None:
+    def _load(self, turn: Turn) -> None:
         if self._model is None:
             self._model = _load_model(self._dtype)
+        turn.between_layers()
 
     def _windows(self, text: str) -> list[str]:
         offsets = self._model.tokenizer.encode(text, add_special_tokens=False).offsets
@@ -105,12 +107,12 @@ class MiniLMEmbedder:
         edges = [len(offsets) * i // count for i in range(count + 1)]
         return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
 
-    def _embed(self, windows: Sequence[Sequence[str]], cancel: Cancel | None) -> list[Embeddings]:
+    def _embed(self, windows: Sequence[Sequence[str]], turn: Turn) -> list[Embeddings]:
         """windows: for each text, its windows -> for each text (W, 384)."""
         flat = [window for group in windows for window in group]
         if not flat:
             return [np.zeros((0, DIMENSIONS), dtype=np.float32) for _ in windows]
-        vectors = self._model.embed(flat, cancel)
+        vectors = self._model.embed(flat, turn)
         edges = np.cumsum([len(group) for group in windows])
         return np.split(vectors, edges[:-1])
 
@@ -150,7 +152,7 @@ class _MiniLM:
         chosen_dtype = getattr(torch, pick_dtype(torch.device("cpu"), dtype))
         self._bert = BertModel.from_pretrained(folder, local_files_only=True, dtype=chosen_dtype).eval()
 
-    def embed(self, texts: Sequence[str], cancel: Cancel | None = None) -> Embeddings:
+    def embed(self, texts: Sequence[str], turn: Turn) -> Embeddings:
         """(n, 384) float32, normalised; each text at most a window long. Raises Cancelled."""
         import torch
 
@@ -158,8 +160,7 @@ class _MiniLM:
         order = sorted(range(len(texts)), key=lambda at: len(encoded[at].ids))
         vectors = np.empty((len(texts), DIMENSIONS), dtype=np.float32)
         for start in range(0, len(order), PASS_WINDOWS):
-            if cancel is not None and cancel.is_set():
-                raise Cancelled("embedding texts was cancelled")
+            turn.between_layers()
             part = order[start : start + PASS_WINDOWS]  # of about one length, so that little is padding
             ids = [torch.tensor(encoded[at].ids) for at in part]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)

@@ -113,7 +113,7 @@ def serve(
             on_ready()
 
         workspace = desk.workspaces.first
-        watched = watch(lambda: workspace.engine.runtime.queue, front.service.limits.hang_s)
+        watched = watch(lambda: workspace.queues, front.service.limits.hang_s)
         try:
             Server(front, ready, GRACE_S).run([at])
         finally:

@@ -1,4 +1,4 @@
-"""Ends a process whose device hangs: nothing else frees a driver that does not come back (RAGCache §6).
+"""Ends a process in which a model hangs: nothing else frees a driver that does not come back (RAGCache §6).
 
 Whoever runs the server starts it again (systemd's `Restart=on-failure`, compose's `restart: on-failure`); what was
 acknowledged is on the disk.
@@ -8,7 +8,7 @@ import faulthandler
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ragblend.engine.scheduler import DeviceQueue
 
@@ -17,19 +17,19 @@ EX_TEMPFAIL = 75  # of sysexits.h: it may work the next time
 
 
 def watch(
-    queue: Callable[[], DeviceQueue], limit_s: float, end: Callable[[int], object] = os._exit
+    queues: Callable[[], Iterable[DeviceQueue]], limit_s: float, end: Callable[[int], object] = os._exit
 ) -> threading.Event:
-    """Look after the device, in a thread, until the event that this gives is set.
+    """Look after what computes, in a thread, until the event that this gives is set.
 
-    limit_s: how long a request may have the device without coming to the end of a layer or a token.
+    limit_s: how long a request may have a model without coming to the end of a layer, token or batch.
     """
     stopped = threading.Event()
 
     def look() -> None:
         while not stopped.wait(limit_s / 4):
-            if queue().still_s > limit_s:
+            if any(queue.still_s > limit_s for queue in queues()):
                 log.critical(
-                    "the device has not moved for %.0f s: the process ends, to be started again", limit_s
+                    "a model has not moved for %.0f s: the process ends, to be started again", limit_s
                 )
                 faulthandler.dump_traceback()
                 end(EX_TEMPFAIL)

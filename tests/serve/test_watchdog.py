@@ -1,14 +1,58 @@
-"""A device that hangs ends the process, and one that is slow, loading or idle does not."""
+"""A model that hangs ends the process, and one that is slow, loading or idle does not."""
 
+import json
+import subprocess
+import sys
 import threading
+import time
+from contextlib import contextmanager
 
+import httpx
 import pytest
+from app_fakes import make_cross_encoder
 from servers import serving
-from waiting import SOON_S
+from waiting import SOON_S, until
 
 from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
+from ragblend.integrations.embeddings import MiniLMEmbedder
 
 LIMIT_S = 0.5
+SERVER_OF_AN_EMBEDDER_THAT_HANGS = """
+import sys, time
+from transformers.models.bert.modeling_bert import BertModel
+from ragblend.app.cli import main
+BertModel.forward = lambda *_, **__: time.sleep(600)
+main(sys.argv[1:])
+"""
+
+
+@contextmanager
+def hanging(monkeypatch, kind):
+    """Each call of that kind of model, until the end; an event when the first one is made."""
+    begun, comes_back = threading.Event(), threading.Event()
+
+    def hang(*_, **__):
+        begun.set()
+        assert comes_back.wait(SOON_S)
+        raise RuntimeError("it came back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", hang)
+        try:
+            yield begun
+        finally:
+            comes_back.set()
+
+
+@contextmanager
+def watching(queues, limit_s=LIMIT_S):
+    """The statuses that the process would have ended with."""
+    ended = []
+    stopped = watch(queues, limit_s, ended.append)
+    try:
+        yield ended
+    finally:
+        stopped.set()
 
 
 @pytest.mark.parametrize("what", ["an answer", "a passage", "what is measured after it"])
@@ -39,7 +83,7 @@ def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder, what) -> Non
             over.set()
 
         hook = runtime.loaded.model.model.layers[1].register_forward_pre_hook(hang)
-        stopped = watch(lambda: runtime.queue, LIMIT_S, end)
+        stopped = watch(lambda: [runtime.queue], LIMIT_S, end)
         try:
             assert not over.wait(3 * LIMIT_S), "nobody has the device"
             asked = threading.Thread(target=begun[what], args=("Is it there?",))
@@ -58,7 +102,73 @@ def test_what_takes_its_time_before_the_first_layer_is_left_alone(home_of, tiny_
     with serving(home_of(), tiny_folder) as served:
         served.chat()
         ended, queue = threading.Event(), served.engine.runtime.queue
-        stopped = watch(lambda: queue, LIMIT_S, lambda _: ended.set())
+        stopped = watch(lambda: [queue], LIMIT_S, lambda _: ended.set())
         with queue.turn():
             assert not ended.wait(3 * LIMIT_S)
         stopped.set()
+
+
+@pytest.mark.parametrize("what", ["the embedder", "a reranker"])
+def test_what_looks_for_a_questions_passages_and_hangs_ends_the_process(
+    home_of, tiny_folder, tmp_path, monkeypatch, what
+) -> None:
+    """Only the queue before the model that answers was looked at."""
+    from transformers import BertForSequenceClassification, BertModel
+
+    texts = ["The ferry leaves at seven.", "The ferry is painted blue."]
+    with serving(home_of(), tiny_folder) as served, served.client("owner-key") as client:
+        reranker = make_cross_encoder(tmp_path / "reranker", texts)
+        served.service.desk.workspaces.change(reranker=str(reranker))
+        files = [("file", (f"{number}.txt", text)) for number, text in enumerate(texts)]
+        assert client.post("/v1/documents", files=files).json()["queued"] == 2
+        until(lambda: [d["state"] for d in client.get("/v1/documents").json()["data"]] == ["done"] * 2)
+        workspace = served.service.desk.workspaces.first
+        question = {"question": "When does the ferry leave?", "max_tokens": 2}
+        with watching(lambda: workspace.queues) as ended:
+            assert client.post("/v1/rag/ask", json=question).status_code == 200
+            time.sleep(3 * LIMIT_S)
+            assert not ended, "nothing hangs"
+            kind = BertModel if what == "the embedder" else BertForSequenceClassification
+            asked = threading.Thread(target=client.post, args=("/v1/rag/ask",), kwargs={"json": question})
+            with hanging(monkeypatch, kind) as begun:
+                asked.start()
+                assert begun.wait(SOON_S)
+                until(lambda: ended)
+            asked.join(SOON_S)
+        assert ended == [EX_TEMPFAIL]
+
+
+def test_a_server_whose_embedder_hangs_ends(home_of, tiny_folder) -> None:
+    options = ("--home", str(home_of()), "--model", str(tiny_folder), "--port", "0", "--hang", "1", "--json")
+    command = [sys.executable, "-c", SERVER_OF_AN_EMBEDDER_THAT_HANGS, "serve", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = json.loads(process.stdout.readline())["url"]
+        told = {"model": MiniLMEmbedder.name, "input": "A lighthouse by the sea."}
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(f"{url}/embeddings", json=told, timeout=SOON_S)
+        assert process.wait(SOON_S) == EX_TEMPFAIL
+        assert "integrations/embeddings.py" in process.stderr.read(), "it says where it was"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_long_ingest_is_left_alone(monkeypatch) -> None:
+    """Each pass of it moves, if all of them together take longer than the limit."""
+    from transformers import BertModel
+
+    embedder, forward, limit_s = MiniLMEmbedder("float32"), BertModel.forward, 2.0
+
+    def slow(*given, **named):
+        time.sleep(0.6 * limit_s)
+        return forward(*given, **named)
+
+    embedder.load()
+    monkeypatch.setattr(BertModel, "forward", slow)
+    with watching(lambda: [embedder.queue], limit_s) as ended:
+        begun = time.monotonic()
+        embedder.embed_passages(
+            [f"text number {number}" for number in range(96)]
+        )  # two batches, three passes
+        assert time.monotonic() - begun > limit_s and not ended
