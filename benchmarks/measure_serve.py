@@ -204,10 +204,10 @@ def opened(home: str, **options: Any) -> Iterator[Engine]:
 class Corpus:
     """The passages of a trace as texts, and its requests as prompts."""
 
-    def __init__(self, trace: str) -> None:
+    def __init__(self, trace: str, shape: tuple[str, int] = ("passages", PASSAGES)) -> None:
         exponent, self.answer_tokens = TRACES[trace]
         count = WARM + ALONE + (len(LOADS) + 2) * COUNT
-        self.trace = make_trace(exponent, "passages", DOCUMENTS, count, PASSAGES, seed=0)
+        self.trace = make_trace(exponent, shape[0], DOCUMENTS, count, shape[1], seed=0)
 
     def texts(self, engine: Engine) -> list[str]:
         return [texts(engine, 1, tokens, number)[0] for number, tokens in enumerate(self.trace.tokens)]
@@ -277,15 +277,19 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
 
 
 def in_order(home: str) -> list[Row]:
-    """Two systems saturated, by the same requests as they come and in order, each time from the same beginning."""
-    rows, corpus = list[Row](), Corpus("mmlu")
-    for system in (EXACT, next(system for system in SYSTEMS if system.name == "blend")):
-        alone_s = 0.0
+    """Systems saturated, by the same requests as they come and in order, each time from the same beginning."""
+    rows, blend = list[Row](), next(system for system in SYSTEMS if system.name == "blend")
+    for system, shape in (
+        (EXACT, ("passages", PASSAGES)),
+        (blend, ("passages", PASSAGES)),
+        (EXACT, ARTICLES),
+    ):
+        corpus, alone_s = Corpus("mmlu", shape), 0.0
         for window in (0, WINDOW):
             with trial(replace(system, window=window), corpus, home) as one:
                 alone_s = alone_s or one.at_rate(ALONE, SELDOM)["mean_s"]
                 one.begin = WARM + ALONE
-                of = {"lengths": "passages", "system": system.name, "load": ORDERED_LOAD, "window": window}
+                of = {"lengths": shape[0], "system": system.name, "load": ORDERED_LOAD, "window": window}
                 rows.append(of | one.at_rate(ORDERED, ORDERED_LOAD / alone_s))
     return rows
 
