@@ -24,7 +24,8 @@ from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.retrieval import check_askable, check_collection
 from ragblend.app.retrieval import search as searched
 from ragblend.app.serve.errors import ApiError
-from ragblend.app.serve.keys import Door
+from ragblend.app.serve.keys import OWNER, Door
+from ragblend.app.serve.service import Admission, Limits
 from ragblend.app.turn import Turn
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.threads import in_thread
@@ -52,7 +53,15 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
     server: MCPServer[Any] = MCPServer(
         "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
     )
-    library = workspaces.library
+    library, admission = workspaces.library, Admission(Limits())
+
+    async def told(work: Callable[[], T]) -> T:
+        """As many at once as a key of the server may ask: each has a thread."""
+        try:
+            with admission.enter(OWNER):
+                return await in_thread(work)
+        except (ApiError, RagBlendError) as error:
+            raise ToolError(str(error)) from error
 
     def chosen(name: str | None) -> str:
         if name is not None:
@@ -74,7 +83,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
             passages = searched([opened(collection)], [question], limit, ANY)
             return {"passages": [_passage(each) for each in passages]}
 
-        return await _told(found)
+        return await told(found)
 
     @server.tool(annotations=LOOKS_ONLY)
     async def ask(question: Question, collection: Collection = None) -> Json:
@@ -92,7 +101,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
             return {"answer": answer.text, "sources": [_passage(each) for each in answer.sources], **notice}
 
         try:
-            return await _told(answered)
+            return await told(answered)
         finally:  # the assistant may have stopped waiting
             stopped.set()
             for turn in turns:
@@ -118,7 +127,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
                 "documents": rows,
             }
 
-        return await _told(listed)
+        return await told(listed)
 
     @server.tool(annotations=LOOKS_ONLY)
     async def read_document(
@@ -135,7 +144,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
             part = {"id": found.id, "name": found.name, "characters": len(text), "text": text[offset:stop]}
             return part | ({"next_offset": stop} if stop < len(text) else {})
 
-        return await _told(read)
+        return await told(read)
 
     return server
 
@@ -183,13 +192,6 @@ def over_http(server: MCPServer[Any], door: Door) -> ASGIApp:
         await app(scope, receive, send)
 
     return guarded
-
-
-async def _told(work: Callable[[], T]) -> T:
-    try:
-        return await in_thread(work)
-    except RagBlendError as error:
-        raise ToolError(str(error)) from error
 
 
 def _passage(source: Source) -> Json:

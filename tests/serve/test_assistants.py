@@ -122,6 +122,23 @@ def test_over_http_the_same_is_answered(home) -> None:
     assert value(answer)["answer"] and value(answer)["sources"]
 
 
+def test_of_too_many_at_once_some_are_told_to_come_again(home) -> None:
+    """Each had a thread, however many there were."""
+
+    async def all_at_once(url):
+        async with Client(url) as client:
+            calls = [client.call_tool("search", {"question": f"What is at pier {n}?"}) for n in range(60)]
+            return await asyncio.gather(*calls), await client.call_tool("search", {"question": "And now?"})
+
+    with listening(home) as url:
+        found, last = asyncio.run(all_at_once(url))
+    refused = [each for each in found if each.is_error]
+    assert 0 < len(refused) < 60 - 16 + 1 and not last.is_error
+    assert all(
+        "Too many requests of this key are waiting. Try again in" in str(each.content) for each in refused
+    )
+
+
 def test_over_http_only_the_owner_is_answered(home, capfd) -> None:
     keys = server_keys.Keys(home)
     chief, ada = keys.add(server_keys.Client("chief")), keys.add(server_keys.Client("ada", ("ada",)))
