@@ -24,9 +24,8 @@ from ragblend.kvstore.errors import UnsupportedModelError
 # Whose `_compute_inv_freq(base)` says all: others change the frequencies with the length, or scale the attention.
 ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")
 END = "end"  # of what the first worker tells the others
-Attend = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # queries (1, N, R, D), keys and values (1, H, R, D) -> (R, N * D)
+# Queries (1, N, R, D), keys and values (1, H, R, D) -> (R, N * D)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class VllmDecoder(Decoder):
@@ -85,7 +84,7 @@ class VllmDecoder(Decoder):
         def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
             keys, values = cache.update(new_keys, new_values, layer)
             out, _ = rows_attention(self._asked, queries, keys, values, scaling=scaling, **view)  # type: ignore[arg-type]
-            return out.reshape(queries.shape[2], -1)
+            return out.reshape(queries.shape[2], queries.shape[1] * queries.shape[3])
 
         self._team.tell("layer", layer=layer, rows=block.rows, hidden=hidden[0])
         return self._layer(layer, block.rows, hidden[0], attend)[None]
@@ -94,8 +93,8 @@ class VllmDecoder(Decoder):
         """(R, hidden) -> (R, hidden), around an attention that is the first worker's."""
         size, team, attention = self.geometry.key_size, self._team, self.attentions[layer]
 
-        def by_head(flat: Tensor) -> Tensor:  # (R, N * D) -> (1, N, R, D)
-            return flat.reshape(len(rows), -1, size).transpose(0, 1)[None]
+        def by_head(flat: Tensor) -> Tensor:  # (R, ...) -> (1, N, R, D)
+            return flat.reshape(len(rows), flat.shape[1:].numel() // size, size).transpose(0, 1)[None]
 
         def all_heads(parts: Tensor) -> Tensor:  # (R, workers, own queries, keys and values) -> (R, N * D)
             assert attend is not None
