@@ -318,13 +318,12 @@ def _collected(
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
     weights = query.new_empty(heads, rows, keys.shape[1])
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
-    at_once = 1 if query.device.type == "cpu" else key_heads  # one head's scores stay in a processor's cache
-    for head in range(0, key_heads, at_once):
-        of = slice(head, head + at_once)
+    # On a CPU a head at a time: its scores stay in the cache, and no keys are copied, as products of batches do.
+    for of in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
         scores = weights.view(key_heads, -1, keys.shape[1])[of]
-        torch.bmm(grouped[of], keys[of].transpose(1, 2), out=scores)
+        torch.matmul(grouped[of], keys[of].mT, out=scores)
         scores.view(-1, rows, keys.shape[1])[..., ragged:] += collector.mask[:, ragged:]
-        torch.bmm(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
+        torch.matmul(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
     return out.view(heads, rows, -1).transpose(0, 1)[None]

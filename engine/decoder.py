@@ -7,7 +7,7 @@ not, and no model file is copied or patched.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,9 +209,10 @@ class TransformersDecoder(Decoder):
         )
         return out if isinstance(out, Tensor) else out[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        normed = self.base.norm(hidden)  # type: ignore[operator]
-        logits: Tensor = self.model.lm_head(normed)[0].float()  # type: ignore[operator]
+    def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """product: the output layer's, of packed weights."""
+        normed = self.base.norm(hidden)[0]  # type: ignore[operator]
+        logits: Tensor = (product or self.model.lm_head)(normed).float()  # type: ignore[operator]
         if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / scale
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere

@@ -3,7 +3,7 @@
 Only for models whose file held their weights in about as many: five, six and eight bits of a GGUF file move by less
 than rounding the rows between two layers to bfloat16 does. A matrix of which that is not true stays as it is
 (`steps.py` measures what all of them do), and so do weights that nobody had rounded. Torch's CPU kernel takes rows in
-bfloat16 or float32.
+bfloat16; in float32 it is ten times slower.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ BLOCK_ROWS = 4096  # rounded in one go
 
 @dataclass(frozen=True)
 class EightBit:
-    """A linear layer's weight (N, K) as the kernel reads it: int8 levels (N, K), and the rows' scales (N,)."""
+    """A linear layer's weight (N, K) as the kernel reads it: int8 levels (N, K), the rows' scales (N,) in bfloat16."""
 
     levels: Tensor
     scales: Tensor
 
     def __call__(self, rows: Tensor) -> Tensor:
         """(R, K) -> (R, N), in rows' dtype."""
-        return torch._weight_int8pack_mm(rows, self.levels, self.scales)
+        return torch._weight_int8pack_mm(rows.to(torch.bfloat16), self.levels, self.scales).to(rows.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ def eight_bit(weight: Tensor) -> EightBit | None:
     for block in weight.split(BLOCK_ROWS):
         exact = block.float()
         # Rounded first, so that what the levels are multiplied with is what they were divided by.
-        scales = (exact.abs().amax(1) / LARGEST).to(weight.dtype).clamp_min_(torch.finfo(weight.dtype).tiny)
+        scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
         levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         moved += float((levels * scales.float()[:, None] - exact).abs_().sum())
         blocks.append(EightBit(levels.to(torch.int8), scales))

@@ -30,7 +30,8 @@ from ragblend.kvstore.errors import Cancelled
 MOST_OF_FREE_MEMORY = 0.25
 Product = Callable[[Tensor], Tensor]
 Packed = FourBit | EightBit
-PackedWeights = dict[str, Packed]  # by layer and name
+PackedWeights = dict[str, Packed]  # by layer and name, and the output layer's
+HEAD = "head"
 Read = tuple[FusedCache, Sequence[int]]  # what a cache is to read next
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION, _HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
@@ -74,6 +75,8 @@ class FewRows:
         """A decoder that it `knows`; found: its weights that were packed."""
         self.decoder = decoder
         self.layers = [_row_layer(layer, f"{i}.", found) for i, layer in enumerate(decoder.layers)]
+        head: Any = decoder.model.lm_head
+        self.head = _product([head], [found.get(HEAD)])
 
     @staticmethod
     def knows(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
@@ -114,7 +117,7 @@ class FewRows:
             hidden = hidden + _attended(part, held, counts, part.before(hidden), rotary)
             gate, up = part.gated(part.between(hidden)).chunk(2, -1)
             hidden = hidden + part.down(part.activation(gate) * up)
-        return list(decoder.head(hidden[None]).split(counts))
+        return list(decoder.head(hidden[None], self.head).split(counts))
 
 
 def _attended(
@@ -146,13 +149,13 @@ def _attended_alone(scaling: float, held: FusedLayer, both: Tensor, values: Tens
     tokens = held.keys.shape[2]
     queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
     # Of the whole buffers: products over a part are four times slower in bfloat16, and of a new shape each time.
-    products = torch.bmm(queries, held.key_buffer[0].transpose(1, 2))  # (H, G * R, capacity)
-    scores = products[..., :tokens].float().mul_(scaling)
+    room, behind = queries.new_empty(1, 1, 1), held.key_buffer[0].transpose(1, 2)
+    scores = torch.baddbmm(room, queries, behind, beta=0, alpha=scaling)  # (H, G * R, capacity)
+    scores[..., tokens:] = -math.inf
     if count > 1:
-        later = torch.full((count, count), -math.inf).triu_(1)
-        scores.view(heads, -1, count, tokens)[..., -count:].add_(later)
-    weights = torch.zeros_like(products)
-    weights[..., :tokens] = scores.softmax(-1)
+        later = torch.full((count, count), -math.inf, dtype=scores.dtype).triu_(1)
+        scores.view(heads, -1, count, scores.shape[-1])[..., tokens - count : tokens].add_(later)
+    weights = torch.softmax(scores, -1, out=scores)
     attended = torch.bmm(weights, held.value_buffer[0])
     return attended.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1)
 
@@ -195,18 +198,19 @@ def pack_weights(
 
     None: it stays as it is, as all do where memory does not allow a second copy. Raises Cancelled when leave() says so.
     """
-    size = sum(each.numel() for layer in decoder.layers for each in layer.parameters())
-    if not found and (not multiplies_four_bit() or size > MOST_OF_FREE_MEMORY * available_bytes()):
-        return
+    named: dict[str, Any] = {HEAD: decoder.model.lm_head}
     for number, layer in enumerate(decoder.layers):
         for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP)):
-            for name in names:
-                if f"{number}.{name}" in found:
-                    continue
-                if leave():
-                    raise Cancelled("somebody needs the device")
-                weight = getattr(getattr(layer, part), name).weight
-                found[f"{number}.{name}"] = four_bit(weight) or (eight_bit(weight) if rounds else None)
+            named |= {f"{number}.{name}": getattr(getattr(layer, part), name) for name in names}
+    size = sum(linear.weight.numel() for linear in named.values())
+    if not found and (not multiplies_four_bit() or size > MOST_OF_FREE_MEMORY * available_bytes()):
+        return
+    for name, linear in named.items():
+        if name in found:
+            continue
+        if leave():
+            raise Cancelled("somebody needs the device")
+        found[name] = four_bit(linear.weight) or (eight_bit(linear.weight) if rounds else None)
 
 
 def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:

@@ -11,7 +11,9 @@ from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine import convert
+from ragblend.engine.eightbit import EightBit
 from ragblend.engine.few_rows import FewRows, pack_weights
+from ragblend.engine.fourbit import FourBit
 from ragblend.engine.steps import measure_steps
 from ragblend.kvstore.layout import value_files
 
@@ -112,7 +114,8 @@ def test_its_weights_are_found_to_be_four_bit_ones_and_say_the_same(engine, prom
     """No further from the model's own forward than bfloat16 itself is from float32."""
     packed = {}
     pack_weights(engine.runtime.decoder, packed, engine.runtime.has_quantized_weights)
-    assert len(packed) == 7 * 30 and all(packed.values())
+    kinds = {name: type(each) for name, each in packed.items()}
+    assert kinds == dict.fromkeys(packed, FourBit) | {"head": EightBit} and len(kinds) == 7 * 30 + 1
     rows = FewRows(engine.runtime.decoder, packed)
     assert measure_steps(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3
 

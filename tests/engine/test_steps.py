@@ -4,6 +4,7 @@ import copy
 import resource
 import threading
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -92,8 +93,17 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
 def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
     """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
     prefilled, decoder = prefilled_for("llama")
-    rows, shapes, product = FewRows(decoder, {}), set(), torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.add((a.shape, b.shape)) or product(a, b))
+    rows, shapes = FewRows(decoder, {}), set()
+
+    def watched(product):
+        def multiply(*given, **options):
+            shapes.add((product, *(each.shape for each in given)))
+            return product(*given, **options)
+
+        return multiply
+
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
     for token in ANSWER * 12:
         rows.run(prefilled.cache, [token])
     assert len(shapes) == 2
@@ -483,10 +493,17 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
     with pytest.raises(Cancelled):
         pack_weights(with_levels(decoder), packed, True, lambda: len(packed) == 5)
     pack_weights(decoder, packed, True, lambda: bool(seen.append(1)))
-    assert len(packed) == 5 + len(seen) == 7 * len(decoder.layers), "what was looked at once is not again"
-    kinds = {name.partition(".")[2]: type(each) for name, each in packed.items()}
+    assert len(packed) == 5 + len(seen) == 7 * len(decoder.layers) + 1, "what was looked at once is not again"
+    kinds = {name.rpartition(".")[2]: type(each) for name, each in packed.items()}
     fours = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "down_proj"), FourBit)
-    assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj"), EightBit)
+    assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj", "head"), EightBit)
+    kernel = mock.Mock(wraps=torch._weight_int8pack_mm)
+    with mock.patch.object(torch, "_weight_int8pack_mm", kernel):
+        FewRows(decoder, packed).run(prefilled.cache, [1, 2])
+    prefilled.cache.truncate()
+    rows, levels, _ = kernel.call_args.args
+    assert rows.dtype == torch.bfloat16, "in float32 it is ten times slower"
+    assert torch.equal(levels, packed["head"].levels) and kernel.call_count == 3 * len(decoder.layers) + 1
     assert 0 < measure_steps(decoder, FewRows(decoder, packed), prefilled.prompt.token_ids).divergence < 0.05
 
 
