@@ -28,7 +28,7 @@ INTRODUCTION = """# Results
 How near each method comes to full prefill, and how much faster its first token comes. Each run names its command; a
 run on your own documents and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
 
-The last three runs give the command that was typed, but for `--home` and `--output`. The others are earlier ones, some
+The last five runs give the command that was typed, but for `--home` and `--output`. The others are earlier ones, some
 put together from several; their commands are written so that they repeat the run, `FILE` and `FOLDER` being the
 questions and the model of the title.
 
