@@ -127,10 +127,13 @@ def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def products_are_faster(dtype: torch.dtype) -> bool:
-    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms."""
+    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms.
+
+    By one thread: where others compute, threads that wait for each other say which of the two waits more often.
+    """
     if dtype != torch.bfloat16:
         return False  # one number for both: 60 and 64 GFLOP/s in float32
-    query, key = torch.ones(1, 1, 4 * TILE_ROWS, 64, dtype=dtype), torch.ones(1, 1, 1024, 64, dtype=dtype)
+    query, key = torch.ones(1, 1, 2 * TILE_ROWS, 64, dtype=dtype), torch.ones(1, 1, 1024, 64, dtype=dtype)
     tile = Tile(0, query.shape[2], 0, key.shape[2], key.shape[2], None)
 
     def fastest_s(attend: Callable[..., Tensor]) -> float:
@@ -141,7 +144,12 @@ def products_are_faster(dtype: torch.dtype) -> bool:
             times.append(time.perf_counter() - begun)
         return min(times)
 
-    return fastest_s(_by_kernel) > PRODUCTS_GAIN * fastest_s(_by_products)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return fastest_s(_by_kernel) > PRODUCTS_GAIN * fastest_s(_by_products)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def position_mask(

@@ -1,5 +1,7 @@
 """Masks and blocked attention against a loop over rows and keys."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,29 @@ def test_a_whole_sequence_and_a_single_row_need_no_mask(monkeypatch):
     assert torch.allclose(rows_attention(nn.Module(), query, key, value, None)[0], expected, atol=1e-5)
     last = rows_attention(nn.Module(), query[:, :, -1:], key, value, None)[0]
     assert torch.allclose(last, expected[:, -1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_which_attention_is_faster_is_measured_by_one_thread(fails, monkeypatch):
+    """By two beside another busy program it was the wrong one for the process's whole life, 20 of 20 times."""
+    before, seen = torch.get_num_threads(), set()
+
+    def kernel(*given):
+        seen.add(torch.get_num_threads())
+        if fails:
+            raise MemoryError
+        return given[0]
+
+    monkeypatch.setattr(attention, "_by_kernel", kernel)
+    torch.set_num_threads(2)
+    attention.products_are_faster.cache_clear()
+    try:
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            assert not attention.products_are_faster(torch.bfloat16), "a kernel that does nothing is faster"
+        assert seen == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        attention.products_are_faster.cache_clear()
 
 
 def test_products_come_in_few_shapes(monkeypatch):
