@@ -23,8 +23,8 @@ ROOM_STEP = 256
 class FusedLayer(DynamicLayer):
     """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing.
 
-    Room for more comes in steps, and its values are numbers: a product over all of a buffer, with zeros for weights
-    behind what counts, is right, and oneDNN, which keeps half a megabyte for each shape, sees few of them.
+    Room for more comes in steps, and holds zeros: products over all of a buffer, with weights of nothing behind what
+    counts, are right, and oneDNN, which keeps half a megabyte for each shape, sees few of them.
     evicted: how many tokens each head has lost; to positions and masks they count as if they were there.
     """
 
@@ -37,7 +37,8 @@ class FusedLayer(DynamicLayer):
         shape = (1, geometry.kv_heads, _capacity(tokens + room) if room else tokens)
         self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
         self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
-        self.value_buffer[:, :, tokens:].zero_()
+        for buffer in (self.key_buffer, self.value_buffer):
+            buffer[:, :, tokens:].zero_()
         self.is_initialized = True
         self.evicted = 0
         self.set_length(0)
@@ -52,12 +53,24 @@ class FusedLayer(DynamicLayer):
         """Append (1, H, t, D) in place; the buffers grow by a copy only when their room is used up."""
         start = self.keys.shape[2]
         stop = start + key_states.shape[2]
-        if stop > self.key_buffer.shape[2]:
-            self.key_buffer, self.value_buffer = _grown(self.keys, stop), _grown(self.values, stop)
+        self.made_room(key_states.shape[2])
         self.key_buffer[:, :, start:stop] = key_states
         self.value_buffer[:, :, start:stop] = value_states
         self.set_length(stop)
         return self.keys, self.values
+
+    def made_room(self, tokens: int) -> int:
+        """Have room for so many more; returns the capacity."""
+        stop = self.keys.shape[2] + tokens
+        if stop > self.key_buffer.shape[2]:
+            self.key_buffer, self.value_buffer = _grown(self.keys, stop), _grown(self.values, stop)
+        return self.key_buffer.shape[2]
+
+    def write(self, rows: Tensor, key_states: Tensor, value_states: Tensor) -> None:
+        """What `update` does, where there is room: (1, H, t, D) go to rows (t,), the next ones."""
+        self.key_buffer.index_copy_(2, rows, key_states)
+        self.value_buffer.index_copy_(2, rows, value_states)
+        self.set_length(self.keys.shape[2] + rows.shape[0])
 
     def keep(self, rows: Tensor) -> None:
         """Of what it holds, keep for each head rows (H, kept), ascending, and give the memory of the others back."""

@@ -65,6 +65,27 @@ class RowLayer:
     down: Product
 
 
+class Places:
+    """Where an answer's next rows go in each layer, and which of its buffers' rows they do not see.
+
+    Made once for all layers that hold as much.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def of(self, held: FusedLayer, group: int) -> tuple[Tensor, Tensor]:
+        """Rows (count,) of its buffers, with room for them, and addends (1, group * count or 1, capacity) of scores."""
+        begin, capacity = held.keys.shape[2], held.made_room(self.count)
+        if (begin, capacity) not in self._made:
+            at = torch.arange(begin, begin + self.count)
+            unseen = torch.arange(capacity) > at[:, None]
+            addends = held.keys.new_zeros(unseen.shape).masked_fill_(unseen, -math.inf)
+            self._made[begin, capacity] = at, (addends if self.count == 1 else addends.repeat(group, 1))[None]
+        return self._made[begin, capacity]
+
+
 class FewRows:
     """A decoder's layers, taken apart; the weights that are not four-bit ones are the decoder's own."""
 
@@ -107,6 +128,7 @@ class FewRows:
 
     def _passed(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
         decoder, counts = self.decoder, [len(token_ids) for _, token_ids in reads]
+        writes = [Places(count) for count in counts]
         hidden = decoder.embed(torch.tensor([token for _, token_ids in reads for token in token_ids]))[0]
         places = [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
         cos, sin = decoder.rotary(FULL, torch.tensor([each for place in places for each in place]), hidden)
@@ -114,7 +136,7 @@ class FewRows:
         rotary = cos[0, :, None], sin[0, :, None]
         for number, part in enumerate(self.layers):
             held = [cache.fused[number] for cache, _ in reads]
-            hidden = hidden + _attended(part, held, counts, part.before(hidden), rotary)
+            hidden = hidden + _attended(part, held, writes, part.before(hidden), rotary)
             gate, up = part.gated(part.between(hidden)).chunk(2, -1)
             hidden = hidden + part.down(part.activation(gate) * up)
         return list(decoder.head(hidden[None], self.head).split(counts))
@@ -123,11 +145,11 @@ class FewRows:
 def _attended(
     part: RowLayer,
     held: Sequence[FusedLayer],
-    counts: Sequence[int],
+    places: Sequence[Places],
     rows: Tensor,
     rotary: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """(R, hidden) -> (R, hidden); of the rows so many are each one's whose KV is held."""
+    """(R, hidden) -> (R, hidden); of the rows those at its places are each one's whose KV is held."""
     heads, size = held[0].keys.shape[1], held[0].keys.shape[3]
     cos, sin = rotary
     qkv = part.qkv(rows).view(rows.shape[0], -1, size)  # (R, N + 2 H, D)
@@ -136,26 +158,23 @@ def _attended(
         both = torch.cat([part.query_norm(queries), part.key_norm(keys)], 1)
     else:
         both = qkv[:, :-heads]
-    both = torch.addcmul(both * cos, both.roll(size // 2, -1), sin)
-    each = zip(held, both.split(counts), qkv[:, -heads:].split(counts), strict=True)
-    attended = [_attended_alone(part.scaling, *given) for given in each]
-    return part.out(attended[0] if len(attended) == 1 else torch.cat(attended))
+    both, values = torch.addcmul(both * cos, both.roll(size // 2, -1), sin), qkv[:, -heads:]
+    if len(held) == 1:
+        return part.out(_attended_alone(part.scaling, held[0], places[0], both, values))
+    counts = [place.count for place in places]
+    each = zip(held, places, both.split(counts), values.split(counts), strict=True)
+    return part.out(torch.cat([_attended_alone(part.scaling, *given) for given in each]))
 
 
-def _attended_alone(scaling: float, held: FusedLayer, both: Tensor, values: Tensor) -> Tensor:
+def _attended_alone(scaling: float, held: FusedLayer, places: Places, both: Tensor, values: Tensor) -> Tensor:
     """Queries and keys (R, N + H, D), values (R, H, D) of one answer's rows -> (R, N * D), its KV held."""
     count, heads, size = values.shape
-    held.update(both[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
-    tokens = held.keys.shape[2]
+    at, unseen = places.of(held, (both.shape[1] - heads) // heads)
+    held.write(at, both[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
     queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
     # Of the whole buffers: products over a part are four times slower in bfloat16, and of a new shape each time.
-    room, behind = queries.new_empty(1, 1, 1), held.key_buffer[0].transpose(1, 2)
-    scores = torch.baddbmm(room, queries, behind, beta=0, alpha=scaling)  # (H, G * R, capacity)
-    scores[..., tokens:] = -math.inf
-    if count > 1:
-        later = torch.full((count, count), -math.inf, dtype=scores.dtype).triu_(1)
-        scores.view(heads, -1, count, scores.shape[-1])[..., tokens - count : tokens].add_(later)
-    weights = torch.softmax(scores, -1, out=scores)
+    behind = held.key_buffer[0].transpose(1, 2)
+    weights = torch.softmax(torch.baddbmm(unseen, queries, behind, alpha=scaling), -1)  # (H, G * R, capacity)
     attended = torch.bmm(weights, held.value_buffer[0])
     return attended.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1)
 
