@@ -6,7 +6,7 @@
 
 Prints, for each length of context, milliseconds a token (medians of five), their ratio, and how far the two are apart:
 mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same best token. With questions,
-the divergence over their answers of each from the same weights in float32, and what guessing tokens gains over ten.
+the divergence over their answers of each from the same weights in float32 (`measure_answers`: what guessing gains).
 With streams, tokens a second of so many in all by our loop, one after the other and in one pass.
 """
 
@@ -113,24 +113,6 @@ def diverging(engine: Engine, exact: Engine, ways: dict[str, Steps], questions: 
     )
 
 
-def guessing(engine: Engine, rows: FewRows, questions: Sequence[Question]) -> str:
-    """Whole answers about six passages, without guessed tokens and with them, by this thread's processor time."""
-    spent, tokens, same = {0: 0.0, FewRows.guessed: 0.0}, 0, 0
-    engine.runtime.choice.steps, engine.runtime.choice.is_open = rows, False
-    for question in questions:
-        passages = [Chunk(text) for text in question.passages[:6]]
-        prompt = engine.chat_prompt(None, passages, question.text)
-        prefilled, answers = engine.prefill(prompt, method="full"), []
-        for count in spent:
-            FewRows.guessed = count
-            begun = time.thread_time()
-            answers.append(engine.decode(prefilled, max_new_tokens=64).token_ids)
-            spent[count] += (time.thread_time() - begun) * 1e3
-        tokens, same = tokens + len(answers[0]), same + (answers[0] == answers[1])
-    told = ", ".join(f"{count} guesses {ms / tokens:.1f} ms a token" for count, ms in spent.items())
-    return f"{told}; {same} of {len(questions)} answers have the same tokens"
-
-
 def main(
     model: Model = "default",
     home: AnyHome = None,
@@ -165,8 +147,7 @@ def main(
         "rows in four bits": FewRows(runtime.decoder, four),
         "rows unpacked": FewRows(runtime.decoder, {}),
     }
-    questions = load(data).questions[:limit]
-    print(diverging(engine, exact, ways, questions), guessing(engine, rows, questions[:10]), sep="\n")
+    print(diverging(engine, exact, ways, load(data).questions[:limit]))
 
 
 def by_context(

@@ -1,0 +1,38 @@
+"""Run by an interpreter that has llama_cpp: reads prompts and the answers behind them, and says how long a token took.
+
+argv: a JSON file, {gguf, answers: [{prompt: token ids, answer: token ids}]}. Prints milliseconds a token, a line each.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOM = 16
+
+
+def main() -> None:
+    from llama_cpp import Llama
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    threads = len(os.sched_getaffinity(0))
+    model = Llama(
+        plan["gguf"],
+        n_ctx=max(len(each["prompt"]) + len(each["answer"]) for each in plan["answers"]) + ROOM,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        verbose=False,
+    )
+    for each in plan["answers"]:
+        model.reset()
+        model.eval(each["prompt"])
+        begun = time.perf_counter()
+        for token in each["answer"]:
+            model.eval([token])
+        print(1e3 * (time.perf_counter() - begun) / len(each["answer"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

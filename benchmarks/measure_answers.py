@@ -1,0 +1,97 @@
+"""How long a token of a real answer takes: by our loop, with guessed tokens and without, and by llama.cpp.
+
+    python -m benchmarks.measure_answers --data musique_dev.json
+    python -m benchmarks.measure_answers --data musique_dev.json --model FILE.gguf --llamacpp .venv-llamacpp/bin/python
+
+Greedy answers behind all passages of a question; both ways of ours in turns, medians of three, and then llama.cpp,
+which reads the same tokens of the same prompts from the same file, one at a time. Means are weighted by length.
+"""
+
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import llama_tokens
+from benchmarks.common import AnyHome, Limit, Model, run
+from ragblend import Chunk, Engine
+from ragblend.app.bench.data import Question, load
+from ragblend.engine.few_rows import FewRows, Packed, pack_weights
+from ragblend.engine.files import find_model
+
+REPEATS, MOST_TOKENS = 3, 96
+Answered = dict[str, list[int]]  # a prompt and its answer, token ids
+WAYS = {"without guesses": 0, "guessing": FewRows.guessed}
+
+
+def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float]]:
+    """The prompt and its answer; milliseconds a token in each way."""
+    prompt = engine.chat_prompt(None, [Chunk(text) for text in question.passages], question.text)
+    prefilled = engine.prefill(prompt, method="full")
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    answers = []
+    for _ in range(REPEATS):
+        for way, count in WAYS.items():
+            FewRows.guessed = count
+            begun = time.perf_counter()
+            answers.append(engine.decode(prefilled, max_new_tokens=MOST_TOKENS).token_ids)
+            times[way].append(1e3 * (time.perf_counter() - begun) / max(1, len(answers[-1]) - 1))
+    assert len(set(answers)) == 1, "a guess has changed an answer"
+    told = {"prompt": list(prefilled.prompt.token_ids), "answer": list(answers[0][:-1])}
+    return told, {way: statistics.median(each) for way, each in times.items()}
+
+
+def by_llama_cpp(python: Path, gguf: Path, answers: Sequence[Answered]) -> Iterator[float]:
+    """Milliseconds a token that it takes to read these answers behind their prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder, "plan.json")
+        plan.write_text(json.dumps({"gguf": str(gguf), "answers": answers}))
+        command = [str(python), llama_tokens.__file__, str(plan)]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    yield from map(float, told.split())
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Questions, as `bench quality` takes them.")],
+    model: Model = "default",
+    home: AnyHome = None,
+    limit: Limit = 4,
+    llamacpp: Annotated[Path | None, typer.Option(help="A Python that has llama_cpp.")] = None,
+) -> None:
+    """Measure, and print a line for each answer, and the means."""
+    engine = Engine.open(model, home=home, device="cpu")
+    runtime = engine.runtime
+    if not engine.gate.passed or not FewRows.knows(runtime.decoder):
+        raise SystemExit("this model's layers are none that the loop knows")
+    packed: dict[str, Packed | None] = {}
+    pack_weights(runtime.decoder, packed, rounds=runtime.has_quantized_weights)
+    loop = FewRows(runtime.decoder, {name: each for name, each in packed.items() if each is not None})
+    runtime.choice.steps, runtime.choice.is_open = loop, False
+    answers, rows = list[Answered](), list[dict[str, float]]()
+    for question in load(data).questions[:limit]:
+        told, times = asked(engine, question)
+        answers.append(told)
+        rows.append(times)
+        print(
+            len(told["prompt"]),
+            len(told["answer"]),
+            {way: round(ms, 1) for way, ms in times.items()},
+            flush=True,
+        )
+    if llamacpp is not None:
+        for row, ms in zip(rows, by_llama_cpp(llamacpp, find_model(model), answers), strict=True):
+            row["llama.cpp"] = ms
+    lengths = [len(each["answer"]) for each in answers]
+    for way in rows[0]:
+        mean = sum(row[way] * count for row, count in zip(rows, lengths, strict=True)) / sum(lengths)
+        print(f"{way}: {mean:.1f} ms a token")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
