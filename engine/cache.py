@@ -203,8 +203,10 @@ def _gathered(held: Tensor, rows: Tensor) -> Tensor:
 
 
 def _grown(held: Tensor, tokens: int) -> Tensor:
+    """For so many tokens; those that are not written yet are zeros, too: what was to write them may fail."""
     grown = _with_room(held, tokens)
     grown[:, :, : held.shape[2]] = held
+    grown[:, :, held.shape[2] : tokens].zero_()
     return grown
 
 

@@ -119,7 +119,7 @@ def _decoded(
             cache.truncate(len(ids) - 1)
         if is_last:
             return ids
-        if steps is None:  # the first token is out, and did not wait for the four-bit weights
+        if steps is None:  # the first token is out, and did not wait for packed weights
             steps = runtime.choice.steps  # one for all of an answer
             lookup = Lookup(steps.guessed, (*prompt, token))
         guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]

@@ -6,7 +6,7 @@ than rounding the rows between two layers to bfloat16 does. A matrix of which th
 bfloat16; in float32 it is ten times slower.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +39,16 @@ class EightBit:
         return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def eight_bit(weight: Tensor) -> EightBit | None:
-    """This weight (N, K) rounded; None where that moves it by more than MOST_ERROR, or the kernel does not know it."""
+def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> EightBit | None:
+    """This weight (N, K) rounded; None where that moves it by more than MOST_ERROR, or the kernel does not know it.
+
+    go_on: called before each block; raises where the work is to be left.
+    """
     if any(size % multiple for size, multiple in zip(weight.shape, KERNEL_SHAPE, strict=True)):
         return None
     blocks, moved = list[EightBit](), 0.0
     for block in weight.split(BLOCK_ROWS):
+        go_on()
         exact = block.float()
         # Rounded first, so that what the levels are multiplied with is what they were divided by.
         scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)

@@ -9,6 +9,7 @@ The layers known are those of Llama, Qwen 2 and Qwen 3: normed, rotated by halve
 looks like one is one is measured (`steps.py`), so nothing is taken on trust.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from ragblend.kvstore.errors import Cancelled
 MOST_OF_FREE_MEMORY = 0.25
 Product = Callable[[Tensor], Tensor]
 Packed = FourBit | EightBit
-PackedWeights = dict[str, Packed]  # by layer and name, and the output layer's
+PackedWeights = dict[str, Packed | None]  # by layer and name, and the output layer's; None: it stays as it is
 HEAD = "head"
 Read = tuple[FusedCache, Sequence[int]]  # what a cache is to read next
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -55,8 +56,7 @@ class RowLayer:
 
     before: Norm
     qkv: Product
-    query_norm: Norm | None
-    key_norm: Norm | None
+    head_norms: tuple[Norm, Norm] | None  # of queries and of keys
     scaling: float
     out: Product
     between: Norm
@@ -87,7 +87,7 @@ class Places:
 
 
 class FewRows:
-    """A decoder's layers, taken apart; the weights that are not four-bit ones are the decoder's own."""
+    """A decoder's layers, taken apart; the weights that were not packed are the decoder's own."""
 
     guessed: ClassVar[int] = 3
     together: ClassVar[int] = MOST_BEGUN
@@ -153,9 +153,9 @@ def _attended(
     heads, size = held[0].keys.shape[1], held[0].keys.shape[3]
     cos, sin = rotary
     qkv = part.qkv(rows).view(rows.shape[0], -1, size)  # (R, N + 2 H, D)
-    if part.query_norm is not None and part.key_norm is not None:
-        queries, keys = qkv[:, : -2 * heads], qkv[:, -2 * heads : -heads]
-        both = torch.cat([part.query_norm(queries), part.key_norm(keys)], 1)
+    if part.head_norms is not None:
+        of_queries, of_keys = part.head_norms
+        both = torch.cat([of_queries(qkv[:, : -2 * heads]), of_keys(qkv[:, -2 * heads : -heads])], 1)
     else:
         both = qkv[:, :-heads]
     both, values = torch.addcmul(both * cos, both.roll(size // 2, -1), sin), qkv[:, -heads:]
@@ -197,6 +197,8 @@ def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
         and sized == _MLP
         and all(isinstance(each, nn.Linear) for each in linear)
         and hasattr(attention, "scaling")
+        # What asks for positions besides its rotary tables may change beyond those that are measured (Ministral 3).
+        and "position_ids" not in inspect.signature(attention.forward).parameters  # type: ignore[union-attr]
         and hasattr(mlp, "act_fn")
         and all(
             hasattr(norm, "variance_epsilon")
@@ -208,34 +210,45 @@ def _is_known(layer: nn.Module, decoder: Decoder) -> bool:
 @torch.inference_mode()
 def pack_weights(
     decoder: TransformersDecoder,
-    found: dict[str, Packed | None],
+    found: PackedWeights,
     rounds: bool,
     leave: Callable[[], bool] = lambda: False,
 ) -> None:
     """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else, where it
     rounds, in eight.
 
-    None: it stays as it is, as all do where memory does not allow a second copy. Raises Cancelled when leave() says so.
+    Nothing is added where memory does not allow a second copy. Raises Cancelled when leave() says so.
     """
-    named: dict[str, Any] = {HEAD: decoder.model.lm_head}
+    named: dict[str, Any] = {}
     for number, layer in enumerate(decoder.layers):
         for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP)):
             named |= {f"{number}.{name}": getattr(getattr(layer, part), name) for name in names}
+    named[HEAD] = decoder.model.lm_head  # last: who is told to leave it begins it anew, and it is the largest
     size = sum(linear.weight.numel() for linear in named.values())
-    if not found and (not multiplies_four_bit() or size > MOST_OF_FREE_MEMORY * available_bytes()):
+    if not found and not (multiplies_four_bit() and has_room(size)):
         return
-    for name, linear in named.items():
-        if name in found:
-            continue
+
+    def go_on() -> None:
         if leave():
             raise Cancelled("somebody needs the device")
-        found[name] = four_bit(linear.weight) or (eight_bit(linear.weight) if rounds else None)
+
+    for name, linear in named.items():
+        if name not in found:
+            go_on()
+            found[name] = four_bit(linear.weight, go_on) or (
+                eight_bit(linear.weight, go_on) if rounds else None
+            )
+
+
+def has_room(nbytes: int) -> bool:
+    """Whether memory allows a copy of weights of this size."""
+    return nbytes <= MOST_OF_FREE_MEMORY * available_bytes()
 
 
 def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    query_norm, key_norm = (None if each is None else _norm(each) for each in head_norms)
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    is_normed = hasattr(attention, "q_norm")
 
     def product(part: Any, *names: str) -> Product:
         return _product([getattr(part, each) for each in names], [found.get(name + each) for each in names])
@@ -243,13 +256,12 @@ def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:
     return RowLayer(
         _norm(layer.input_layernorm),
         product(attention, "q_proj", "k_proj", "v_proj"),
-        query_norm,
-        key_norm,
-        float(attention.scaling),  # type: ignore[union-attr, arg-type]
+        (_norm(attention.q_norm), _norm(attention.k_norm)) if is_normed else None,
+        float(attention.scaling),
         product(attention, "o_proj"),
         _norm(layer.post_attention_layernorm),
         product(mlp, "gate_proj", "up_proj"),
-        mlp.act_fn,  # type: ignore[union-attr, arg-type]
+        mlp.act_fn,
         product(mlp, "down_proj"),
     )
 

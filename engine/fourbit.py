@@ -6,7 +6,7 @@ no such levels is not rounded to any: it would cost quality (`eightbit.py` takes
 Torch's CPU kernel for this takes bfloat16 rows, on any processor with AVX2 or AVX-512.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,18 +54,23 @@ def multiplies_four_bit() -> bool:
     )
 
 
-def four_bit(weight: Tensor) -> FourBit | None:
-    """This weight (N, K), where all of it lies on sixteen levels; else None."""
+def four_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> FourBit | None:
+    """This weight (N, K), where all of it lies on sixteen levels; else None.
+
+    go_on: called before each block; raises where the work is to be left.
+    """
     if weight.shape[0] % OUT_FEATURES or weight.shape[1] % GROUP:
         return None
     step, rows = max(1, weight.shape[0] // SAMPLED_ROWS), max(1, BLOCK_WEIGHTS // weight.shape[1])
     blocks = [weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows)]
     if _on_levels(weight[::step]) is None:  # nearly all that will fail fails here
         return None
-    parts = [_on_levels(block) for block in blocks]
-    whole = [part for part in parts if part is not None]
-    if len(whole) < len(parts):
-        return None
+    whole = []
+    for block in blocks:
+        go_on()
+        if (part := _on_levels(block)) is None:
+            return None
+        whole.append(part)
     levels, scales, lowest = (torch.cat(each) for each in zip(*whole, strict=True))
     packed = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
     # The kernel computes (level - 8) * scale + offset.

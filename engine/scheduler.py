@@ -136,7 +136,7 @@ class DeviceQueue:
             self._calls[ticket] = threading.Condition(self._lock)
             try:
                 self._pass_on()
-                self._await(ticket, cancel)
+                self._await(ticket, cancel, ticket.claim.deadline)
             except BaseException:
                 self._leave(ticket)
                 raise
@@ -149,7 +149,8 @@ class DeviceQueue:
                     self._left_at = time.monotonic()
 
     def give_way(self, ticket: Ticket, cancel: Cancel | None, after_s: float) -> None:
-        """Let others have it once, where the holder has had it for so long. Raises Cancelled as `turn` does."""
+        """Let others have it once, where the holder has had it for so long. Raises Cancelled if `cancel` is set
+        meanwhile; the deadline is of those that have not begun."""
         with self._lock:
             now = time.monotonic()
             if ticket.claim.shares and now >= self._since + after_s and self.wanted:
@@ -160,7 +161,7 @@ class DeviceQueue:
             self._moved_at = time.monotonic()
 
     def share(self, part: _Part, cancel: Cancel | None) -> Any:
-        """What a pass finds for it, in this turn or in another's. Raises Cancelled as `turn` does."""
+        """What a pass finds for it, in this turn or in another's. Raises Cancelled as `give_way` does."""
         with self._lock:
             self._parts[part.ticket] = part
         try:
@@ -228,8 +229,8 @@ class DeviceQueue:
             until = deadline if self._calls else min(deadline, self._left_at + PAUSE_S)
             self._changed.wait(None if until == math.inf else max(0.0, until - now))
 
-    def _await(self, ticket: Ticket, cancel: Cancel | None) -> None:
-        deadline, called = ticket.claim.deadline, self._calls[ticket]
+    def _await(self, ticket: Ticket, cancel: Cancel | None, deadline: float = math.inf) -> None:
+        called = self._calls[ticket]
         polls = cancel is not None or deadline < math.inf
         while self._holder is not ticket:
             if (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline:

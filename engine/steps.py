@@ -24,7 +24,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, Packed, PackedWeights, Read, pack_weights
+from ragblend.engine.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights
 from ragblend.engine.fourbit import FourBit
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
@@ -125,7 +125,8 @@ class Choice:
     rounds: whether weights may be rounded to eight bits, as those may that a file held in about as many.
 
     What was measured is kept in a folder, with the packed weights, for which a billion weights are looked at in ten
-    seconds; damaged, cut short or not written, it is measured again, and meanwhile the model's own forward serves.
+    seconds; damaged, cut short, not written or too much for memory, it is measured again, and meanwhile the
+    model's own forward serves.
     """
 
     def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool) -> None:
@@ -133,17 +134,21 @@ class Choice:
         on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._ratios: tuple[float, ...] = ()
-        self._packed: dict[str, Packed | None] = {}
+        self._packed: PackedWeights = {}
         self.steps: Steps = ModelSteps(decoder.model)
         self.is_open = False  # whether there is something to measure
         self._rounds = rounds
         if not FewRows.knows(decoder):
             return
         self._decoder, self.is_open = decoder, True
-        with suppress(OSError, ValueError, TypeError, LookupError, SafetensorError):
+        with suppress(
+            OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
+        ):
             kept = json.loads(self._file.read_text())
             verdict = StepsVerdict(kept["divergence"], tuple(kept["ratios"]))
             if verdict.takes_rows:
+                if not has_room(self._weights.stat().st_size):
+                    raise MemoryError(f"too little for {self._weights}")
                 self.steps = FewRows(decoder, _load(self._weights, kept["checksum"]))
             self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
 
@@ -156,27 +161,35 @@ class Choice:
         self.is_open = False  # what fails here would fail after every answer
         try:
             pack_weights(self._decoder, self._packed, self._rounds, leave)
-            found = {name: each for name, each in self._packed.items() if each is not None}
-            rows = FewRows(self._decoder, found)
+            rows = FewRows(self._decoder, self._packed)
             measured = measure_steps(self._decoder, rows, token_ids, leave)
         except Cancelled:
             self.is_open = True
             raise
+        except BaseException:
+            self._packed = {}
+            raise
+        packed, self._packed = self._packed, {}
         verdict = StepsVerdict(measured.divergence, (*self._ratios, *measured.ratios))
-        self._ratios, self._packed, self.is_open = verdict.ratios, {}, not verdict.is_settled
+        self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
         if verdict.takes_rows:
             self.steps = rows
+        if not packed:  # for want of memory: another process may have it
+            return
         with suppress(OSError, SafetensorError):  # a full disk, say: then it is measured in each process
             make_private_folder(self._file.parent)
-            checksum = _save(found, self._weights) if verdict.takes_rows else 0
+            checksum = _save(packed, self._weights) if verdict.takes_rows else 0
             kept = json.dumps(asdict(verdict) | {"checksum": checksum}, indent=1, sort_keys=True)
             replace_durably(self._file, kept)
 
 
-def _save(found: PackedWeights, path: Path) -> int:
+def _save(packed: PackedWeights, path: Path) -> int:
     """Returns the checksum by which `_load` knows what it reads; whoever is killed here leaves the draft at most."""
     tensors = {
-        f"{name}.{part}": getattr(each, part) for name, each in found.items() for part in ("levels", "scales")
+        f"{name}.{part}": getattr(each, part)
+        for name, each in packed.items()
+        if each is not None
+        for part in ("levels", "scales")
     }
     draft = path.with_suffix(".part")
     save_file(tensors, draft)  # which leaves nothing where the disk is full

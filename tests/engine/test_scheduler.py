@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from waiting import until
 
+from ragblend.engine.order import Claim
 from ragblend.engine.scheduler import Chores, DeviceQueue
 from ragblend.kvstore.errors import Cancelled
 
@@ -58,6 +59,25 @@ def test_one_who_gives_up_does_not_hold_up_the_others():
         assert outcome == ["gave up"]
     two.join(10)
     assert outcome == ["gave up", "served"]
+
+
+def test_who_has_begun_goes_on_behind_its_deadline():
+    """Alone as beside others: it is for those that wait to begin."""
+    queue, deadline = DeviceQueue(), time.monotonic() + 1
+
+    def other():
+        with queue.turn(claim=Claim(shares=True)):
+            until(lambda: time.monotonic() > deadline + 0.3)  # several of the polls of who waits
+
+    thread = threading.Thread(target=other)
+    with queue.turn(claim=Claim(shares=True, deadline=deadline)) as turn:
+        thread.start()
+        until(lambda: queue.inside == 2)
+        turn.between_tokens()
+        assert time.monotonic() > deadline
+    thread.join(10)
+    with pytest.raises(Cancelled), queue.turn(claim=Claim(shares=True, deadline=deadline)):
+        pass
 
 
 def test_work_in_the_background_begins_when_no_next_call_comes(monkeypatch):

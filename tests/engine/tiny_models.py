@@ -60,6 +60,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Queries grow with their positions, a step each 64 tokens.
+GROWING = YARN | {"llama_4_scaling_beta": 0.1, "max_position_embeddings": CONTEXT_TOKENS}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -101,6 +103,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": REGIME_TOKENS},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": False}),
+    "ministral3": ("Ministral3", HEAD | {"rope_parameters": GROWING}),
     "cohere": ("Cohere", {}),
     "glm4": ("Glm4", HEAD),
     "granite": ("Granite", {"embedding_multiplier": 2.0, "logits_scaling": 2.0}),
@@ -115,8 +118,8 @@ _CLASSES = {"GPT2": ("GPT2LMHeadModel", "GPT2Config"), "Gemma3": ("Gemma3ForCaus
 PROMISED = "llama llama-llama3 llama-linear llama-yarn qwen2 qwen3 mistral gemma3 phi3 phi3-partial"
 SUPPORTED = tuple(PROMISED.split())
 # Not on the list of what is promised, but they load: interleaved pairs, multipliers, soft caps, sinks, layers
-# without RoPE. Right or refused, never wrong.
-OTHERS = ("cohere", "glm4", "granite", "olmo2", "gemma2", "gpt-oss", "smollm3")
+# without RoPE, queries scaled by position. Right or refused, never wrong.
+OTHERS = ("cohere", "glm4", "granite", "olmo2", "gemma2", "gpt-oss", "smollm3", "ministral3")
 UNSUPPORTED = ("gpt2", "linear-attention", "mamba")
 # These two begin a text with <s> by themselves; the others (as SmolLM2 and Qwen) do not.
 WITH_BOS = ("llama-yarn", "gemma3", "mistral")
