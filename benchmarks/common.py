@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragblend.engine.engine import Engine
+    from ragblend.engine.few_rows import FewRows, PackedWeights
 
 REPO = Path(__file__).parents[1]
 FIGURES = REPO / "benchmarks"  # where what was measured is kept
@@ -51,6 +52,18 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
         ids = engine.tokenizer(words, add_special_tokens=False)["input_ids"][:tokens]
         found.append(engine.tokenizer.decode(ids))
     return found
+
+
+def packed_loop(engine: "Engine") -> "tuple[FewRows, PackedWeights]":
+    """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
+    from ragblend.engine.few_rows import FewRows, pack_weights
+
+    runtime, packed = engine.runtime, dict[str, Any]()
+    runtime.choice.is_open = False
+    if not engine.gate.passed or not FewRows.knows(runtime.decoder):
+        raise SystemExit("this model's layers are none that the loop knows")
+    pack_weights(runtime.decoder, packed, rounds=runtime.has_quantized_weights)
+    return FewRows(runtime.decoder, packed), packed
 
 
 def spent(work: Callable[[], object]) -> tuple[float, float]:

@@ -1,10 +1,10 @@
 """Run by an interpreter that has llama_cpp: reads prompts and the answers behind them, and says how long a token took.
 
-argv: a JSON file, {gguf, answers: [{prompt: token ids, answer: token ids}]}. Prints milliseconds a token, a line each.
+argv: a JSON file, {gguf, threads, answers: [{prompt: token ids, answer: token ids}]}. Prints milliseconds a token of
+each, a line each.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,18 +16,19 @@ def main() -> None:
     from llama_cpp import Llama
 
     plan = json.loads(Path(sys.argv[1]).read_text())
-    threads = len(os.sched_getaffinity(0))
     model = Llama(
         plan["gguf"],
         n_ctx=max(len(each["prompt"]) + len(each["answer"]) for each in plan["answers"]) + ROOM,
-        n_threads=threads,
-        n_threads_batch=threads,
+        n_threads=plan["threads"],
+        n_threads_batch=plan["threads"],
         flash_attn=True,
         verbose=False,
     )
     for each in plan["answers"]:
         model.reset()
         model.eval(each["prompt"])
+        model.eval(each["answer"][:1])  # warms up
+        model.n_tokens -= 1
         begun = time.perf_counter()
         for token in each["answer"]:
             model.eval([token])
