@@ -15,13 +15,14 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
 d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
 its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
-layer's input was, and what resembles what hardly changes from layer to layer: three take what the first of them says.
+layer's input was, and what resembles what hardly changes from layer to layer: where many rows are computed, three take
+what the first of them says.
 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
 beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
-layer, in a third of them twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many are
-fitted, evenly.
+layer, where similarity is made twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many
+are fitted, evenly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,8 @@ SHRINK_SIZES = 0.5
 MOST_FITTED = 768
 MOST_AT_ONCE = 128
 # Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
-SHARED_LAYERS = 3
+# From few rows all is told that can be: it costs less, and sharing would lose more.
+SHARED_LAYERS, FEW_FITTED = 3, 256
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ class Run:
     @cached_property
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
         """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128)."""
-        found = []
-        for begin, end in self.chunks:
-            first, last = (int(torch.searchsorted(self.fitted, edge)) for edge in (begin, end))
+        found, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
+        for (begin, end), (first, last) in zip(
+            self.chunks, torch.searchsorted(self.fitted, edges).tolist(), strict=True
+        ):
             rows = torch.arange(begin, end, device=self.fitted.device)
             apart = (rows[:, None] - self.fitted[first:last]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
@@ -80,8 +83,9 @@ class Run:
         return found
 
     def similarity(self, change: "Change") -> "Similarity":
-        """By what this layer stored, or one of the SHARED_LAYERS - 1 before it."""
-        if not self._latest or change.layer >= self._latest[0].layer + SHARED_LAYERS:
+        """By what this layer stored, or one of the SHARED_LAYERS - 1 before it where many rows are fitted."""
+        shared = SHARED_LAYERS if self.fitted.numel() > FEW_FITTED else 1
+        if not self._latest or change.layer >= self._latest[0].layer + shared:
             self._latest[:] = [Similarity.of(change)]
         return self._latest[0]
 
@@ -184,7 +188,12 @@ class Scale:
         count, size = keys.shape[1], keys.shape[0] * (keys.shape[2] + values.shape[2])
         # With a spread of 1 in either, the mean square of what two rows differ by is 2 count / (count - 1) a number.
         unit = LENGTH * 2 * size * count / (count - 1)
-        spreads = [(part - mean).square_().mean() for part, mean in zip(parts, means, strict=True)]
+        # Rows that are all alike (one token, again and again) differ by what rounding left of them, which is no unit.
+        told = torch.finfo(keys.dtype).eps ** 2
+        spreads = [
+            (part - mean).square_().mean() + told * mean.square().mean()
+            for part, mean in zip(parts, means, strict=True)
+        ]
         factors = [(unit * (spread + 1e-12)).rsqrt().to(keys) for spread in spreads]
         return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
 
@@ -260,4 +269,5 @@ def evenly_spread(rows: Tensor, count: int) -> Tensor:
     if count >= rows.numel():
         return rows
     each = rows.numel() / max(count, 1)
-    return rows[((torch.arange(count, device=rows.device, dtype=torch.float64) + 0.5) * each).long()]
+    # On the host, in numbers that Apple's devices have not.
+    return rows[((torch.arange(count, dtype=torch.float64) + 0.5) * each).long().to(rows.device)]

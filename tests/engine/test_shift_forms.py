@@ -18,16 +18,16 @@ class LayerOne:
     """Layer 1 of a prompt: there the computed rows get full prefill's own KV, so that the sums need nothing of ours.
 
     truth, stale, found: keys and values (heads, tokens, D) as full prefill has them, as stored, and shifted.
-    below: as stored in layer 0, by which rows are compared; inv_freq, inv_freq_below: of the two layers.
+    known: as stored in the layer by which rows are compared, this one or layer 0; inv_freq, known_inv_freq: of the two.
     chunk: of each row that is of a chunk, its number; picked: the computed ones among them.
     """
 
     truth: tuple[torch.Tensor, torch.Tensor]
     stale: tuple[torch.Tensor, torch.Tensor]
     found: tuple[torch.Tensor, torch.Tensor]
-    below: tuple[torch.Tensor, torch.Tensor]
+    known: tuple[torch.Tensor, torch.Tensor]
     inv_freq: torch.Tensor
-    inv_freq_below: torch.Tensor
+    known_inv_freq: torch.Tensor
     tokens: int
     chunk: dict[int, int]
     starts: list[int]
@@ -43,8 +43,8 @@ class LayerOne:
         return own.double() if kind else rotated(own, -row, self.inv_freq)
 
     def compared(self, row, kind):
-        own = self.below[kind][:, row].double()
-        return own if kind else rotated(own, -row, self.inv_freq_below)
+        own = self.known[kind][:, row].double()
+        return own if kind else rotated(own, -row, self.known_inv_freq)
 
     def change(self, row, kind):
         return self.held(row, kind, self.truth) - self.held(row, kind)
@@ -74,7 +74,7 @@ def shifted(bench, monkeypatch):
     """The LayerOne of four texts behind each other, 60% computed."""
     bench.engine.encode(TEXTS)
 
-    def prefilled():
+    def prefilled(compared_by):
         chosen, policy = [], type(METHODS["probe-shift"])
         rows = policy.rows
         monkeypatch.setattr(policy, "rows", lambda *a: chosen.append(rows(*a)) or chosen[-1])
@@ -88,9 +88,9 @@ def shifted(bench, monkeypatch):
             truth=bench.kv(prompt.token_ids)[1],
             stale=reused.span(1, 0, tokens),
             found=found.span(1, 0, tokens),
-            below=reused.span(0, 0, tokens),
+            known=reused.span(compared_by, 0, tokens),
             inv_freq=decoder.ropes[decoder.layer_types[1]],
-            inv_freq_below=decoder.ropes[decoder.layer_types[0]],
+            known_inv_freq=decoder.ropes[decoder.layer_types[compared_by]],
             tokens=tokens,
             chunk=chunk,
             starts=[start for start, _ in places],
@@ -100,11 +100,13 @@ def shifted(bench, monkeypatch):
     return prefilled
 
 
-@pytest.mark.parametrize("most", [768, 12])
-def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most):
-    """One pair of rows at a time; of too many computed rows some are learnt from."""
+@pytest.mark.parametrize(("most", "few"), [(768, 256), (768, 0), (12, 0)])
+def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most, few):
+    """One pair of rows at a time; of too many computed rows some are learnt from, and of more than few similarity is
+    the layer's before."""
     monkeypatch.setattr(shift, "MOST_FITTED", most)
-    layer = shifted()
+    monkeypatch.setattr(shift, "FEW_FITTED", few)
+    layer = shifted(compared_by=1 if few else 0)
     picked, left = layer.picked, layer.left()[::7]
     if most < len(picked):
         picked = [picked[int((place + 0.5) * len(picked) / most)] for place in range(most)]
@@ -141,7 +143,10 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
             layer.assert_moved(row, kind, by_more_than=1e-4)
 
 
-def test_three_layers_compare_rows_by_what_the_first_of_them_stored():
+@pytest.mark.parametrize("few", [19, 20])
+def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_stored(monkeypatch, few):
+    """Twenty are computed."""
+    monkeypatch.setattr(shift, "FEW_FITTED", few)
     torch.manual_seed(0)
     layers = [(torch.randn(2, 60, 16), torch.randn(2, 60, 16), torch.randn(2, 2, 20, 16)) for _ in range(7)]
 
@@ -157,10 +162,10 @@ def test_three_layers_compare_rows_by_what_the_first_of_them_stored():
         return Run(torch.arange(0, 60, 3), [(0, 60)])
 
     run = new_run()
-    for layer, compared in enumerate([0, 0, 0, 3, 3, 3, 6]):
+    for layer, compared in enumerate([0, 0, 0, 3, 3, 3, 6] if few < 20 else range(7)):
         assert torch.equal(shifted(run, layer), shifted(new_run(), layer, compared)), layer
     run = new_run()  # rows that were narrowed between have a run that begins anywhere
-    for layer, compared in zip(range(2, 7), [2, 2, 2, 5, 5], strict=True):
+    for layer, compared in zip(range(2, 7), [2, 2, 2, 5, 5] if few < 20 else range(2, 7), strict=True):
         assert torch.equal(shifted(run, layer), shifted(new_run(), layer, compared)), layer
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from benches import chat, largest_error, make_prompt, make_text
 
+from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
 from ragblend.engine.selection.shift import Change, Run
 
@@ -110,6 +111,23 @@ def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
         part[:, change.run.computed] = part[:, :1].clone()
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3, 0.6])
+@pytest.mark.parametrize("token", ["=", "-", "."])
+def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_bench_for, token, ratio):
+    """What rounding leaves of alike rows is no unit of distance: keys of a million came out, in bfloat16."""
+    engine = fresh_bench_for("llama", dtype="bfloat16").engine
+    prompt = Prompt([Literal(TEXTS[0]), Chunk(token * 120), Literal(" Question: where?")])
+    engine.encode([token * 120])
+    full, reused, shifted = (
+        engine.prefill(prompt, method=method, ratio=ratio) for method in ("full", "reuse", "probe-shift")
+    )
+    largest = [max(held.keys.abs().max() for held in each.cache.fused) for each in (reused, shifted)]
+    assert largest[1] < 2 * largest[0]
+    expected = full.logits.log_softmax(-1)
+    kl = [(expected.exp() * (expected - each.logits.log_softmax(-1))).sum() for each in (reused, shifted)]
+    assert kl[1] < kl[0]
 
 
 def test_far_from_all_computed_rows_nothing_is_shifted():
