@@ -32,6 +32,7 @@ DONE, FAILED, WRONG_USAGE = 0, 1, 2
 # What is imported stays, 0.8 million objects: by Python's own thresholds a fifth of the time to a first token is spent
 # on looking for garbage in it, and as much again when the process ends. So that begins after a million.
 IMPORTED, COLLECTED = (1_000_000, 50, 100), (100_000, 50, 100)
+OPEN_FILES = 16_384  # a prompt of 1,000 stored passages reads as many files at once; 1,024 is what is usual
 PRIVATE_UMASK = 0o077  # everything that any library writes from here on is for this user only
 
 app = typer.Typer(
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
     if arguments is None:
         atexit.register(gc.freeze)
     set_waiting()
+    _allow_files()
     umask, collected = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*IMPORTED)
     gc.callbacks.append(_collect)
@@ -149,6 +151,17 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
         gc.callbacks.remove(_collect)
         gc.set_threshold(*collected)
         os.umask(umask)
+
+
+def _allow_files() -> None:
+    """As many open files as the system gives without being root, up to OPEN_FILES."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _collect(phase: str, info: dict[str, int]) -> None:

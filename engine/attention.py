@@ -16,6 +16,7 @@ see the future.
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ WASTED_PRODUCTS = 12288  # and in a shape of its own
 FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
 # How much faster products must be: they round scores to the model's dtype, the kernel does not.
 PRODUCTS_GAIN = 1.25
+_MEASURING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,18 @@ class Tile:
     ragged_key: int
     mask: Tensor | None
 
-    _folds: dict[tuple[int, bool], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def folded(self, group: int, whole: bool = False) -> Tensor | None:
-        """(group * rows, keys): the mask for a group's heads one below the other; made once for all layers.
-
-        whole: of all keys from first_key on.
+    def folded(self, group: int) -> Tensor | None:
+        """(group * rows, keys): the mask of all keys, for a group's heads one below the other; made once for all
+        layers.
         """
         if self.mask is None:
             return None
-        if (group, whole) not in self._folds:
-            left = self.ragged_key - self.first_key if whole else 0
-            self._folds[group, whole] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
-        return self._folds[group, whole]
+        if group not in self._folds:
+            left = self.ragged_key - self.first_key
+            self._folds[group] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
+        return self._folds[group]
 
 
 @dataclass(frozen=True)
@@ -125,28 +126,31 @@ def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
     return list(pairwise([*starts, len(positions)])) if positions else []
 
 
-@functools.cache
 def products_are_faster(dtype: torch.dtype) -> bool:
-    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms.
-
-    By one thread: where others compute, threads that wait for each other say which of the two waits more often.
-    """
+    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms."""
     if dtype != torch.bfloat16:
         return False  # one number for both: 60 and 64 GFLOP/s in float32
-    query, key = torch.ones(1, 1, 2 * TILE_ROWS, 64, dtype=dtype), torch.ones(1, 1, 1024, 64, dtype=dtype)
-    tile = Tile(0, query.shape[2], 0, key.shape[2], key.shape[2], None)
+    with _MEASURING:  # two at once would put back what the other had set
+        return _measured_faster()
 
-    def fastest_s(attend: Callable[..., Tensor]) -> float:
-        times = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            attend(query, key, key, None, [tile])
-            times.append(time.perf_counter() - begun)
-        return min(times)
 
+@functools.cache
+def _measured_faster() -> bool:
+    """By one thread: where others compute, threads that wait for each other say which of the two waits more often."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        query, key = (torch.ones(1, 1, count, 64, dtype=torch.bfloat16) for count in (2 * TILE_ROWS, 1024))
+        tile = Tile(0, query.shape[2], 0, key.shape[2], key.shape[2], None)
+
+        def fastest_s(attend: Callable[..., Tensor]) -> float:
+            times = []
+            for _ in range(5):
+                begun = time.perf_counter()
+                attend(query, key, key, None, [tile])
+                times.append(time.perf_counter() - begun)
+            return min(times)
+
         return fastest_s(_by_kernel) > PRODUCTS_GAIN * fastest_s(_by_products)
     finally:
         torch.set_num_threads(threads)
@@ -274,7 +278,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
             queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
         shape = (*queries.shape[:2], tile.stop_key - tile.first_key, -1)
         keys = slice(tile.first_key, tile.stop_key)
-        mask = tile.folded(group if folds else 1, whole=True)
+        mask = tile.folded(group if folds else 1)
         part = nn.functional.scaled_dot_product_attention(
             queries,
             key[0, :, None, keys].expand(shape),
@@ -300,12 +304,13 @@ def _by_products(
     sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]
     room = query.new_empty(max(sizes, default=0))
     for tile, size in zip(tiles, sizes, strict=True):
-        keys, mask = slice(tile.first_key, tile.stop_key), tile.folded(group)
+        keys = slice(tile.first_key, tile.stop_key)
         for head, queries in enumerate(groups[:, :, tile.start : tile.stop].flatten(1, 2)):  # (G * R, D)
             scores = room[:size].view(len(queries), -1)
             torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
-            if mask is not None:
-                scores[:, tile.ragged_key - tile.first_key :] += mask
+            if tile.mask is not None:
+                each = scores.view(group, -1, scores.shape[1])
+                each[..., tile.ragged_key - tile.first_key :] += tile.mask
             part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))

@@ -95,13 +95,13 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
-@functools.cache
 def free_cached(device: torch.device) -> None:
     """Give back what torch keeps of a device's memory for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
+@functools.cache
 def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
     """FLOP/s of a prompt's products and bytes/s of a single token's, measured in a fraction of a second.
 

@@ -274,10 +274,14 @@ class Engine:
         Raises PromptTooLongError, UsageError, Cancelled, DeviceError.
         """
         request = self._request(prompt, method, ratio, seed)
-        with self.runtime.queue.turn(cancel) as turn:
-            prefilled = prefill(self.runtime, request, turn)
-            follow_up(self.runtime, request, prefilled)
-            return prefilled
+
+        def work(_: OnText | None) -> Prefilled:
+            with self.runtime.queue.turn(cancel) as turn:
+                prefilled = prefill(self.runtime, request, turn)
+                follow_up(self.runtime, request, prefilled)
+                return prefilled
+
+        return twice(self.runtime, work, None, cancel)
 
     def generate(
         self,

@@ -235,9 +235,13 @@ def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
     return max(relative_error(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
-def kept_verdict(folder: Path, fingerprint: str, judge: Callable[[], GateVerdict]) -> GateVerdict:
-    """The verdict that is on file for this model, or a new one, which is put there."""
-    file = folder / f"gate-{fingerprint[:32]}-v{VERSION}.json"
+def kept_verdict(
+    folder: Path, fingerprint: str, device: str, judge: Callable[[], GateVerdict]
+) -> GateVerdict:
+    """The verdict that is on file for this model on such a device, whose attention is another one than others'; or a
+    new one, which is put there.
+    """
+    file = folder / f"gate-{fingerprint[:32]}-{device}-v{VERSION}.json"
     try:
         found = json.loads(file.read_text())
         checks = tuple(Check(**check) for check in found.pop("checks"))

@@ -81,6 +81,7 @@ class LayerLoader:
         for read in reads:
             if not read.cancelled():
                 read.exception()
+        self._reads.clear()  # an error among them holds this, and with it all of the cache
         self._transfers.finish()
 
     def _read(self, number: int, span: Span, layer: int) -> Any:

@@ -1,5 +1,6 @@
 """What is known of a prompt before anything is computed: which tokens have stored KV, and where they stand."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -92,10 +93,11 @@ class Plan:
         """Position behind the last chunk; the last token's at most."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
-    def without(self, lost: Span) -> "Plan":
-        """The same plan after that span's stored KV turned out to be unusable."""
+    def without(self, lost: Iterable[Span]) -> "Plan":
+        """The same plan after these spans' stored KV turned out to be unusable."""
+        starts = {span.start for span in lost}
         spans = tuple(
-            replace(s, reader=None, exact=False) if s.start == lost.start else s for s in self.spans
+            replace(span, reader=None, exact=False) if span.start in starts else span for span in self.spans
         )
         return make_plan(self.token_ids, spans, self.layers, self.ratio, self.attention_share, self.seed)
 

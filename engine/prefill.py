@@ -30,6 +30,7 @@ from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.codec import Part, Source
+from ragblend.kvstore.errors import without_frames
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.remote import Remote, RemoteReader, Wanted
@@ -80,7 +81,7 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
         return Claim(True, client, deadline=deadline)
     if runtime.queue.order.budget_bytes is None:
         runtime.queue.order.budget_bytes = free_bytes(runtime.device) // 2
-    prompt, cached, held = request.prompt, dict[str, int](), 0
+    prompt, cached, held, fused = request.prompt, dict[str, int](), 0, 0
     if (session := request.begins_with) and (held := session.common_tokens(prompt.token_ids)):
         cached[f"session {id(session)}"] = held
     with runtime.use.turn():
@@ -90,14 +91,15 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
         exact = sum(cached.values())
         behind = zip(prompt.chunks[len(nodes) :], prompt.places[len(nodes) :], strict=True)
         for chunk, (_, stop) in () if request.policy.exact else behind:
-            ids, salt = chunk.token_ids or (), chunk.collection or request.collection
+            ids, salt = chunk.encoded_ids, chunk.collection or request.collection
             keys = [runtime.key_of(each, ids, salt) for each in {prompt.prefix_ids, runtime.canonical_prefix}]
             if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
                 cached[key.digest] = len(ids)
+                fused += len(chunk.token_ids or ())  # in each place
         runtime.store.rest()  # it may wait for long
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
-    fused, tokens = sum(cached.values()) - exact, len(prompt.token_ids)
+    tokens = len(prompt.token_ids)
     nbytes = (tokens + request.room_tokens) * runtime.decoder.geometry.token_bytes
     new_tokens = max(1, round(tokens - exact - (1 - share) * fused))
     return Claim(True, client, cached, new_tokens, nbytes, deadline)
@@ -143,10 +145,9 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
                 logits, cache, spent = _compute(runtime, request, plan, recorder, turn)
                 break
             except LostChunk as lost:
-                log.warning("%s; it is computed in place", lost)
-                plan = plan.without(lost.span)
-                for span in plan.spans:  # each would have all begin again
-                    plan = plan.without(span) if span.reader is not None and span.reader.is_lost else plan
+                log.warning("%s; it is computed in place", without_frames(lost))
+                others = [span for span in plan.spans if span.reader is not None and span.reader.is_lost]
+                plan = plan.without([lost.span, *others])  # each would have all begin again
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.store.rest()  # an answer is decoded now, for long
     runtime.transfers.synchronize()
@@ -262,20 +263,19 @@ def _work(policy: Policy, plan: Plan) -> Workload:
 
 def _in_time(plan: Plan, remote: Remote) -> Plan:
     """Without what would not come within the time-out, at the throughput that was measured lately."""
-    nbytes = 0
+    nbytes, late = 0, list[Span]()
     for span in _remote_spans(plan):
         assert span.reader is not None
-        nbytes += held_nbytes(span.reader)
-        if not remote.fits(nbytes):
-            plan = plan.without(span)
-            nbytes -= held_nbytes(span.reader)
-    return plan
+        its_bytes = held_nbytes(span.reader)
+        if remote.fits(nbytes + its_bytes):
+            nbytes += its_bytes
+        else:
+            late.append(span)
+    return plan.without(late) if late else plan
 
 
 def _without_remote(plan: Plan) -> Plan:
-    for span in _remote_spans(plan):
-        plan = plan.without(span)
-    return plan
+    return plan.without(_remote_spans(plan))
 
 
 def _remote_spans(plan: Plan) -> list[Span]:

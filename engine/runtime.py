@@ -221,7 +221,9 @@ class Runtime:
             verdict = GateVerdict(False, (), loaded.unsupported)
         else:
             ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
-            verdict = kept_verdict(folder, self.fingerprint.digest, lambda: run_gate(decoder, ids))
+            verdict = kept_verdict(
+                folder, self.fingerprint.digest, decoder.device.type, lambda: run_gate(decoder, ids)
+            )
             decoder.layouts = list(verdict.layouts) or decoder.layouts
             if not verdict.shows_attention:
                 decoder.hide_attention()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -31,6 +32,18 @@ def filled(cli, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
     return cli
+
+
+def test_a_command_may_open_as_many_files_as_the_system_gives(capfd):
+    """A prompt of 1,000 stored passages has as many open, and the usual 1,024 are for all of a process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        assert main(["--version"]) == 0
+        found = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert found == (16_384 if hard == resource.RLIM_INFINITY else min(16_384, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_start_imports_nothing_heavy():

@@ -5,6 +5,7 @@ import math
 import pytest
 from benches import make_prompt, make_text
 
+from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.prefill import Request, claim_of
 from ragblend.engine.selection import policy_named
 from ragblend.engine.session import Session
@@ -36,6 +37,19 @@ def test_what_is_computed_again_counts_as_much_as_it_costs(fresh):
     assert found["reuse"].new_tokens == tokens - stored
     assert found["probe-shift"].new_tokens == round(tokens - 0.75 * stored)
     assert sum(found["probe-shift"].cached.values()) == stored
+
+
+def test_a_chunk_in_several_places_and_a_part_of_one_count_as_often_and_as_much_as_they_are_read(fresh):
+    fresh.engine.encode(TEXTS[:1])
+    whole = fresh.engine.tokenize(make_prompt(TEXTS[:1])).chunks[0].token_ids
+    for chunks, stored in (
+        ([Chunk(TEXTS[0])] * 5, 5 * len(whole)),
+        ([Chunk(token_ids=whole[10:], whole=whole, skipped=10)], len(whole) - 10),
+    ):
+        prompt = fresh.engine.tokenize(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
+        found = claim(fresh, prompt, "reuse")
+        assert found.new_tokens == len(prompt.token_ids) - stored
+        assert sum(found.cached.values()) == len(whole), "it is loaded once"
 
 
 def test_what_a_session_holds_is_not_counted_twice(fresh):

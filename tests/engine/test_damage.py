@@ -1,12 +1,16 @@
 """Damaged values are counted misses: the answer is as right as if the chunk had never been stored."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
 
+from ragblend.engine import prefill as prefill_module
+from ragblend.engine.cache import FusedCache
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.layout import value_files
 
@@ -154,3 +158,24 @@ def test_kv_of_another_model_under_a_chunks_key_is_a_miss_and_heals(fresh, other
     assert largest_error(found.logits, expected) < ALLOWED
     assert engine.finish_background(60)
     assert engine.prefill(prompt, method="reuse").report.misses == 0
+
+
+def test_a_context_that_was_begun_in_vain_is_let_go(fresh, monkeypatch):
+    """Whatever its errors hold: on a full device the second one would not fit beside the first."""
+    keys, made = fresh.engine.encode(TEXTS).keys, []
+
+    class Watched(FusedCache):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(prefill_module, "FusedCache", Watched)
+    for key in keys[:2]:
+        spoil(fresh.engine.store, key, flip(0.6))
+    gc.disable()
+    try:
+        found = fresh.engine.prefill(make_prompt(TEXTS))
+        assert found.report.misses == 2 and len(made) > 1
+        assert [each() for each in made if each() is not None] == [found.cache]
+    finally:
+        gc.enable()

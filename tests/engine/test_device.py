@@ -119,3 +119,11 @@ def test_budgets_of_memory_where_nobody_said():
     (tier,) = device.memory_tiers(cpu, 5, None)
     assert (tier.name, tier.budget_bytes) == ("memory", 5)
     assert device.default_budgets(torch.device("mps"))[0] > 0
+
+
+def test_a_full_device_is_freed_each_time(monkeypatch):
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
+    for _ in range(2):
+        device.free_cached(torch.device("cuda"))
+    assert len(freed) == 2

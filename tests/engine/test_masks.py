@@ -1,5 +1,7 @@
 """Masks and blocked attention against a loop over rows and keys."""
 
+import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -77,14 +79,48 @@ def test_which_attention_is_faster_is_measured_by_one_thread(fails, monkeypatch)
 
     monkeypatch.setattr(attention, "_by_kernel", kernel)
     torch.set_num_threads(2)
-    attention.products_are_faster.cache_clear()
+    attention._measured_faster.cache_clear()
     try:
         with pytest.raises(MemoryError) if fails else nullcontext():
             assert not attention.products_are_faster(torch.bfloat16), "a kernel that does nothing is faster"
         assert seen == {1} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-        attention.products_are_faster.cache_clear()
+        attention._measured_faster.cache_clear()
+
+
+def test_two_that_ask_at_once_leave_the_process_its_threads(monkeypatch):
+    """One put back what the other had set, and all later threads computed on one core."""
+    before, both = torch.get_num_threads(), threading.Barrier(2, timeout=60)
+
+    def slow(*given):
+        time.sleep(0.002)
+        return given[0]
+
+    monkeypatch.setattr(attention, "_by_kernel", slow)
+    monkeypatch.setattr(attention, "_by_products", slow)
+
+    def ask():
+        both.wait()
+        attention.products_are_faster(torch.bfloat16)
+
+    torch.set_num_threads(2)
+    try:
+        for _ in range(10):
+            attention._measured_faster.cache_clear()
+            asking = [threading.Thread(target=ask) for _ in range(2)]
+            for each in asking:
+                each.start()
+            for each in asking:
+                each.join(60)
+            threads = []
+            later = threading.Thread(target=lambda threads=threads: threads.append(torch.get_num_threads()))
+            later.start()
+            later.join(60)
+            assert threads == [2]
+    finally:
+        torch.set_num_threads(before)
+        attention._measured_faster.cache_clear()
 
 
 def test_products_come_in_few_shapes(monkeypatch):

@@ -87,6 +87,19 @@ def test_who_has_read_a_part_is_told(asked, loads):
     assert read and not loads
 
 
+def test_a_prompt_that_is_only_read_has_a_second_try_too(asked, loads, monkeypatch):
+    engine, expected = asked
+    with monkeypatch.context() as once:
+        left = break_layer(once, 1, MemoryError)
+        prefilled = engine.prefill(ASKED)
+    assert not left and len(loads) == 1
+    assert engine.decode(prefilled, max_new_tokens=8).token_ids == expected
+    break_layer(monkeypatch, 1, MemoryError, times=2)
+    with pytest.raises(DeviceError, match="twice"):
+        engine.prefill(ASKED)
+    assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
+
+
 def test_what_the_reader_raises_is_his(asked, loads):
     engine, expected = asked
 

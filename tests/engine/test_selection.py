@@ -57,7 +57,7 @@ def test_a_plan_sorts_every_token():
     assert counts == [20, 20, 20, 60]
     assert (plan.always_tokens, plan.missing_tokens) == (40, 20)
     assert (plan.candidate_tokens, plan.stored_tokens) == (60, 80)
-    lost = plan.without(plan.spans[1])
+    lost = plan.without([plan.spans[1]])
     assert (lost.missing_tokens, lost.candidate_tokens, lost.stored_tokens) == (50, 30, 50)
     assert lost.spans[0] == plan.spans[0]
 
