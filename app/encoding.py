@@ -6,6 +6,7 @@ One process does this for a home at a time, without the writer lock: what is del
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 Stopped = Literal["", "budget", "left", "elsewhere", "model"]
+GOES_ON = "it goes on with the next `ragblend ingest`, with the page, and with every question."
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ def encode_missing(
     passages = workspace.library.nodes(workspace.settings.collection)
     if not passages:
         return KvReport(0, 0)
-    try:
-        with writer_lock(workspace.home.encoder_lock):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(writer_lock(workspace.home.encoder_lock))
+        except StoreLockedError:
+            holder = read_holder(workspace.home.encoder_lock) or {}
+            said = f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
+            return KvReport(len(passages), None, stopped="elsewhere", message=said)
+        try:
             return _encode(workspace, passages, show, leave)
-    except StoreLockedError:
-        holder = read_holder(workspace.home.encoder_lock) or {}
-        said = f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
-        return KvReport(len(passages), None, stopped="elsewhere", message=said)
+        except KeyboardInterrupt:  # while the model was converted or loaded
+            return KvReport(len(passages), None, stopped="left", message=f"Stopped: {GOES_ON}")
 
 
 def _encode(
@@ -90,15 +96,18 @@ def _encode(
     if engine.needs_conversion:
         show(KvProgress("converting", name))
     missing = engine.missing(list(passages))
-    total, count = len(missing.node_ids), len(passages)
+    total, count = len(missing.node_ids), len(passages) - missing.left_out
+    left_out = (
+        f"{missing.left_out} passages are too long for {engine.model_name}, or were not ingested with it."
+    )
     if not total:
-        return KvReport(count, count)
+        return KvReport(len(passages), count, message=left_out if missing.left_out else "")
     show(KvProgress("loading", name, 0, total))
     planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
     if not engine.gate.passed:
         failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
         said = f"No KV was stored: {failed}, so its answers come from full prefill."
-        return KvReport(count, 0, stopped="model", message=said)
+        return KvReport(len(passages), 0, stopped="model", message=said)
     left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
     stopped: Stopped = ""
 
@@ -118,16 +127,14 @@ def _encode(
         stopped = "" if done == total else "budget"
     except (Cancelled, KeyboardInterrupt):
         stopped = "left"
-    with_kv = count - total + encoded
-    return KvReport(count, with_kv, *planned, encoded, tokens, stopped, _message(stopped, with_kv, count))
+    with_kv = count - total + done  # of equal passages one is encoded
+    parts = [_message(stopped, with_kv, len(passages)), left_out if missing.left_out else ""]
+    return KvReport(len(passages), with_kv, *planned, encoded, tokens, stopped, " ".join(filter(None, parts)))
 
 
 def _message(stopped: Stopped, with_kv: int, count: int) -> str:
     if stopped == "budget":
         return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
     if stopped == "left":
-        return (
-            f"Stopped: {with_kv:,} of {count:,} passages have KV. It goes on with the next `ragblend ingest`, with the "
-            "page, and with every question."
-        )
+        return f"Stopped: {with_kv:,} of {count:,} passages have KV; {GOES_ON}"
     return ""

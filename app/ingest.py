@@ -9,7 +9,7 @@ passage is embedded by a third of its windows first, and in full (`embed_in_full
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,10 @@ def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
     passages, (nodes, sketches) = library.passages_of(document.id), library.embeddings_of(document.id)
     texts = [passage.text for passage in passages]
     rest = workspace.embedder.embed_passages(texts, meter.within("embed"), "rest")
-    rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
     with workspace.workspaces.writing():
         if library.documents_with([document.id]).get(document.id) != document:
             return  # deleted or read anew meanwhile
+        rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
         workspace.index.upsert(nodes, rows)  # first: killed after it, this is done again
         recipe = document.recipe.removesuffix(SKETCHED)
         library.replace_passages(document.id, document.facts, recipe, passages, rows)
@@ -235,7 +235,12 @@ class _Run:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        passages = cut_document(document, readers.read_document(path, self._show_pages), count, *sizes)
+        text = readers.read_document(path, self._show_pages)
+        if not facts.fit(
+            path
+        ):  # written meanwhile: what was read is of neither, and the next run reads it again
+            facts = replace(facts, mtime_ns=-1, sha256="")
+        passages = cut_document(document, text, count, *sizes)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # what has not changed has all its vectors already

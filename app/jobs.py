@@ -224,7 +224,7 @@ class JobQueue:
     def _run(self) -> None:
         while not self._ending.is_set():
             self._wakened.clear()
-            if self._paused:
+            if self._paused and not self._ending.is_set():  # who ends has wakened it before
                 self._wakened.wait()
                 continue
             try:

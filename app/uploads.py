@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 
 NAME_BYTES = 200
+_KEEPING = threading.Lock()  # a home's uploads are one process's
 
 
 def keep_upload(home: Home, collection: str, path: Path) -> Path:
@@ -25,12 +27,15 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
     try:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)
-        for number in range(1, 10_000):
-            target = wanted if number == 1 else wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
-            if not target.exists():
-                return _copied(path, target)
-            if content_digest(path) == content_digest(target):
-                return target
+        with _KEEPING:  # of two of one name the second must see the first
+            for number in range(1, 10_000):
+                target = (
+                    wanted if number == 1 else wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
+                )
+                if not target.exists():
+                    return _copied(path, target)
+                if content_digest(path) == content_digest(target):
+                    return target
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error

@@ -5,17 +5,20 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragblend.engine.files import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
+from ragblend.kvstore.files import FOLDER_MODE, sync_file, sync_folder
 
 # What transformers' readers raise; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
 _TOKENIZER = "tokenizer_config.json"
+DRAFT, LEFT_S = ".converting-", 24 * 3600
 log = logging.getLogger("ragblend")
 
 
@@ -52,16 +55,21 @@ def converted_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
 
 def _folder(gguf: Path, home: Path, kind: str) -> Path:
     models = home / "models"
-    models.mkdir(parents=True, exist_ok=True, mode=0o700)
     return models / f"{gguf.stem}-{file_digest(gguf, models / 'digests.json')[:12]}-{kind}"
 
 
 def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
     """Fill a folder, all or nothing. sign: the file by which one is known that is whole."""
-    draft = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    draft: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+        _clear(folder.parent)
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder.parent))
         fill(draft)
+        for file in draft.iterdir():  # or a power cut leaves a folder that is whole by its name alone
+            sync_file(file)
         os.replace(draft, folder)
+        sync_folder(folder.parent)
     except OSError as error:
         if (folder / sign).is_file():  # another process was quicker
             return
@@ -71,7 +79,16 @@ def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
             ) from error
         raise
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _clear(models: Path) -> None:
+    """Remove what was begun so long ago that whoever did it was killed: each is as large as a model."""
+    for left in models.glob(f"{DRAFT}*"):
+        with suppress(FileNotFoundError):  # it is done, or somebody else clears
+            if left.stat().st_mtime < time.time() - LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

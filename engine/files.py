@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ragblend.engine.hub import download, is_hub_id, local_copy
@@ -83,8 +84,9 @@ def file_digest(file: Path, ledger: Path) -> str:
     if entry not in known:
         with file.open("rb") as stream:
             known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
-        make_private_folder(ledger.parent)
-        replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
+        with suppress(OSError):  # a full disk, say: then it is read again by the next process
+            make_private_folder(ledger.parent)
+            replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
     return known[entry]
 
 

@@ -13,7 +13,7 @@ from ragblend.engine.order import Claim
 from ragblend.engine.prompt import Chunk
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import PATIENCE_S, Turn
+from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
@@ -21,6 +21,7 @@ from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.remote import Wanted
 
+LOOKED_UP = 200  # nodes in one turn with the store
 log = logging.getLogger("ragblend")
 TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]
@@ -131,20 +132,26 @@ class Nodes:
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
         """What of these nodes has no KV under this model, most asked first; loads no weights."""
-        runtime, found = self._runtime, list[tuple[float, str, int]]()
+        runtime, found, sizes, left_out = self._runtime, list[tuple[float, str]](), dict[str, int](), 0
         geometry = runtime.fingerprint.geometry  # a GGUF is converted for it: nobody is to wait for that
         prefix, scope = runtime.canonical_prefix, self._scope
         with runtime.use.turn():
-            asked = runtime.store.asked()
-            for node_id in node_ids:
-                if passage := runtime.nodes.get(scope, node_id):
+            asked, room_bytes = runtime.store.asked(), max(0, runtime.store.room_bytes)
+        for begin in range(0, len(node_ids), LOOKED_UP):
+            with runtime.use.turn():  # whoever asks a question waits for one of these
+                for node_id in node_ids[begin : begin + LOOKED_UP]:
+                    passage = runtime.nodes.get(scope, node_id) or ()
+                    if not passage or len(prefix) + len(passage) >= runtime.context_window:
+                        left_out += 1
+                        continue
                     key = runtime.key_of(prefix, passage, self._collection)
                     if not runtime.store.contains(key):
-                        found.append((-asked.get(key.digest, 0.0), node_id, len(passage)))
-            found.sort(key=lambda each: each[0])  # stable: of what nobody asked for the order stays
-            nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for _, _, tokens in found)
-            names, tokens = tuple(node_id for _, node_id, _ in found), sum(each[2] for each in found)
-            return Missing(names, tokens, nbytes, max(0, runtime.store.room_bytes))
+                        found.append((-asked.get(key.digest, 0.0), node_id))
+                        sizes[key.digest] = len(passage)
+        found.sort(key=lambda each: each[0])  # stable: of what nobody asked for the order stays
+        nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for tokens in sizes.values())
+        names = tuple(node_id for _, node_id in found)
+        return Missing(names, sum(sizes.values()), nbytes, room_bytes, left_out)
 
     def encode_missing(self, node_ids: Sequence[str], leave: Leave) -> Iterator[int]:
         """Encode what is missing of nodes that were entered; yields for each the tokens encoded, in the background.
@@ -260,8 +267,8 @@ class Nodes:
         queue = self._runtime.queue
         while time.monotonic() < due:
             try:
-                with queue.turn(background=True, claim=Claim(deadline=due)) as turn:
-                    return encoder.encode(passage, turn, lambda: queue.wanted or leave())
+                with queue.turn(Asking(leave), background=True, claim=Claim(deadline=due)) as turn:
+                    return encoder.encode(passage, turn, lambda: queue.wanted)
             except Cancelled:  # whoever came goes first, and the passage is begun again
                 if leave():
                     raise
@@ -271,8 +278,10 @@ class Nodes:
         self, encoder: "_Encoder", passage: TokenIds, leave: Leave = lambda: False
     ) -> ChunkKV:
         """Encode a passage as a request among others, which have the device in between."""
-        with self._runtime.queue.turn(claim=Claim(shares=True, new_tokens=len(passage))) as turn:
-            return encoder.encode(passage, turn, leave)
+        with self._runtime.queue.turn(
+            Asking(leave), claim=Claim(shares=True, new_tokens=len(passage))
+        ) as turn:
+            return encoder.encode(passage, turn)
 
     def _written(self, computed: "_Computed") -> int:
         """The tokens encoded: none where the node was deleted meanwhile."""
@@ -339,8 +348,8 @@ class _Encoder:
         self._runtime, self.prefix = runtime, prefix
         self._made: ChunkEncoder | None = None
 
-    def encode(self, passage: TokenIds, turn: Turn, leave: Leave) -> ChunkKV:
-        """In that turn with the device. Raises Cancelled when leave() says so."""
+    def encode(self, passage: TokenIds, turn: Turn, leave: Leave = lambda: False) -> ChunkKV:
+        """In that turn with the device. Raises Cancelled when it, or leave(), says so."""
         decoder = self._runtime.decoder  # may have to be loaded, which takes as long as it takes
         turn.between_layers()  # from here on a hang is seen
         if self._made is None or not self._made.is_of(decoder):

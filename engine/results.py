@@ -32,14 +32,17 @@ class EncodeReport:
 
 @dataclass(frozen=True)
 class Missing:
-    """Nodes without KV, the most asked for first; their tokens, the bytes that their KV takes on the disk, and those
-    that the store's budget has left for it.
+    """Nodes without KV, the most asked for first; their tokens, the bytes that their KV takes on the disk (of equal
+    passages one is counted), and those that the store's budget has left for it.
+
+    left_out: how many get none: longer than the model's window, or not entered for its tokenizer.
     """
 
     node_ids: tuple[str, ...]
     tokens: int
     nbytes: int
     room_bytes: int
+    left_out: int = 0
 
 
 @dataclass

@@ -49,6 +49,13 @@ class Cancel(Protocol):
     def is_set(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Asking:
+    """The same by asking."""
+
+    is_set: Callable[[], bool]
+
+
 class Passes(Protocol):
     """What computes something for several requests at once. together: for how many at most."""
 
@@ -131,7 +138,7 @@ class DeviceQueue:
         past, before the turn comes."""
         with self._lock:
             if background:
-                self._await_pause(claim.deadline if claim else math.inf)
+                self._await_pause(claim.deadline if claim else math.inf, cancel)
             ticket = self.order.add(claim or Claim())
             self._calls[ticket] = threading.Condition(self._lock)
             try:
@@ -221,13 +228,16 @@ class DeviceQueue:
         """Whether somebody waits behind the one whose turn it is."""
         return len(self._calls) > 1
 
-    def _await_pause(self, deadline: float) -> None:
+    def _await_pause(self, deadline: float, cancel: Cancel | None) -> None:
         while self._calls or self._left_at + PAUSE_S > time.monotonic():
             now = time.monotonic()
             if now >= deadline:
                 raise Cancelled("somebody needed the device all the time")
             until = deadline if self._calls else min(deadline, self._left_at + PAUSE_S)
+            until = until if cancel is None else min(until, now + _POLL_S)
             self._changed.wait(None if until == math.inf else max(0.0, until - now))
+            if self._calls and cancel is not None and cancel.is_set():
+                raise Cancelled("the work was cancelled while it waited for a pause")
 
     def _await(self, ticket: Ticket, cancel: Cancel | None, deadline: float = math.inf) -> None:
         called = self._calls[ticket]

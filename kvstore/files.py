@@ -108,6 +108,15 @@ def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
         return False
 
 
+def sync_file(path: Path) -> None:
+    """Make what was written to it by others survive a power cut."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_folder(path: Path) -> None:
     """Make renames and new names in `path` survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

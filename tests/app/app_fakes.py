@@ -93,7 +93,7 @@ class FakeEngine:
         self.penalties = []
         self.on_encode = lambda text: None
         self.reply = ("It ", "is ", "blue.")
-        self.misses = 0
+        self.misses, self.left_out = 0, 0
 
     def count_tokens(self, text):
         return len(text.split())
@@ -111,7 +111,7 @@ class FakeEngine:
     def missing(self, node_ids):
         entered = [node for node in node_ids if (self.nodes / node).exists() and node not in self.stored()]
         tokens = sum(self.count_tokens((self.nodes / node).read_text()) for node in entered)
-        return Missing(tuple(entered), tokens, tokens * 10, self.room_bytes)
+        return Missing(tuple(entered), tokens, tokens * 10, self.room_bytes, self.left_out)
 
     def encode_nodes(self, node_ids, leave=lambda: False):
         self.folder.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from ragblend.app.workspace import Workspaces
 from ragblend.engine.gate import GateVerdict
 from ragblend.integrations.chroma import apart
 from ragblend.integrations.finding import MINIMUM
-from ragblend.kvstore.errors import StoreFullError
+from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 
 WORKER = Path(__file__).parent / "ingest_worker.py"
 
@@ -284,6 +284,22 @@ def test_what_is_deleted_while_it_is_embedded_in_full_stays_away(workspace, many
     assert workspace.index.node_ids() == nodes_of(workspace)
 
 
+def test_what_is_deleted_between_its_passages_and_their_vectors_stays_away(workspace, many, monkeypatch):
+    take_in(workspace, [many])
+    (document, *_) = workspace.library.documents("default")
+    embeddings_of = workspace.library.embeddings_of
+
+    def deleted_first(of):
+        monkeypatch.setattr(workspace.library, "embeddings_of", embeddings_of)
+        with workspace.workspaces.writing():
+            remove_document(workspace, document)
+        return embeddings_of(of)
+
+    monkeypatch.setattr(workspace.library, "embeddings_of", deleted_first)
+    assert embed_in_full(workspace) and not sketched(workspace)
+    assert len(workspace.library.documents("default")) == MANY_FILES + 2
+
+
 def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
     take_in(workspace, [many])
     for path in many.iterdir():
@@ -302,6 +318,62 @@ def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
     assert report.stopped == "budget" and 0 < report.encoded < report.passages
     assert report.message.startswith(f"budget reached: {report.encoded} of {report.passages} passages")
     assert len(workspace.engine.stored()) == report.encoded
+
+
+def test_what_gets_no_kv_is_said_and_is_no_reason_to_go_on(workspace, documents):
+    """Passages longer than the model's window: one kept its KV from all behind it, in every run."""
+    take_in(workspace, [documents])
+    workspace.engine.left_out = 2
+    report = encode_missing(workspace)
+    assert report.stopped == "" and report.with_kv == report.passages - 2
+    assert report.message.startswith("2 passages are too long for fake")
+    again = encode_missing(workspace)
+    assert again.with_kv == report.with_kv and again.message == report.message
+
+
+def test_a_lock_that_is_not_the_encoders_is_no_other_encoder(workspace, documents):
+    """A `store repair` at the same time, say: the run would end as if all were well."""
+    take_in(workspace, [documents])
+
+    def locked(text):
+        raise StoreLockedError("the store is being repaired")
+
+    workspace.engine.on_encode = locked
+    with pytest.raises(StoreLockedError, match="repaired"):
+        encode_missing(workspace)
+
+
+def test_ctrl_c_while_the_model_is_loaded_loses_no_report(workspace, documents, monkeypatch):
+    def interrupted(node_ids):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workspace.engine, "missing", interrupted)
+    report = ingest(workspace, [documents])
+    assert len(report.added) == 3 and report.interrupted
+    assert report.kv.stopped == "left" and "it goes on" in report.kv.message
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents, monkeypatch):
+    """And is back as it was afterwards: what was hashed and what was cut are not the same."""
+    path, read = documents / "sky.txt", readers.read_document
+    text, times = path.read_text(), path.stat()
+
+    def swapped(file, *given):
+        if file != path:
+            return read(file, *given)
+        file.write_text("A scratch that nobody was to see.")
+        found = read(file, *given)
+        file.write_text(text)
+        return found
+
+    monkeypatch.setattr(readers, "read_document", swapped)
+    assert len(take_in(workspace, [documents]).added) == 3
+    monkeypatch.undo()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    report = take_in(workspace, [documents])
+    assert [Path(each).name for each in report.updated] == ["sky.txt"] and len(report.unchanged) == 2
+    known = workspace.library.find("default", "sky.txt")
+    assert "scratch" not in workspace.library.passages_of(known.id)[0].text
 
 
 def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_workspace, documents):

@@ -1,5 +1,6 @@
 """The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
 
+import shutil
 import threading
 import time
 
@@ -9,7 +10,7 @@ from waiting import SOON_S, idle, until
 from ragblend.app.documents import State
 from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.jobs import JobQueue
-from ragblend.app.uploads import safe_name
+from ragblend.app.uploads import keep_upload, safe_name
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
 
@@ -268,6 +269,48 @@ def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, docume
     finish(jobs)
     assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
+
+
+def test_two_uploads_of_one_name_at_once_are_both_kept(workspaces, tmp_path, monkeypatch):
+    files, copyfile, kept = [], shutil.copyfile, []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        files.append(tmp_path / name / "letter.txt")
+        files[-1].write_text(name * 400)
+
+    def slow(source, target):
+        copyfile(source, target)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(shutil, "copyfile", slow)
+    keeping = [
+        threading.Thread(target=lambda f=f: kept.append(keep_upload(workspaces.home, "default", f)))
+        for f in files
+    ]
+    for each in keeping:
+        each.start()
+    for each in keeping:
+        each.join(SOON_S)
+    assert sorted(path.read_text() for path in kept) == ["a" * 400, "b" * 400]
+    assert {path.name for path in kept[0].parent.iterdir()} == {"letter.txt", "letter (2).txt"}
+
+
+def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
+    """Also where that falls between two looks of its thread."""
+    wakened = jobs._wakened
+
+    class Between(type(wakened)):
+        def clear(self):
+            if not jobs._ending.is_set():
+                jobs._ending.set()
+                self.set()
+            super().clear()
+
+    jobs.pause()
+    jobs._wakened = Between()
+    jobs.start()
+    jobs._thread.join(5)
+    assert not jobs._thread.is_alive()
 
 
 def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, workspaces, documents, tmp_path):

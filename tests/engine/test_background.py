@@ -48,6 +48,57 @@ def test_what_is_missing_is_encoded_and_takes_the_bytes_that_were_said(fresh):
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
 
 
+def test_of_equal_passages_one_is_counted_and_what_can_have_none_is_left_out(fresh):
+    engine = fresh.engine
+    engine.enter([TEXTS[0], TEXTS[0], " ".join(TEXTS * 40), TEXTS[1]], [*NODES[:2], "long", NODES[2]])
+    nodes = [*NODES[:2], "long", "never entered", NODES[2]]
+    missing = engine.missing(nodes)
+    assert missing.node_ids == tuple(NODES[:3]) and missing.left_out == 2
+    assert missing.tokens == sum(map(engine.count_tokens, TEXTS[:2]))
+    assert len(list(engine.encode_nodes(missing.node_ids))) == 3
+    assert engine.store.stats().bytes == missing.nbytes
+    assert engine.missing(nodes).node_ids == () and engine.missing(nodes).left_out == 2
+
+
+def test_whoever_asks_waits_for_some_of_the_nodes_that_are_looked_up(fresh, monkeypatch):
+    """Not for all: there may be 100,000."""
+    engine, looked_up = entered(fresh), []
+    get, use = engine.runtime.nodes.get, engine.runtime.use
+    turn = use.turn
+
+    def taken(*given):
+        looked_up.append(0)
+        return turn(*given)
+
+    def got(*given):
+        looked_up[-1] += 1
+        return get(*given)
+
+    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
+    monkeypatch.setattr(use, "turn", taken)
+    monkeypatch.setattr(engine.runtime.nodes, "get", got)
+    assert engine.missing(NODES).node_ids == tuple(NODES)
+    assert max(looked_up) == 2 and sum(looked_up) == len(NODES)
+
+
+def test_who_leaves_waits_for_no_pause(fresh):
+    """On a server that is never idle: for as long as another has the device."""
+    engine, stopped = entered(fresh), threading.Event()
+    engine.prefill(make_prompt(TEXTS[:1]))
+    assert engine.finish_background(60)
+
+    def encode() -> None:
+        with pytest.raises(Cancelled):
+            list(engine.encode_nodes(NODES[1:], lambda: True))
+        stopped.set()
+
+    with engine.runtime.queue.turn():
+        work = threading.Thread(target=encode, daemon=True)
+        work.start()
+        assert stopped.wait(5)
+    work.join(60)
+
+
 def test_the_budget_ends_it_and_nothing_is_evicted(fresh_bench_for):
     first = entered(fresh_bench_for())
     whole = first.missing(NODES).nbytes
@@ -126,13 +177,13 @@ def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
 
     def leave() -> bool:
         asked.append(1)
-        if len(asked) > layers:  # the second chunk's: each is asked once a layer
+        if len(asked) > 1 + layers:  # the second chunk's: each is asked once, and once a layer
             computing.set()
         return False
 
     monkeypatch.setattr(engine.store, "put", waiting)
     assert len(list(engine.encode_nodes(NODES[:2], leave))) == 2
-    assert seen == [True, True] and len(asked) == 2 * layers and engine.store.stats().entries == 2
+    assert seen == [True, True] and len(asked) == 2 * (1 + layers) and engine.store.stats().entries == 2
 
 
 @pytest.mark.parametrize("stop_at", [2, 3], ids=["the second", "the third"])
@@ -142,7 +193,7 @@ def test_what_was_computed_before_it_was_left_is_kept(fresh, stop_at):
 
     def leave() -> bool:
         left.append(1)
-        return len(left) > (stop_at - 1) * layers
+        return len(left) > (stop_at - 1) * (1 + layers)
 
     with pytest.raises(Cancelled):
         said.extend(engine.encode_nodes(NODES, leave))

@@ -1,8 +1,13 @@
 """Models that cannot be loaded: a named error that says what was found and what to do."""
 
+import errno
+import hashlib
 import importlib.util
 import json
+import os
 import shutil
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +15,12 @@ from benches import make_prompt
 
 from ragblend import Engine
 from ragblend.engine import files
+from ragblend.engine.convert import _make
+from ragblend.engine.files import file_digest
 from ragblend.kvstore.errors import (
     CorruptModelError,
     ModelNotFoundError,
+    StoreFullError,
     TokenizerMissingError,
     UsageError,
 )
@@ -184,6 +192,35 @@ def test_a_real_gguf_cut_short(ask, tmp_path, bundled, keep):
 def left_over(home):
     """Folders under models: nothing half converted may stay."""
     return [path.name for path in (home / "models").iterdir() if path.is_dir()]
+
+
+def test_what_a_killed_conversion_left_is_cleared_away_a_day_later(tmp_path):
+    models = tmp_path / "models"
+    for name, hours in (("killed", 25), ("at work", 1)):
+        (models / f".converting-{name}").mkdir(parents=True)
+        (models / f".converting-{name}" / "model.safetensors").write_bytes(bytes(9))
+        then = time.time() - 3600 * hours
+        os.utime(models / f".converting-{name}", (then, then))
+    _make(models / "made", "config.json", lambda draft: (draft / "config.json").write_text("{}"))
+    assert {path.name for path in models.iterdir()} == {"made", ".converting-at work"}
+
+
+def test_without_a_disk_to_write_to_a_conversion_says_so(tmp_path, monkeypatch):
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(StoreFullError, match="converted model"):
+        _make(tmp_path / "models" / "made", "config.json", lambda draft: None)
+
+
+def test_without_a_disk_to_write_to_a_file_is_hashed_all_the_same(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "file").write_bytes(b"weights")
+    monkeypatch.setattr("ragblend.engine.files.replace_durably", full)
+    assert file_digest(tmp_path / "file", tmp_path / "ledger.json") == hashlib.sha256(b"weights").hexdigest()
 
 
 # --- where data lives
