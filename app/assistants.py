@@ -23,7 +23,7 @@ from ragblend.app.cli_common import Terminal
 from ragblend.app.conversation import ANY, AskOptions, Conversations
 from ragblend.app.retrieval import check_askable, check_collection
 from ragblend.app.retrieval import search as searched
-from ragblend.app.serve.errors import ApiError
+from ragblend.app.serve.errors import ApiError, api_error
 from ragblend.app.serve.keys import OWNER, Door
 from ragblend.app.serve.service import Admission, Limits
 from ragblend.app.turn import Turn
@@ -186,8 +186,8 @@ def over_http(server: MCPServer[Any], door: Door) -> ASGIApp:
                 raise ApiError(
                     403, "Assistants need the owner's key: `ragblend keys add NAME --owner`.", "not_owner"
                 )
-        except ApiError as error:
-            await error.response(scope, receive, send)
+        except (ApiError, RagBlendError) as error:  # a damaged file of keys, say
+            await api_error(error).response(scope, receive, send)
             return
         await app(scope, receive, send)
 

@@ -1,6 +1,5 @@
 """Files that came through the page: the home keeps a copy of its own, under a name that is one."""
 
-import errno
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 from ragblend.app.documents import content_digest
 from ragblend.app.home import Home
 from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
-from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM
 
 NAME_BYTES = 200
 _KEEPING = threading.Lock()  # a home's uploads are one process's
@@ -37,7 +36,7 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
                 if content_digest(path) == content_digest(target):
                     return target
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in NO_ROOM:
             raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
         raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
     raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")

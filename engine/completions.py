@@ -74,7 +74,8 @@ class Completions:
         """Raises what a stream says in the place of a status: its own is sent before the request is looked at."""
         event: dict[str, Any] = self._json(said)
         if "error" in event:
-            raise self._refused(event["error"].get("code"), said)
+            error = event["error"]  # of some proxies a text
+            raise self._refused(error.get("code") if isinstance(error, dict) else None, said)
         return event
 
     def _json(self, said: bytes) -> Any:

@@ -41,6 +41,10 @@ class MiniLMEmbedder:
         self._dtype, self.queue = dtype, DeviceQueue()
         self._model: Any = None
 
+    def __reduce__(self) -> tuple[type["MiniLMEmbedder"], tuple[str | None]]:
+        """Copied and pickled it is one that is not loaded yet."""
+        return MiniLMEmbedder, (self._dtype,)
+
     def load(self) -> None:
         """Load the weights now, so that the first question need not wait for them.
 

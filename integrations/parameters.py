@@ -153,6 +153,22 @@ class Parameters(BaseModel):
         self.learners.add(self)
         return self
 
+    # What pydantic copies and unpickles is not validated again.
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.learners.add(self)
+
+    def __copy__(self) -> Self:
+        return self._listening(super().__copy__())
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self._listening(super().__deepcopy__(memo))
+
+    def _listening(self, copied: Self) -> Self:
+        self.learners.add(copied)
+        return copied
+
     @property
     def model_name(self) -> str:
         return self.model

@@ -80,6 +80,7 @@ class PassageRegistry:
         self._file: _File | None = None
         self.recurring = RecurringText()
         self.awaited = 0  # characters of the shortest passage that was retrieved since a prompt held any
+        self._is_dropped = False
         self._learnt: dict[str, None] | None = None  # those in the file, what was found last at the end
         self._forget_index()
 
@@ -94,9 +95,15 @@ class PassageRegistry:
 
     @classmethod
     def drop(cls, home: Path, collection: str) -> None:
-        """The collection is no more: who opens one of that name gets nothing of what its prompts said."""
+        """The collection is no more: who opens one of that name gets nothing of what its prompts said.
+
+        Also not what prompts that are being read say later: this object takes nothing any more.
+        """
         with cls._opening:
-            cls._open.pop((home.resolve(), collection), None)
+            dropped = cls._open.pop((home.resolve(), collection), None)
+        if dropped is not None:
+            with dropped._lock:
+                dropped._is_dropped = True
 
     def add(self, passages: Sequence[Passage]) -> int:
         """Register passages, all or none; how many were new. A node id that comes with another text loses its old one.
@@ -105,7 +112,10 @@ class PassageRegistry:
         gets one from its text, see `node_id_of`.
         """
         latest = {node_id_of(passage): passage.text for passage in passages}
-        return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
+        with self._lock:
+            if self._is_dropped:
+                return 0
+            return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
 
     def learn(self, texts: Iterable[str], most: int = MOST_LEARNT) -> list[str]:
         """Register texts that came back in a prompt, by their own hashes; returns node ids that are too many now.

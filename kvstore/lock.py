@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ragblend.kvstore.errors import StoreLockedError
+from ragblend.kvstore.errors import StoreError, StoreLockedError
 from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, open_file
 
 _POLL_S = 0.005
@@ -60,6 +60,8 @@ class WriterLock(Closing):
         if not self._threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreLockedError(self._message())
         try:
+            if self._fd < 0:
+                raise StoreError(f"{self.path} has been closed; open the store again")
             if self._depth == 0:
                 self._lock_file(deadline)
             self._depth += 1

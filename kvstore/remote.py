@@ -45,6 +45,7 @@ PEEK_S = 0.5  # however long the time-out is
 IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
 WAITING = 1024  # values that are still to be written there; only their names are held
 WRITE_S = 30.0  # for one value, for which nobody waits
+DELETED_AT_ONCE = 100
 FLUSH_S = 30.0  # when the store is closed
 T = TypeVar("T")
 
@@ -329,11 +330,21 @@ class Remote(Closing):
             return self._writing not in keys
 
         with self._changed:
+            written = None if gone() else self._writing
+        self._delete([key for key in keys if key != written])
+        if written is None:
+            return
+        with self._changed:
             if not self._changed.wait_for(gone, self.place.timeout_s):
                 raise self._error("one of them is being written")
+        self._delete([written])
+
+    def _delete(self, keys: Sequence[ChunkKey]) -> None:
+        """So many at a time as a server that is there deletes within the time-out."""
         names = [name_at(self.place, key) for key in keys]
-        if names:
-            self._ask(lambda server: server.delete(names))
+        for begin in range(0, len(names), DELETED_AT_ONCE):
+            some = names[begin : begin + DELETED_AT_ONCE]
+            self._ask(lambda server, some=some: server.delete(some))  # type: ignore[misc]
 
     def sweep(self) -> int:
         """Delete there what is older than the TTL, if the server does not; how many. Raises RemoteError."""

@@ -20,6 +20,7 @@ _CONNECTIONS = 8  # more bring no more bytes
 _LARGEST_TEXT = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value has the connection closed
 _LARGEST_OBJECT = 5 << 30  # that S3 takes in one piece
 _FULL = ("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
+NO_REDIS = "what answers there is no Redis"
 Head = tuple[bytes, int]  # a value's first bytes, and how many it has
 
 
@@ -89,10 +90,15 @@ class _Redis:
                 return b"", 0  # somebody else's, and no value
             if isinstance(answer, Exception):
                 raise answer
+        if not (isinstance(length, int) and isinstance(content, bytes)):
+            raise ConnectionError(NO_REDIS)
         return (content, length) if length else None
 
     async def read(self, name: str, start: int, nbytes: int) -> Any:
-        return await self._client.getrange(name, start, start + nbytes - 1)
+        content = await self._client.getrange(name, start, start + nbytes - 1)
+        if not isinstance(content, bytes):
+            raise ConnectionError(NO_REDIS)
+        return content
 
     async def write(self, name: str, content: bytes) -> None:
         if len(content) > _LARGEST_TEXT:

@@ -118,6 +118,8 @@ def error_code(error: Exception) -> int:
 
 def is_damage(error: Exception) -> bool:
     """Whether an exception out of SQLite says that the file is damaged."""
+    if isinstance(error, sqlite3.OperationalError) and "decode" in str(error):
+        return True  # Python's own, without a code: a text that is none
     return isinstance(error, UnicodeDecodeError) or error_code(error) in DAMAGED
 
 

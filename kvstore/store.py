@@ -28,6 +28,7 @@ from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import Entry, policy_named
 from ragblend.kvstore.remote import Remote
+from ragblend.kvstore.sqlite import DamagedFileError
 from ragblend.kvstore.upkeep import GcReport, Problem
 from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
@@ -119,6 +120,12 @@ class KVStore(Closing):
 
     def _settle(self) -> None:
         """Bring files, index and ledger in line with each other."""
+        try:
+            self._settle_once()
+        except DamagedFileError:  # the ledger, which is a new one now
+            self._settle_once()
+
+    def _settle_once(self) -> None:
         stored, refused = upkeep.sweep(self._index, self._ledger.sizes())
         self._counters.add(quarantined=refused)
         self._ledger.settle(stored, self._parent_of)
@@ -227,6 +234,8 @@ class KVStore(Closing):
                 freed_bytes += lowest.nbytes
                 if freed_bytes >= excess_bytes or extra == AT_ONCE:
                     break
+            for tier, victim in product(self.tiers, victims):  # where nobody would find it any more
+                tier.delete(ChunkKey(victim.digest))
             change.evict(victims)
             change.forget(ghosts)
             evicted += len(victims)
@@ -257,7 +266,9 @@ class KVStore(Closing):
         """
         with self._changing() as index:
             with self._committing() as (change, _):
-                freed = self._remove(change, change.below(key.digest))
+                freed = self._remove(change, below := change.below(key.digest))
+            for tier, digest in product(self.tiers, below):  # a promotion may have been half done
+                tier.delete(ChunkKey(digest))
             index.truncate_log()
             self._ledger.truncate_log()
             return freed

@@ -32,7 +32,7 @@ _DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOP
 class Problem:
     """One thing that is not as the store would have left it.
 
-    kind: index, foreign-row, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable,
+    kind: index, foreign-row, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach,
     orphan-file, temporary-file, foreign-file, open-to-others.
     """
 
@@ -43,7 +43,7 @@ class Problem:
 
 
 # What makes no value unfit for use.
-HARMLESS = {"index", "orphan-file", "temporary-file", "foreign-file", "open-to-others"}
+HARMLESS = {"index", "out-of-reach", "orphan-file", "temporary-file", "foreign-file", "open-to-others"}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ def _check_value(path: Path, key: ChunkKey, is_there: bool) -> Iterator[Problem]
         return  # evicted since the snapshot
     except BlobDamage as damage:
         yield Problem(damage.kind, key, path, str(damage))
-    except OSError as error:
-        yield Problem("unreadable", key, path, f"reading failed: {error.strerror}")
+    except OSError as error:  # too many open files, or another user's, say nothing of the value
+        kind = "unreadable" if error.errno in DAMAGE else "out-of-reach"
+        yield Problem(kind, key, path, f"reading failed: {error.strerror}")
 
 
 def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]:

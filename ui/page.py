@@ -107,7 +107,8 @@ class Frame:
         }
 
     def gone(self, request: gr.Request) -> None:
-        self._context.sessions.close(request.session_hash or "")
+        for session in (request.session_hash or "", tab_compare.session_of(request)):
+            self._context.sessions.close(session)
 
 
 def state_line(overview: Overview, settings: Settings, is_loading: bool = False) -> str:

@@ -15,7 +15,7 @@ from ragblend.kvstore.files import replace_durably
 COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms a guess
 LEAST_LENGTH = 10
 FREE_ATTEMPTS = 5
-LONGEST_WAIT_S = 900.0
+LONGEST_WAIT_S, FORGOTTEN_S = 900.0, 24 * 3600.0
 
 
 def hash_password(password: str) -> str:
@@ -63,13 +63,16 @@ class Attempts:
             count, last = self._failures.get(client, (0, 0.0))
             if count < FREE_ATTEMPTS:
                 return 0.0
-            wait = min(LONGEST_WAIT_S, 2.0 ** (count - FREE_ATTEMPTS + 1))
+            wait = min(LONGEST_WAIT_S, 2.0 ** min(count - FREE_ATTEMPTS + 1, 30))
             return max(0.0, last + wait - self._clock())
 
     def note_failure(self, client: str) -> None:
+        now = self._clock()
         with self._mutex:
-            count, _ = self._failures.get(client, (0, 0.0))
-            self._failures[client] = (count + 1, self._clock())
+            count, _ = self._failures.pop(client, (0, 0.0))
+            self._failures[client] = (count + 1, now)  # at the end: the first ones are the oldest
+            while now - next(iter(self._failures.values()))[1] > FORGOTTEN_S:
+                del self._failures[next(iter(self._failures))]
 
     def forget(self, client: str) -> None:
         with self._mutex:

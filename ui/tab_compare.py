@@ -82,7 +82,7 @@ class CompareTab:
         right_ratio: float,
         request: gr.Request,
     ) -> Iterator[Updates]:
-        session, stopped = _session(request), threading.Event()
+        session, stopped = session_of(request), threading.Event()
         sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
         self._sessions.begin(session)
         resting = {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
@@ -106,7 +106,7 @@ class CompareTab:
             raise
 
     def stop(self, request: gr.Request) -> None:
-        self._sessions.stop(_session(request))
+        self._sessions.stop(session_of(request))
 
 
 def side_of(method: str, percent: float) -> Side:
@@ -114,6 +114,6 @@ def side_of(method: str, percent: float) -> Side:
     return Side(method, None if method in WITHOUT_RATIO else percent / 100)
 
 
-def _session(request: gr.Request) -> str:
+def session_of(request: gr.Request) -> str:
     """A comparison and a chat of one page are stopped apart."""
     return f"{request.session_hash}/compare"

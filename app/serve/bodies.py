@@ -319,6 +319,7 @@ def _call(where: str, call: Mapping[str, Any]) -> ToolCall:
         assert isinstance(function, Mapping)
         arguments = json.loads(function["arguments"] or "{}")
         assert isinstance(arguments, dict) and isinstance(function["name"], str)
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no half characters, no NaN
     except (AssertionError, KeyError, TypeError, ValueError, RecursionError):
         raise UsageError(
             f"{where} holds what is no call: a name, and arguments as JSON of an object"

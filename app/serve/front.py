@@ -6,6 +6,7 @@ uvicorn answers them all.
 
 import asyncio
 import ipaddress
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from starlette.types import Message, Receive, Scope
 Refusal = tuple[int, str]  # a status and a sentence
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
+PORT_DIGITS = 5
 OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
 
 
@@ -137,8 +139,10 @@ def is_same_origin(scope: Scope, headers: Headers, host: str) -> bool:
     """By Origin where there is one, else by Sec-Fetch-Site; a link from elsewhere may open the page, and only that."""
     origins = headers.getlist("origin")
     if origins:
-        parts = urlsplit(origins[0]) if len(origins) == 1 else None
-        return parts is not None and parts.scheme in ("http", "https") and parts.netloc == host
+        with suppress(ValueError):  # what is no URL is not ours
+            parts = urlsplit(origins[0])
+            return len(origins) == 1 and parts.scheme in ("http", "https") and parts.netloc == host
+        return False
     site = headers.get("sec-fetch-site", "none")
     opens_page = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
     return site in ("same-origin", "none") or (opens_page and scope["path"] == "/")
@@ -163,7 +167,9 @@ def split_netloc(netloc: str) -> tuple[str, int | None]:
     name, colon, port = netloc[bracket + 1 :].rpartition(":")
     if not colon:
         return netloc, 80
-    return netloc[: bracket + 1] + name, int(port) if port.isascii() and port.isdigit() else None
+    return netloc[: bracket + 1] + name, int(port) if port.isascii() and port.isdigit() and len(
+        port
+    ) <= PORT_DIGITS else None
 
 
 def is_address(name: str) -> bool:

@@ -135,11 +135,14 @@ def _queued(
             with place.open("wb") as copy:
                 shutil.copyfileobj(each.file, copy)
             paths.append(place)
+        service.collection(client, name)  # it may have been removed while they were copied
         added = service.desk.jobs.upload(paths, name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     places = re.compile(re.escape(str(folder)) + r"/\d+/")
-    failed = [{"name": name, "reason": places.sub("", reason)} for name, reason in added.failed]
+    failed = [
+        {"name": name, "reason": service.shown(places.sub("", reason))} for name, reason in added.failed
+    ]
     failed += [{"name": name, "reason": "files of this kind are not read"} for name in added.skipped]
     if not added.files:
         raise ApiError(

@@ -130,9 +130,7 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
         """LlamaIndex copies components at will, callbacks and all."""
-        copied = self.model_copy()
-        self.learners.add(copied)
-        return copied
+        return self.model_copy()
 
     @classmethod
     def class_name(cls) -> str:

@@ -10,6 +10,7 @@ import pytest
 import vllm_fake
 from benches import make_prompt, make_text
 
+from ragblend.engine.completions import Completions
 from ragblend.engine.engine import Engine
 from ragblend.engine.gate import TEXT
 from ragblend.engine.prompt import Chunk, Literal, Prompt
@@ -404,3 +405,12 @@ def test_engines_of_one_server_share_what_they_know(opened):
     other = Engine.open(folder, home, url=server.url, collection="other")
     assert other.runtime is engine.runtime and replace(other.config, collection="default") == engine.config
     assert engine.tokenizer and server.tokenize(TEXT) == engine.runtime.tokenizing.literal_ids(TEXT)
+
+
+@pytest.mark.parametrize(
+    "said", [b'{"error": "boom"}', b'{"error": {"message": "boom"}}', b'{"error": null}']
+)
+def test_an_error_within_a_stream_is_named_in_any_form(said):
+    """Of some proxies it is a text."""
+    with pytest.raises(ModelServerError):
+        raise Completions("http://127.0.0.1:1")._event(said)

@@ -351,3 +351,11 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(home, registry, lin
         text = " ".join(f"Anna wrote the passage with the number {n}." for n in range(count + 10))
         assert names(registry.find(text)) == [f"Anna-{n}" for n in range(count)]
         registry.close()
+
+
+def test_a_dropped_registry_takes_nothing_of_what_is_still_asked(home):
+    """The next collection of that name would know it."""
+    registry, text = PassageRegistry.open(home, "team"), "Who is paid in herrings has no need of a purse."
+    PassageRegistry.drop(home, "team")
+    assert registry.learn([text]) == [] and registry.add([Passage(text, "node-1")]) == 0
+    assert len(PassageRegistry.open(home, "team")) == 0

@@ -14,6 +14,7 @@ from datetime import datetime
 import pytest
 import torch
 from shared_servers import KINDS, RedisNames, free_port, proxy_to
+from waiting import until
 
 from ragblend.kvstore import remote as remote_module
 from ragblend.kvstore.blob import Blob
@@ -25,6 +26,7 @@ from ragblend.kvstore.layout import value_files
 from ragblend.kvstore.memory import whole
 from ragblend.kvstore.places import Place, told
 from ragblend.kvstore.remote import Remote, Wanted, name_at
+from ragblend.kvstore.servers import _Redis
 from ragblend.kvstore.store import KVStore
 
 GENEROUS = 1 << 30
@@ -643,3 +645,61 @@ def test_what_is_told_of_an_error_holds_no_secret_of_the_environment(monkeypatch
     said = told(ValueError("could not log in as hunter2\nwith hunter2"))
     assert said == "ValueError: could not log in as ***"
     assert told(TimeoutError()) == "TimeoutError"
+
+
+class Deleting(BadServer):
+    """Takes 2 ms to delete a name, and notes how many at once."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.deleted, self.writes = [], asyncio.Event()
+
+    async def write(self, name, content):
+        await asyncio.sleep(1)
+
+    async def delete(self, names):
+        await asyncio.sleep(0.002 * len(names))
+        self.deleted += names
+
+
+def test_a_large_deletion_is_many_small_ones(monkeypatch):
+    """All at once took longer than the time-out, and nobody read there any more; then it was begun anew."""
+    monkeypatch.setattr(remote_module, "server_at", Deleting)
+    place = Place.of("redis://host?timeout_s=0.4")
+    with closing(Remote(place, lambda _: None, lambda _: False)) as remote:
+        keys = [ChunkKey(f"{number:064x}") for number in range(300)]
+        remote.withdraw(keys)
+        assert len(remote._server.deleted) == 300 and remote.is_available
+
+
+def test_one_that_is_being_written_keeps_no_other_from_being_deleted(monkeypatch):
+    monkeypatch.setattr(remote_module, "server_at", Deleting)
+    keys = [ChunkKey(f"{number:064x}") for number in range(3)]
+    with closing(
+        Remote(Place.of("redis://host?timeout_s=0.2"), lambda _: b"value", lambda _: False)
+    ) as remote:
+        remote.offer(keys[1])
+        until(lambda: remote._writing == keys[1])
+        with pytest.raises(RemoteError, match="being written"):
+            remote.withdraw(keys)
+        assert len(remote._server.deleted) == 2
+        assert remote.flush()
+        assert len(set(remote._server.deleted)) == 3, "by the writer, as it is stored here no more"
+
+
+@pytest.mark.parametrize(("length", "content"), [(b"twelve", b"x" * 12), (12, 7), (12, [])])
+def test_answers_of_another_kind_are_a_server_that_is_not_there(length, content):
+    server = _Redis(Place.of("redis://host"))
+    with pytest.raises(ConnectionError, match="no Redis"):
+        server._head(length, content)
+
+
+def test_a_range_that_is_no_text_is_a_server_that_is_not_there():
+    server = _Redis(Place.of("redis://host"))
+
+    async def answer(*given):
+        return [1, 2]
+
+    server._client.getrange = answer
+    with pytest.raises(ConnectionError, match="no Redis"):
+        asyncio.run(server.read("name", 0, 9))

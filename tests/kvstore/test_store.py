@@ -1,5 +1,6 @@
 """KVStore: what put promises, who is evicted, what check sees, what gc and delete leave (nothing)."""
 
+import errno
 import gc
 import os
 import sqlite3
@@ -289,6 +290,28 @@ def test_repair_leaves_a_sound_store(store, sample, same, root, value_path):
     assert not store.contains(cut[0])
     store.put(*cut)
     assert same(store.get(cut[0], cut[1].token_ids), cut[1])
+
+
+def test_repair_takes_no_value_away_that_it_could_not_open(store, sample, monkeypatch):
+    """Too many open files, say, or a file of another user's: it tells nothing of the value."""
+    samples = [sample(seed) for seed in range(3)]
+    for each in samples:
+        store.put(*each)
+
+    def refused(*given):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ragblend.kvstore.upkeep.open_verified", refused)
+        assert {problem.kind for problem in store.repair()} == {"out-of-reach"}
+    assert store.stats().entries == 3 and store.check() == []
+
+
+def test_who_waits_for_a_store_that_is_closed_is_told_so(store):
+    lock = store._lock
+    store.close()
+    with pytest.raises(StoreError, match="has been closed"), lock.hold():
+        pass
 
 
 def test_gc_removes_leftovers_and_what_is_not_kept(store, sample, root, value_path):

@@ -432,3 +432,17 @@ def test_puts_write_their_counts_many_at_once(root, sample):
             store.put(*sample(seed))
             seen.append(other.totals_by_tier()["disk"].evictions)
     assert set(seen) == {0, 64}
+
+
+def test_a_row_that_is_no_text_costs_the_order_alone(root, samples):
+    """One flipped bit: the store could not be opened any more, and `repair` opens it, too."""
+    with closing(KVStore.open(root, None)) as store:
+        store.put(*samples[0])
+    with closing(connect(root / layout.LEDGER_NAME)) as sql, sql:
+        columns = len(sql.execute("SELECT * FROM Uses").description)
+        rest = ", 1" * (columns - 2)
+        sql.execute(f"INSERT INTO Uses VALUES (CAST(x'fffe61' AS TEXT), 0{rest})")
+    for opened in (1, 2):
+        with closing(KVStore.open(root, None)) as store:
+            assert store.contains(samples[0][0]) and store.stats().entries == opened
+            store.put(*samples[1])

@@ -27,6 +27,11 @@ NO_CALL = [{"id": "a", "type": "function", "function": {"name": "f", "arguments"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
+def called(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def check(response, status, code=None):
     assert response.status_code == status, response.text
     assert status in STATUSES
@@ -57,6 +62,8 @@ def check(response, status, code=None):
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": NO_CALL}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [called('{"a": "\\ud800"}'), {"role": "user", "content": "x"}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [called('{"a": NaN}'), {"role": "user", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": HI, "tools": [{"x": "\udfff"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "invalid_value"),

@@ -331,6 +331,21 @@ def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
     assert refused(b"https://docs.example:8443") is not None, "another program on that host"
 
 
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        (b"docs.example", b"http://[", 403),
+        (b"docs.example", b"https://docs.example:99999999999999", 403),
+        (b"docs.example:" + b"1" * 5000, b"https://docs.example", 421),
+    ],
+)
+def test_a_host_and_an_origin_that_are_none_are_refused(host, origin, status) -> None:
+    """And no error of ours: they were, before anybody was asked for a password."""
+    rules = Rules(Address("127.0.0.1", PORT, ("docs.example",)))
+    headers = [(b"host", host), (b"origin", origin)]
+    assert refuse({"method": "POST", "path": "/", "raw_path": b"/", "headers": headers}, rules)[0] == status
+
+
 # --- the password
 
 
@@ -384,5 +399,18 @@ def test_the_wait_doubles_and_ends() -> None:
     for _ in range(50):
         attempts.note_failure("a")
     assert attempts.wait_s("a") == 900
+    for _ in range(1100):  # in eleven days
+        attempts.note_failure("a")
+    assert attempts.wait_s("a") == 900
     attempts.forget("a")
     assert attempts.wait_s("a") == 0
+
+
+def test_clients_that_failed_long_ago_are_forgotten() -> None:
+    """An IPv6 network has more addresses than there is memory."""
+    now = [0.0]
+    attempts = Attempts(lambda: now[0])
+    for number in range(1000):
+        now[0] += 100.0
+        attempts.note_failure(str(number))
+    assert len(attempts._failures) == 865

@@ -1,11 +1,15 @@
 """Passages that no retriever announces: who learns of them, and who does not (`test_programs.py`: what is reused)."""
 
+import copy
+import pickle
 from typing import Any
 
+import pytest
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 
 from ragblend.integrations.langchain import RAGBlendLLM
+from ragblend.integrations.langchain.listener import LEARNERS
 
 QUESTIONS = ("What is the ringer paid in?", "Who keeps the tide table?", "What does the lamp burn?")
 PROMPT = ChatPromptTemplate.from_messages(
@@ -32,6 +36,25 @@ def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, sto
         ask = as_chain(model, store)
         assert not any(kv(ask(question))["chunks"] for question in QUESTIONS)
     assert not len(model.backend.registry)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda model: pickle.loads(pickle.dumps(model)),
+        copy.copy,
+        copy.deepcopy,
+        lambda model: model.model_copy(update={"collection": "other"}),
+    ],
+    ids=["pickled", "copied", "deep", "model_copy"],
+)
+def test_a_copy_learns_what_retrievers_find(make_tiny, store, copied) -> None:
+    """Nothing validates it again, so that nobody had told it; in a worker there is no other."""
+    model = copied(make_tiny())
+    LEARNERS.models.clear()
+    model = copied(model)
+    store.as_retriever().invoke(QUESTIONS[0])
+    assert list(LEARNERS.models.values()) == [model] and len(model.backend.registry)
 
 
 def test_that_documents_were_changed_on_their_way_into_the_prompt_is_said(make_tiny, store, caplog) -> None:

@@ -1,6 +1,8 @@
 """The bundled embedder as LlamaIndex's embed_model."""
 
 import asyncio
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -16,6 +18,12 @@ def embedding():
     made = RAGBlendEmbedding()
     assert made.to_dict()["model_name"] == "all-MiniLM-L6-v2"
     return made
+
+
+def test_it_can_be_copied_and_pickled_before_and_after_it_was_used(embedding):
+    for made in (RAGBlendEmbedding(), embedding):
+        for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert same(other.get_query_embedding("The harbour."), made.get_query_embedding("The harbour."))
 
 
 def same(one, other):
