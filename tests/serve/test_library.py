@@ -1,6 +1,7 @@
 """Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
 
 import errno
+import os
 import re
 import shutil
 import socket
@@ -12,6 +13,7 @@ import pytest
 from servers import events
 from waiting import SOON_S, until
 
+from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled
 
@@ -111,18 +113,51 @@ def test_files_that_cannot_be_read_are_named(ada) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "nbytes"),
-    [(tempfile.SpooledTemporaryFile, "rollover", 3 << 20), (shutil, "copyfileobj", 10)],
-    ids=["while it comes", "at the copy"],
+    [
+        (tempfile.SpooledTemporaryFile, "rollover", 3 << 20),
+        (shutil, "copyfileobj", 10),
+        (shutil, "copyfile", 10),
+    ],
+    ids=["while it comes", "at the copy", "when it is kept"],
 )
-def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, name, nbytes) -> None:
+@pytest.mark.parametrize("why", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, name, nbytes, why) -> None:
     """It was a fault of ours, or a body that could not be read."""
 
     def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(why, os.strerror(why))
 
     monkeypatch.setattr(owner, name, full)
     refused = ada.post("/v1/documents", files={"file": ("a.txt", b"h" * nbytes)})
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
+
+
+def test_what_cannot_be_kept_names_no_place_of_this_machine(served, ada, monkeypatch) -> None:
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(shutil, "copyfile", refused)
+    said = ada.post("/v1/documents", files={"file": ("a.txt", b"herring")})
+    assert said.status_code == 400 and "Permission denied" in said.text
+    assert served.service.home not in said.text
+
+
+def test_an_upload_does_not_bring_a_removed_collection_back(served, monkeypatch) -> None:
+    """It was removed while the file was copied."""
+    desk, copied = served.service.desk, shutil.copyfileobj
+    known = Keys(desk.workspaces.home.root)
+    desk.workspaces.create("emil")
+    served.keys["emil"] = known.add(Client("emil", ("emil",)))
+
+    def removed_meanwhile(*given):
+        desk.jobs.remove_collection("emil")
+        return copied(*given)
+
+    monkeypatch.setattr(shutil, "copyfileobj", removed_meanwhile)
+    with served.client("emil") as emil:
+        assert emil.post("/v1/documents", files={"file": ("a.txt", TRAMWAY)}).status_code == 404
+    known.remove("emil")
+    assert "emil" not in desk.workspaces.names() and desk.jobs.overview().total == 0
 
 
 def test_an_upload_takes_its_place_before_it_comes(served, ada, monkeypatch) -> None:
