@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from diskcache import Cache, Disk
 from diskcache.core import MODE_BINARY, UNKNOWN
 
-from ragblend.kvstore.errors import CorruptBlobError, UsageError
+from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.files import Closing, identity, is_same_file
 from ragblend.kvstore.layout import INDEX_NAME, ValueFile, digest_in
 from ragblend.kvstore.sqlite import SQL_ERRORS, connect, erase_log, index_failed, integrity
@@ -139,13 +139,25 @@ class Index(Closing):
 
     @contextmanager
     def changing(self) -> Iterator[list[str]]:
-        """All or nothing. When it was all, the list has the files that no row names any more."""
-        unnamed: list[str] = []
-        with self._named_errors():
-            self._check_writable()
-            with self._cache.transact():
-                self._cache.disk.unnamed = unnamed
-                yield unnamed
+        """All or nothing. When it was all, the list has the files that no row names any more.
+
+        What others raise meanwhile, out of another file, is theirs to name.
+        """
+        unnamed, theirs = list[str](), list[Exception]()
+        try:
+            with self._named_errors():
+                self._check_writable()
+                with self._cache.transact():
+                    self._cache.disk.unnamed = unnamed
+                    try:
+                        yield unnamed
+                    except Exception as error:
+                        theirs.append(error)
+                        raise
+        except StoreError:
+            if theirs:
+                raise theirs[0] from theirs[0].__cause__
+            raise
 
     def filename(self, digest: str) -> str | None:
         """The value's file, below `root`; None if there is none. CorruptBlobError for a row that cannot be true."""
@@ -162,11 +174,13 @@ class Index(Closing):
 
     def set(self, file: ValueFile) -> None:
         """Let that file be the value of the key that its name says."""
-        self._cache.set(file.digest, file)
+        with self._named_errors():
+            self._cache.set(file.digest, file)
 
     def delete(self, digest: str) -> bool:
         """Remove the key; False if there is no such row. One that damage has made expire goes as well."""
-        return bool(self._cache.delete(digest) or self._cache.expire())
+        with self._named_errors():
+            return bool(self._cache.delete(digest) or self._cache.expire())
 
     @property
     def totals(self) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 import random
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
 from ragblend.kvstore import layout
 from ragblend.kvstore.blob import Blob
+from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.policy import HALF_LIFE_USES, POLICIES, Entry, clock_after, computed, ranked, used
 from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
@@ -446,3 +447,20 @@ def test_a_row_that_is_no_text_costs_the_order_alone(root, samples):
         with closing(KVStore.open(root, None)) as store:
             assert store.contains(samples[0][0]) and store.stats().entries == opened
             store.put(*samples[1])
+
+
+def test_damage_in_the_ledger_costs_no_index(root, samples):
+    """While it is open: the sound index was made anew from all files, and every later put failed."""
+    with closing(KVStore.open(root, None)) as store:
+        store.put(*samples[0])
+        inode = (root / layout.INDEX_NAME).stat().st_ino
+        with closing(connect(root / layout.LEDGER_NAME)) as sql, sql:
+            rest = ", 0" * (len(sql.execute("SELECT * FROM Uses").description) - 2)
+            sql.execute(f"INSERT INTO Uses VALUES (CAST(x'fffe61' AS TEXT), 1{rest})")
+        store.budget_bytes = 1400  # the order is read
+        for each in samples[1:4]:
+            with suppress(StoreError):  # once: "it was damaged and is made anew"
+                store.put(*each)
+        store.budget_bytes = 1 << 30
+        assert store.put(*samples[4]) and store.contains(samples[4][0])
+        assert (root / layout.INDEX_NAME).stat().st_ino == inode
