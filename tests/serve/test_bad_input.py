@@ -72,6 +72,8 @@ def check(response, status, code=None):
         (CHAT, {"messages": [{"role": "user", "content": "a " * (1 << 20)}]}, 400, "context_length_exceeded"),
         (CHAT, {"timeout": 0.001, "max_tokens": 1500}, 408, "timeout"),
         ("/v1/responses", {"input": "a", "metadata": {"a": float("nan")}}, 400, "invalid_value"),
+        ("/v1/responses", {"input": "a", "text": {"nonsense": 1}}, 400, "invalid_value"),
+        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, 400, "invalid_value"),
         (TEXT, {"prompt": [1, 2, 3]}, 400, "invalid_value"),
         (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value"),
         ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
