@@ -283,7 +283,9 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if unknown := set(text) - {"format", "verbosity"}:
         raise UsageError(f"text has no {min(unknown)!r:.40}; there is format")
     if text.get("verbosity") not in (None, "medium"):
-        raise UsageError("text.verbosity can be medium alone: say in the instructions how long answers are to be")
+        raise UsageError(
+            "text.verbosity can be medium alone: say in the instructions how long answers are to be"
+        )
     if text.get("format") is None:
         return None
     wanted = text["format"]
