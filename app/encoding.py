@@ -96,18 +96,19 @@ def _encode(
     if engine.needs_conversion:
         show(KvProgress("converting", name))
     missing = engine.missing(list(passages))
-    total, count = len(missing.node_ids), len(passages) - missing.left_out
-    left_out = (
-        f"{missing.left_out} passages are too long for {engine.model_name}, or were not ingested with it."
-    )
+    total, count = len(missing.node_ids), len(passages)
+    whole, left_out = count - missing.left_out, ""  # those that have KV when all is done
+    if missing.left_out:
+        what = f"too long for {engine.model_name}, or were not ingested with it"
+        left_out = f"{missing.left_out} passages are {what}."
     if not total:
-        return KvReport(len(passages), count, message=left_out if missing.left_out else "")
+        return KvReport(count, whole, message=left_out)
     show(KvProgress("loading", name, 0, total))
     planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
     if not engine.gate.passed:
         failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
         said = f"No KV was stored: {failed}, so its answers come from full prefill."
-        return KvReport(len(passages), 0, stopped="model", message=said)
+        return KvReport(count, 0, stopped="model", message=said)
     left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
     stopped: Stopped = ""
 
@@ -127,9 +128,9 @@ def _encode(
         stopped = "" if done == total else "budget"
     except (Cancelled, KeyboardInterrupt):
         stopped = "left"
-    with_kv = count - total + done  # of equal passages one is encoded
-    parts = [_message(stopped, with_kv, len(passages)), left_out if missing.left_out else ""]
-    return KvReport(len(passages), with_kv, *planned, encoded, tokens, stopped, " ".join(filter(None, parts)))
+    with_kv = whole - total + done  # of equal passages one is encoded
+    message = " ".join(filter(None, (_message(stopped, with_kv, count), left_out)))
+    return KvReport(count, with_kv, *planned, encoded, tokens, stopped, message)
 
 
 def _message(stopped: Stopped, with_kv: int, count: int) -> str:

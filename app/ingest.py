@@ -236,9 +236,7 @@ class _Run:
             return engine.count_tokens(piece)
 
         text = readers.read_document(path, self._show_pages)
-        if not facts.fit(
-            path
-        ):  # written meanwhile: what was read is of neither, and the next run reads it again
+        if not facts.fit(path):  # written meanwhile: of what, nobody can say, so the next run reads it again
             facts = replace(facts, mtime_ns=-1, sha256="")
         passages = cut_document(document, text, count, *sizes)
         if not passages:

@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 from ragblend.app.documents import content_digest
@@ -27,10 +28,7 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)
         with _KEEPING:  # of two of one name the second must see the first
-            for number in range(1, 10_000):
-                target = (
-                    wanted if number == 1 else wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
-                )
+            for target in _names_like(wanted):
                 if not target.exists():
                     return _copied(path, target)
                 if content_digest(path) == content_digest(target):
@@ -40,6 +38,12 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
             raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
         raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
     raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
+
+
+def _names_like(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in range(2, 10_000):
+        yield wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
 
 
 def safe_name(name: str) -> str:

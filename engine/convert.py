@@ -13,7 +13,7 @@ from pathlib import Path
 from ragblend.engine.files import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
-from ragblend.kvstore.files import FOLDER_MODE, sync_file, sync_folder
+from ragblend.kvstore.files import make_private_folder, sync_file, sync_folder
 
 # What transformers' readers raise; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
@@ -60,16 +60,16 @@ def _folder(gguf: Path, home: Path, kind: str) -> Path:
 
 def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
     """Fill a folder, all or nothing. sign: the file by which one is known that is whole."""
-    draft: Path | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+        make_private_folder(folder.parent)
         _clear(folder.parent)
-        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder.parent))
-        fill(draft)
-        for file in draft.iterdir():  # or a power cut leaves a folder that is whole by its name alone
-            sync_file(file)
-        os.replace(draft, folder)
-        sync_folder(folder.parent)
+        with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder.parent, ignore_cleanup_errors=True) as name:
+            draft = Path(name)
+            fill(draft)
+            for file in draft.iterdir():  # or a power cut leaves a folder that is whole by its name alone
+                sync_file(file)
+            os.replace(draft, folder)
+            sync_folder(folder.parent)
     except OSError as error:
         if (folder / sign).is_file():  # another process was quicker
             return
@@ -78,9 +78,6 @@ def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
                 f"could not write the converted model to {folder.parent}: {error}; free some space"
             ) from error
         raise
-    finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _clear(models: Path) -> None:

@@ -141,7 +141,7 @@ class Nodes:
             with runtime.use.turn():  # whoever asks a question waits for one of these
                 for node_id in node_ids[begin : begin + LOOKED_UP]:
                     passage = runtime.nodes.get(scope, node_id) or ()
-                    if not passage or len(prefix) + len(passage) >= runtime.context_window:
+                    if not passage or not runtime.reads(len(prefix) + len(passage)):
                         left_out += 1
                         continue
                     key = runtime.key_of(prefix, passage, self._collection)

@@ -361,9 +361,13 @@ class Runtime:
             )
         return None
 
+    def reads(self, tokens: int) -> bool:
+        """Whether something of the window would be left to answer in."""
+        return tokens < self.context_window
+
     def check_length(self, tokens: int, what: str) -> None:
-        """Raises PromptTooLongError where nothing of the window would be left to answer in."""
-        if tokens >= self.context_window:
+        """Raises PromptTooLongError for what it cannot read."""
+        if not self.reads(tokens):
             raise PromptTooLongError(
                 f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
                 "what is left: use fewer or shorter passages, or a model with a longer window"

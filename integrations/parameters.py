@@ -150,6 +150,9 @@ class Parameters(BaseModel):
 
     @model_validator(mode="after")
     def _listen(self) -> Self:
+        return self._learning()
+
+    def _learning(self) -> Self:
         self.learners.add(self)
         return self
 
@@ -157,17 +160,13 @@ class Parameters(BaseModel):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self.learners.add(self)
+        self._learning()
 
     def __copy__(self) -> Self:
-        return self._listening(super().__copy__())
+        return super().__copy__()._learning()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self._listening(super().__deepcopy__(memo))
-
-    def _listening(self, copied: Self) -> Self:
-        self.learners.add(copied)
-        return copied
+        return super().__deepcopy__(memo)._learning()
 
     @property
     def model_name(self) -> str:

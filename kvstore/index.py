@@ -18,7 +18,7 @@ from diskcache.core import MODE_BINARY, UNKNOWN
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.files import Closing, identity, is_same_file
 from ragblend.kvstore.layout import INDEX_NAME, ValueFile, digest_in
-from ragblend.kvstore.sqlite import SQL_ERRORS, connect, erase_log, index_failed, integrity
+from ragblend.kvstore.sqlite import SQL_ERRORS, connect, erase_log, index_failed, integrity, is_no_text
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 FOREIGN = ""  # in a list of keys: one that this store did not write, and that was not unpickled
@@ -119,7 +119,7 @@ class Index(Closing):
         except (TypeError, sqlite3.Warning, sqlite3.ProgrammingError) as error:  # of settings that are none
             raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
         except SQL_ERRORS as error:
-            if "decode" in str(error):  # Python's own, without a code: a text that is none
+            if is_no_text(error):
                 raise CorruptBlobError(f"the index {self.path} has an unreadable row: {error}") from error
             raise index_failed(error, self.path) from error
 

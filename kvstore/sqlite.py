@@ -118,9 +118,12 @@ def error_code(error: Exception) -> int:
 
 def is_damage(error: Exception) -> bool:
     """Whether an exception out of SQLite says that the file is damaged."""
-    if isinstance(error, sqlite3.OperationalError) and "decode" in str(error):
-        return True  # Python's own, without a code: a text that is none
-    return isinstance(error, UnicodeDecodeError) or error_code(error) in DAMAGED
+    return is_no_text(error) or error_code(error) in DAMAGED
+
+
+def is_no_text(error: Exception) -> bool:
+    """Whether what stands for a text is none, which Python's module says by itself, without a code."""
+    return isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
 
 
 def index_failed(error: Exception, path: Path) -> StoreError:

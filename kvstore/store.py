@@ -209,8 +209,7 @@ class KVStore(Closing):
                 if not isinstance(error, StoreError):
                     raise
                 log.warning("the value is stored, the ledger of uses is brought in line later: %s", error)
-            for tier in self.tiers:  # another value may have lain under this key
-                tier.delete(key)
+            self._forget_in_memory([key.digest])  # another value may have lain under this key
             self._counters.add(evictions=evicted)
             remove_values(self.root, unnamed)
         return True
@@ -234,8 +233,7 @@ class KVStore(Closing):
                 freed_bytes += lowest.nbytes
                 if freed_bytes >= excess_bytes or extra == AT_ONCE:
                     break
-            for tier, victim in product(self.tiers, victims):  # where nobody would find it any more
-                tier.delete(ChunkKey(victim.digest))
+            self._forget_in_memory([victim.digest for victim in victims])  # where nobody would find them
             change.evict(victims)
             change.forget(ghosts)
             evicted += len(victims)
@@ -267,8 +265,7 @@ class KVStore(Closing):
         with self._changing() as index:
             with self._committing() as (change, _):
                 freed = self._remove(change, below := change.below(key.digest))
-            for tier, digest in product(self.tiers, below):  # a promotion may have been half done
-                tier.delete(ChunkKey(digest))
+            self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
             self._ledger.truncate_log()
             return freed
@@ -278,10 +275,13 @@ class KVStore(Closing):
         if self.remote is not None:
             self.remote.withdraw(keys)
 
-    def _remove(self, change: Change, digests: Sequence[str]) -> int:
-        """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
+    def _forget_in_memory(self, digests: Sequence[str]) -> None:
         for tier, digest in product(self.tiers, digests):
             tier.delete(ChunkKey(digest))
+
+    def _remove(self, change: Change, digests: Sequence[str]) -> int:
+        """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
+        self._forget_in_memory(digests)
         report = upkeep.remove_files([path for digest in digests for path in files_of(self.root, digest)])
         for digest in digests:
             self._index.delete(digest)

@@ -167,9 +167,8 @@ def split_netloc(netloc: str) -> tuple[str, int | None]:
     name, colon, port = netloc[bracket + 1 :].rpartition(":")
     if not colon:
         return netloc, 80
-    return netloc[: bracket + 1] + name, int(port) if port.isascii() and port.isdigit() and len(
-        port
-    ) <= PORT_DIGITS else None
+    is_number = port.isascii() and port.isdigit() and len(port) <= PORT_DIGITS
+    return netloc[: bracket + 1] + name, int(port) if is_number else None
 
 
 def is_address(name: str) -> bool:
