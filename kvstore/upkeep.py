@@ -252,9 +252,10 @@ def _is_sound(root: Path, file: ValueFile) -> bool:
 
 
 def sweep(index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Remove leftovers of killed puts; take out of use what has no file, or one of other than the expected bytes.
+    """Remove leftovers of killed puts; take out of use what has no file, or one that was cut.
 
-    Returns the bytes of every value, in the order they came, and how many were refused.
+    expected: by digest, the bytes at which a file need not be looked into. Returns the bytes of every value, in the
+    order they came, and how many were refused.
     """
     files: dict[str, list[ValueFile]] = {}
     for file in layout.value_files(index.root):
@@ -266,15 +267,25 @@ def sweep(index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], in
         named, several = name_in(index, digest), files.pop(digest, [])
         found = [file for file in several if file.filename == named]
         files[digest] = [file for file in several if file.filename != named]
-        if not found or found[0].temporary or expected.get(digest, found[0].nbytes) != found[0].nbytes:
+        if found and _may_be_used(index.root, found[0], expected):
+            stored[digest] = found[0].nbytes
+        else:
             refuse(index, digest)
             refused += 1
-        else:
-            stored[digest] = found[0].nbytes
     for leftover in (file for several in files.values() for file in several):
         discard(index.root / leftover.filename)
     index.recount(len(stored), sum(stored.values()))
     return stored, refused
+
+
+def _may_be_used(root: Path, file: ValueFile, expected: Mapping[str, int]) -> bool:
+    """Of other than the expected bytes, its header decides: the ledger may not have heard of the newest value."""
+    if file.temporary or expected.get(file.digest or "", file.nbytes) == file.nbytes:
+        return not file.temporary
+    try:
+        return _is_sound(root, file)
+    except OSError:  # too many open files, or another user's: its use will judge it
+        return True
 
 
 _FORMER = frozenset({"Uses", "Gone", "Ranking", "Totals"})  # tables beside diskcache's, of earlier versions

@@ -352,13 +352,16 @@ class Change:
     def settle(self, stored: Mapping[str, int], wanted: Policy | None, parent_of: ParentOf) -> None:
         """See `Ledger.settle`; what no row tells of was put in the order of `stored`."""
         self._rank_anew(wanted or self.policy)
-        known = dict(self._sql.execute("SELECT digest, bytes FROM Uses").fetchall())
-        for digest in [digest for digest, nbytes in known.items() if nbytes and digest not in stored]:
+        known = {entry.digest: entry for entry in map(Entry._make, self._sql.execute(_SELECT).fetchall())}
+        for digest in [digest for digest, entry in known.items() if entry.nbytes and digest not in stored]:
             self._delete(digest)  # a row of what was deleted may not become a memory of it
         for digest, nbytes in stored.items():
-            if not known.get(digest):
+            entry = known.get(digest, Entry(digest, 0))
+            if not entry.nbytes:
                 self._write(self._used_once(Entry(digest, nbytes)))
                 self._place(digest, parent_of(digest))
+            elif entry.nbytes != nbytes:  # replaced, and the ledger had not heard of it
+                self._write(entry._replace(nbytes=nbytes))
 
     def _rank_anew(self, policy: Policy) -> None:
         """By another policy than the rows were, also one that is no more, in the order of use."""

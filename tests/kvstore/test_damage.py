@@ -326,6 +326,22 @@ def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_stor
     assert len(list(root.glob("values/*/*"))) == 1
 
 
+def test_a_value_that_the_ledger_takes_for_another_size_is_kept_and_counted(
+    open_store, sample, same, uses
+):
+    """A process was killed when the index had a new value of the key, and the ledger did not."""
+    key, chunk = sample(1)
+    store = open_store()
+    store.put(key, chunk)
+    store.close()
+    uses("UPDATE Uses SET bytes = bytes - 100 WHERE digest = ?", key.digest)
+    store = open_store()
+    assert store.stats().quarantined == 0
+    assert same(store.get(key, chunk.token_ids), chunk)
+    assert uses("SELECT bytes FROM Uses") == [(Blob.of(key, chunk).nbytes,)]
+    assert store.stats().bytes == Blob.of(key, chunk).nbytes
+
+
 def test_an_index_with_a_row_that_is_not_text_is_made_anew(open_store, sample, same, root, rows):
     key, chunk = sample(1)
     store = open_store()
