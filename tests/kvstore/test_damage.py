@@ -326,9 +326,7 @@ def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_stor
     assert len(list(root.glob("values/*/*"))) == 1
 
 
-def test_a_value_that_the_ledger_takes_for_another_size_is_kept_and_counted(
-    open_store, sample, same, uses
-):
+def test_a_value_that_the_ledger_takes_for_another_size_is_kept_and_counted(open_store, sample, same, uses):
     """A process was killed when the index had a new value of the key, and the ledger did not."""
     key, chunk = sample(1)
     store = open_store()
