@@ -124,7 +124,7 @@ def memory_bytes(device: str) -> dict[str, int]:
     found = {"process": int(psutil.Process().memory_info().rss)}
     torch = sys.modules.get("torch")
     if torch is not None and device.startswith("cuda"):
-        found["device"] = int(torch.cuda.memory_allocated())
+        found["device"] = int(torch.cuda.memory_allocated(device))
     return found
 
 

@@ -91,6 +91,7 @@ class CrossEncoder(Closing):
         if self._model is not None:
             return
         folder = find_reranker(self.name)
+        import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         from ragblend.engine.device import loading_alone, pick_device
@@ -117,6 +118,12 @@ class CrossEncoder(Closing):
         except ModelError:
             self._model = None
             raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._model = None
+            raise DeviceError(
+                f"there is too little memory on {device} for the reranker in {folder}; name a smaller one, or none "
+                "(`reranker` in the settings)"
+            ) from error
         except Exception as error:  # whatever a damaged file makes transformers, or the trial, raise
             self._model = None
             raise CorruptModelError(

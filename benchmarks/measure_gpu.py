@@ -36,11 +36,17 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     if (folder / "config.json").exists():
         return
     tokenizer = Engine.open(device="cpu").tokenizer
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cpu" if shape == TINY else "cuda"):
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, dtype="bfloat16", **shape)
-        )
+    try:
+        with torch.device("cpu" if shape == TINY else "cuda"):
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=len(tokenizer), max_position_embeddings=16384, dtype="bfloat16", **shape
+                )
+            )
+    finally:
+        torch.set_default_dtype(before)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -35,8 +35,11 @@ class FusedLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
         shape = (1, geometry.kv_heads, _capacity(tokens + room) if room else tokens)
-        self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
-        self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
+        with torch.inference_mode(
+            False
+        ):  # a caller's: the loader's threads, which are in none, write to them
+            self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
+            self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
         for buffer in (self.key_buffer, self.value_buffer):
             buffer[:, :, tokens:].zero_()
         self.is_initialized = True

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
+MOST_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
 _loading = threading.Lock()
 
 
@@ -66,7 +68,9 @@ def pick_dtype(device: torch.device, name: str | None) -> str:
     if name is not None:
         return name
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        with torch.cuda.device(device):  # which is the one that is asked
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if native else "float16"
     if device.type == "mps":
         return "bfloat16"
     return "bfloat16" if _cpu_multiplies_bfloat16() else "float32"
@@ -81,13 +85,21 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def available_bytes() -> int:
-    """Host memory that can be had without swapping; where the system does not tell, half of what there is."""
+def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that can be had without swapping; where the system does not tell, half of what there is.
+
+    control_group: a container's own, which may have been given less than there is.
+    """
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         # Not SC_AVPHYS_PAGES: it leaves out the page cache, most of what is there to be had.
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no container's, or its limit is "max"
+        limit, used = (int((control_group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        counts = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
+        found = min(found, max(0, limit - used + int(counts["inactive_file"])))
+    return found
 
 
 def free_bytes(device: torch.device) -> int:
@@ -179,8 +191,14 @@ class TransferStream:
     def arrive(self, ticket: Any) -> None:
         """Make the computing stream wait for that delivery; the host does not wait."""
 
+    def pace(self) -> None:
+        """Between two layers: have the host wait until the device is at most two of them behind.
+
+        Else all of a prompt would be queued at once, and neither a cancellation nor another's turn could come between.
+        """
+
     def finish(self) -> None:
-        """Order whatever is still being delivered before all later compute."""
+        """Order whatever is still being delivered before all later compute; after it, what it is read from may go."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given (for clocks)."""
@@ -205,11 +223,13 @@ class CudaTransfers(TransferStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
+        self._ahead: deque[Any] = deque()  # where the compute stream was between the last layers
 
     def staging(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def begin(self) -> None:
+        self._ahead.clear()
         # The buffers' memory may have been another tensor's a moment ago, still in use by kernels on the way.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -220,6 +240,11 @@ class CudaTransfers(TransferStream):
 
     def arrive(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)
+
+    def pace(self) -> None:
+        self._ahead.append(torch.cuda.current_stream(self.device).record_event())
+        if len(self._ahead) > MOST_LAYERS_AHEAD:
+            self._ahead.popleft().synchronize()
 
     def finish(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -241,12 +266,25 @@ class CudaTransfers(TransferStream):
 
 
 class MpsTransfers(TransferStream):
-    """Apple's GPU: one stream, so copies are queued before the layer that needs them."""
+    """Apple's GPU: one stream, and one thread, the computing one, which queues copies before the layer that needs them.
+
+    Two threads that use it at once end the process (pytorch issue 197805), and a copy does not keep alive what it reads
+    (189690).
+    """
 
     staged = True
 
     def staging(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def deliver(self, copies: Callable[[], None]) -> Any:
+        return copies
+
+    def arrive(self, ticket: Any) -> None:
+        ticket()
+
+    def finish(self) -> None:
+        self.synchronize()
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

@@ -103,6 +103,7 @@ class Fusion:
             self.cache.step = Append()
 
     def _give_way(self) -> None:
+        self.loader.pace()
         if self.turn is not None:
             self.turn.between_layers()
 

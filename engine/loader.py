@@ -64,14 +64,17 @@ class LayerLoader:
         if layer in self._done:
             return
         self._done.add(layer)
-        with self._recorder.part("stall", layer):
-            landed = [read.result() for read in self._reads[layer]]
-        for ticket in landed:
-            self._transfers.arrive(ticket)
+        with self._recorder.part("stall", layer, stream="device"):
+            for ticket in [read.result() for read in self._reads[layer]]:
+                self._transfers.arrive(ticket)
         if not self._transfers.staged:
             with self._recorder.part("move", layer):
                 for span in self._spans:
                     self._move(span, layer)
+
+    def pace(self) -> None:
+        """Between two layers: the device is not left far behind."""
+        self._transfers.pace()
 
     def finish(self) -> None:
         """Stop what has not begun and wait for what has: after this nobody writes to the buffers."""
@@ -81,8 +84,8 @@ class LayerLoader:
         for read in reads:
             if not read.cancelled():
                 read.exception()
-        self._reads.clear()  # an error among them holds this, and with it all of the cache
         self._transfers.finish()
+        self._reads.clear()  # an error among them holds this, and with it all of the cache
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
         """In a loader's thread: one chunk's layer; the ticket of its delivery."""

@@ -14,7 +14,12 @@ from ragblend.engine.device import loading_alone
 from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
 from ragblend.engine.packing import pack
 from ragblend.kvstore.chunks import DTYPES
-from ragblend.kvstore.errors import CorruptModelError, TokenizerMissingError, UnsupportedModelError
+from ragblend.kvstore.errors import (
+    CorruptModelError,
+    DeviceError,
+    TokenizerMissingError,
+    UnsupportedModelError,
+)
 from ragblend.kvstore.keys import ModelFingerprint
 
 MOST_BITS = 10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
@@ -84,6 +89,10 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DeviceError(
+            f"there is too little memory on {device} for the model in {folder}; a smaller model, or --device cpu"
+        ) from error
     except SafetensorError as error:
         raise CorruptModelError(f"the weights in {folder} are damaged: {error}; fetch them again") from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:

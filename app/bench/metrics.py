@@ -83,7 +83,7 @@ def kl_divergence(reference: "Tensor", other: "Tensor") -> float:
     import torch
 
     assert reference.shape == other.shape and reference.ndim == 2, (reference.shape, other.shape)
-    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (reference, other))
+    p, q = (torch.log_softmax(logits.cpu().double(), dim=-1) for logits in (reference, other))
     terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))  # (n, vocab)
     kl = float(terms.sum(-1).mean())
     # Rounding can leave -1e-17 for equal distributions; KL is never negative. Not max(0.0, kl), which is 0.0 for nan.
@@ -93,7 +93,7 @@ def kl_divergence(reference: "Tensor", other: "Tensor") -> float:
 def top1_agreement(reference: "Tensor", other: "Tensor") -> float:
     """The part of the positions (n, vocab) where both give the same most likely token, in [0, 1]."""
     assert reference.shape == other.shape and reference.ndim == 2, (reference.shape, other.shape)
-    return float((reference.argmax(-1) == other.argmax(-1)).double().mean())
+    return float((reference.argmax(-1) == other.argmax(-1)).float().mean())
 
 
 def recovery(kl: float, kl_reuse: float) -> float | None:

@@ -93,7 +93,8 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
         source = "\n\n".join(passage for question in questions for passage in question.passages)
     folder = make_folder(request.output)
     memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
-    engine = Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes)
+    # No tier on the device: what is copied there behind an answer would be timed with the next one.
+    engine = Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0)
     # The child has to open what this process opened: the home and the device that were found, not asked for.
     found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = engine_arguments | found if request.memory else None

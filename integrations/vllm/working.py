@@ -111,15 +111,18 @@ class WorkerSide:
                 "request %s could not be fused (%s: %s), and is computed", order.request_id,
                 type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
             )  # fmt: skip
-            self._give_up(order, error)
+            said = f"{type(error).__name__}: {error}"
+        else:
+            return
+        self._give_up(order, said)  # not inside: an error holds all that the first try had in memory
 
-    def _give_up(self, order: Order, error: Exception) -> None:
+    def _give_up(self, order: Order, said: str) -> None:
         """Compute all rows here, so that nobody can have used blocks that nothing was written to; else have vLLM do it.
 
         Where vLLM cannot be told in time the answer is worth nothing, which is said, and nothing more is fused.
         """
         self._stats.add(failures=1)
-        self._report(order, {"error": f"{type(error).__name__}: {error}"})
+        self._report(order, {"error": said})
         try:
             self._fuse(order, "full")
             return

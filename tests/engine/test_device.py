@@ -1,5 +1,6 @@
 """The device seam: what an accelerator's transfers does differently, run on the CPU, gives the same."""
 
+import contextlib
 import threading
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend.engine import device
-from ragblend.engine.device import TransferStream, pick_device, pick_dtype
+from ragblend.engine.cache import FusedLayer
+from ragblend.engine.device import MpsTransfers, TransferStream, pick_device, pick_dtype
+from ragblend.engine.loader import LayerLoader
+from ragblend.engine.model import load
 from ragblend.kvstore.blob import ChunkReader
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import DeviceError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]
 
@@ -42,6 +46,9 @@ class StagedTransfers(TransferStream):
     def arrive(self, ticket):
         self.arrived.append(ticket)
 
+    def pace(self):
+        self.calls.append("pace")
+
     def finish(self):
         self.calls.append("finish")
 
@@ -72,6 +79,56 @@ def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
     assert set(map(id, transfers.arrived)) == set(map(id, transfers.delivered))
     assert (transfers.calls[0], transfers.calls[-1]) == ("begin", "finish")
     assert all(name.startswith("ragblend-loader") for name in transfers.threads)
+    assert transfers.calls.count("pace") == layers, "the host may not queue a whole prompt"
+
+
+def test_waiting_for_a_layer_is_told_by_the_devices_clock(staged):
+    """The host's says nothing: from pinned memory it never waits, and from a disk the device computes meanwhile."""
+    engine, *_ = staged
+    trace = engine.prefill(make_prompt(TEXTS), method="reuse").report.trace
+    stalls = [event for event in trace.events if event.part == "stall"]
+    assert len(stalls) == engine.runtime.decoder.geometry.layers
+    assert {event.track for event in stalls} == {"device"}
+
+
+class AppleTransfers(MpsTransfers):
+    """Its own, but for the device, which is not there."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.threads = set()
+
+    def deliver(self, copies):
+        return super().deliver(lambda: (self.threads.add(threading.get_ident()), copies()))
+
+
+def test_an_apple_device_is_used_by_the_computing_thread_alone(staged, monkeypatch):
+    """What its copies read stays until they are done: they do not hold it themselves."""
+    engine, _, expected = staged
+    transfers, finished = AppleTransfers(), []
+    clear = LayerLoader.finish
+
+    def finish(self):
+        held = [read for reads in self._reads.values() for read in reads]
+        monkeypatch.setattr(
+            torch.mps, "synchronize", lambda: finished.append(bool(held) and bool(self._reads))
+        )
+        clear(self)
+
+    monkeypatch.setattr(LayerLoader, "finish", finish)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
+    monkeypatch.setattr(engine.runtime, "transfers", transfers)
+    for method in METHODS:
+        assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
+    assert transfers.threads == {threading.get_ident()}
+    assert finished[0] is True
+
+
+def test_buffers_can_be_written_by_threads_whatever_mode_the_caller_is_in(fresh):
+    geometry = fresh.engine.runtime.decoder.geometry
+    with torch.inference_mode():
+        layer = FusedLayer(geometry, 4, 0, torch.device("cpu"))
+        assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
 
 
 def test_a_missing_device_is_refused_by_name(monkeypatch):
@@ -90,6 +147,35 @@ def test_the_dtype_is_what_the_processor_multiplies_fast(monkeypatch, features, 
     monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert pick_dtype(torch.device("cpu"), None) == expected
     assert pick_dtype(torch.device("cpu"), "float16") == "float16"
+
+
+def test_bfloat16_that_a_card_emulates_is_not_chosen(monkeypatch):
+    """Cards before Ampere: torch says that they support it, by emulation."""
+    monkeypatch.setattr(torch.cuda, "device", lambda of: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert pick_dtype(torch.device("cuda"), None) == "float16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert pick_dtype(torch.device("cuda"), None) == "bfloat16"
+
+
+def test_memory_is_what_a_container_was_given(tmp_path):
+    free = device.available_bytes(tmp_path)
+    assert free > 1 << 20
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 700000\ninactive_file 150000\nactive_file 50000\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert device.available_bytes(tmp_path) == 250_000, "files that were read give way"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.available_bytes(tmp_path) > 1 << 20
+
+
+def test_too_little_memory_for_the_weights_is_no_damage(fresh, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(DeviceError, match="too little memory on cpu for the model in"):
+        load(fresh.engine.runtime.folder, torch.device("cpu"), "float32")
 
 
 @pytest.mark.parametrize("staging", [False, True])
