@@ -1,6 +1,7 @@
 """What several benchmarks need: command lines, texts of a length, clocks, tables of documents, and what is kept."""
 
 import json
+import os
 import re
 import statistics
 import time
@@ -38,6 +39,11 @@ def run(main: Callable[..., None], about: str | None) -> None:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     app.command(help="\b\n" + (about or "").replace("\n\n", "\n\n\b\n"))(main)
     app()
+
+
+def environment_of_others(**more: str) -> dict[str, str]:
+    """For programs that say for themselves how their threads wait: without what this package has said for its own."""
+    return {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | more
 
 
 def counts(text: str) -> list[int]:

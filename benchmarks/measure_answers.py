@@ -21,7 +21,7 @@ import torch
 import typer
 
 from benchmarks import llama_tokens
-from benchmarks.common import AnyHome, Data, Limit, Model, packed_loop, run
+from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
 from ragblend import Chunk, Engine
 from ragblend.app.bench.data import Question, load
 from ragblend.engine.few_rows import FewRows
@@ -58,7 +58,9 @@ def by_llama_cpp(python: Path, gguf: Path, answers: Sequence[Answered]) -> Itera
             json.dumps({"gguf": str(gguf), "threads": torch.get_num_threads(), "answers": answers})
         )
         command = [str(python), llama_tokens.__file__, str(plan)]
-        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        told = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment_of_others()
+        ).stdout
     yield from map(float, told.split())
 
 

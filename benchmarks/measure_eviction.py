@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.common import packed_loop
 from ragblend.app.bench import cli as product
 from ragblend.app.bench.metrics import kl_divergence
 from ragblend.app.bench.prefilling import stored
@@ -40,11 +41,14 @@ def measure_eviction(
     """Measure, and print a table."""
     from ragblend.engine.engine import Engine
     from ragblend.engine.eviction import evict
+    from ragblend.engine.few_rows import FewRows
 
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
     questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
     engine = Engine.open(**product.engine_arguments(cli))
+    if engine.gate.passed and FewRows.knows(engine.runtime.decoder):
+        engine.runtime.choice.steps, _ = packed_loop(engine)
     how: dict[str, Any] = {"method": method, "ratio": ratio}
     for question in questions:
         prompt, whole = build_prompt(engine, question, tokens), None
@@ -75,14 +79,11 @@ def measure_eviction(
 
 def step_times(engine: Any, prefilled: Any, token_ids: tuple[int, ...]) -> list[float]:
     """Milliseconds of each decoding step, the given tokens going in."""
-    import torch
-
-    model, cache, times = engine.runtime.loaded.model, prefilled.cache, []
-    with torch.inference_mode():
-        for token_id in token_ids:
-            begun = time.perf_counter()
-            model(torch.tensor([[token_id]], device=model.device), past_key_values=cache, use_cache=True)
-            times.append((time.perf_counter() - begun) * 1e3)
+    cache, times = prefilled.cache, []
+    for token_id in token_ids:
+        begun = time.perf_counter()
+        engine.runtime.choice.steps.run(cache, [token_id])
+        times.append((time.perf_counter() - begun) * 1e3)
     cache.truncate()
     return times
 

@@ -56,10 +56,9 @@ def weights_folder(home: Path, model: str) -> str:
     if Path(model).is_dir():
         return model
     engine = Engine.open(model=model, home=home)
-    _ = engine.gate
+    _ = engine.gate  # converts it
     engine.close()
-    (config,) = (home / "models").glob("*/config.json")
-    return str(config.parent)
+    return str(engine.runtime.folder)
 
 
 def asked_all(ask: Ask, statistics_of: Callable[[], Row] = dict, rounds: int = 1) -> list[Row]:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.common import REPO, Home, run
+from benchmarks.common import REPO, Home, environment_of_others, run
 
 QUESTION = "How long is the causeway under water at every high tide?"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -22,9 +22,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
     """Seconds until the answer begins on stdout, and seconds of processors until then; the rest is not waited for."""
     command = [sys.executable, "-m", "ragblend.app.cli", "ask", question, "--home", str(home)]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):  # each checkout says for itself how its threads wait
-        environment.pop(name, None)
+    environment = environment_of_others(PYTHONPATH=str(checkout))
     begun = time.perf_counter()
     with subprocess.Popen(
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -70,7 +70,9 @@ def main() -> int:
     if (
         given.what == "agree"
     ):  # nothing is timed, and threads that spin beside busy ones take ten times as long
-        os.environ["GOMP_SPINCOUNT"] = "0"
+        os.environ["GOMP_SPINCOUNT"] = SERVERS["GOMP_SPINCOUNT"] = "0"
+    if given.what == "speed" and given.limit <= WARM_UP:
+        parser.error(f"--limit: the first {WARM_UP} prompts warm up; ask for more")
     engine, questions = opened(given)
     run = {"speed": speed, "decode": decode, "agree": agree}[given.what]
     figures = run(given, engine, questions, passed.split())
@@ -130,6 +132,8 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    from benchmarks.common import environment_of_others
+
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += [
         "--dtype",
@@ -148,7 +152,11 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     log = given.home / f"vllm-{'with' if connected else 'without'}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *more], stdout=out, stderr=out, env=SERVERS | dict(os.environ), start_new_session=True
+            [*command, *more],
+            stdout=out,
+            stderr=out,
+            env=SERVERS | environment_of_others(),
+            start_new_session=True,
         )
     end = ["sh", "-c", UNDERTAKER, "sh", str(process.pid)]
     undertaker = subprocess.Popen(
@@ -220,6 +228,11 @@ def reordered(
     chosen = random.Random(0)
     texts = [text for question in questions for text in question.passages]
     long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
+    if len(long) < 2 * given.passages:
+        raise SystemExit(
+            f"{given.data}: {len(long)} passages have {given.tokens} tokens, and {2 * given.passages} are needed; "
+            "say fewer --tokens, fewer --passages, or a higher --limit"
+        )
     pool = chosen.sample(long, 2 * given.passages)
     encoded(engine, pool)
     prompts = [

@@ -3,9 +3,9 @@
     python -m benchmarks.results                                       # render again
     python -m benchmarks.results --add bench-results --title "..." --command "ragblend bench quality ..."
 
-`--add` takes the rows of `quality.json`, `ttft.json` or `peers.json` out of a bench's output folder, with the machine
-that it names, into `recorded.json` beside this file. Figures are never typed into the documents: a test renders them
-and compares.
+`--add` takes the rows of the bench that `--command` names out of its output folder (`quality.json`, `ttft.json` or
+`peers.json`), with the machine that it names, into `recorded.json` beside this file. Figures are never typed into the
+documents: a test renders them and compares.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +40,7 @@ method's.
 """
 README_RUN, README_TIMES = "MuSiQue, Qwen2.5-Coder-1.5B", "Time to first token, Qwen2.5-Coder-1.5B"
 README_RATIOS = (None, 0.15)
+KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
 README_COLUMNS = ("method", "kl", "exact_match", "speedup")
 
 
@@ -79,8 +80,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ttft_ms": ("TTFT, ms", lambda ms: f"{ms:,.0f}"),
     "speedup": ("faster", times),
     "speedup_range": ("range", str),
-    "cold_speedup": ("faster, cold disk", times),
-    "fused_kv": ("peak memory / fused KV", str),
     "last_ms": ("100th token, ms", lambda ms: f"{ms:,.0f}"),
     "tokens_per_s": ("tokens/s", lambda rate: f"{rate:.1f}"),
     "ingest_tokens": ("passages' tokens/s, first time", lambda rate: f"{rate:,.0f}"),
@@ -124,9 +123,9 @@ def readme_table(runs: list[Run]) -> str:
     )
     faster = {(row["method"], row.get("ratio")): row["speedup"] for row in timed}
     rows = [
-        row | {"speedup": faster[row["method"], row["ratio"]]}
+        row | {"speedup": faster[row["method"], row.get("ratio")]}
         for row in near
-        if row["ratio"] in README_RATIOS
+        if row.get("ratio") in README_RATIOS
     ]
     return table(rows, README_COLUMNS)
 
@@ -157,16 +156,22 @@ def _of_program(row: Row) -> dict[str, str]:
     return cells | {"first question": f"{row['first_cpu']:.2f}" if "first_cpu" in row else ""}
 
 
-def taken(folder: Path, title: str, command: str, says: str) -> list[Run]:
-    """What a bench left in its output folder, as runs. Raises FileNotFoundError if that is nothing."""
-    found = [
-        folder / name for name in ("quality.json", "ttft.json", "peers.json") if (folder / name).exists()
-    ]
-    if not found:
-        raise FileNotFoundError(
-            f"{folder} holds neither quality.json nor ttft.json nor peers.json: is it a bench's --output?"
-        )
-    return [_run(read_json(path), title, command, says) for path in found]
+def taken(folder: Path, title: str, command: str, says: str) -> Run:
+    """What the bench that the command names left in its output folder. Raises ValueError, FileNotFoundError."""
+    kinds = [kind for kind in KINDS if kind in command]
+    if len(kinds) != 1:
+        raise ValueError(f"the command must name one of {', '.join(KINDS)}, and it is: {command}")
+    path = folder / f"{kinds[0]}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no {path.name}: is it that bench's --output?")
+    return _run(read_json(path), title, command, says)
+
+
+def added(runs: list[Run], run: Run) -> list[Run]:
+    """With the run in the place of the one of its title, or behind all."""
+    places = [place for place, each in enumerate(runs) if each["title"] == run["title"]]
+    at = places[0] if places else len(runs)
+    return [*runs[:at], run, *runs[at + 1 :]]
 
 
 def _run(report: Run, title: str, command: str, says: str) -> Run:
@@ -196,11 +201,13 @@ def main(
     if add is not None:
         if not title or not command:
             raise typer.BadParameter("--add needs --title and --command")
-        runs = [each for each in runs if each["title"] != title] + taken(add, title, command, says)
+        runs = added(runs, taken(add, title, command, says))
+    page, readme = results_page(runs), with_table(README.read_text(encoding="utf-8"), runs)
+    if add is not None:  # once all can be rendered
         RECORDED.write_text(dumped(runs, 3), encoding="utf-8")
-    RESULTS.write_text(results_page(runs), encoding="utf-8")
+    RESULTS.write_text(page, encoding="utf-8")
     show_programs(read_json(PROGRAMS))
-    README.write_text(with_table(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    README.write_text(readme, encoding="utf-8")
 
 
 def show_programs(recorded: Mapping[str, Iterable[Row]]) -> None:

@@ -67,7 +67,7 @@ def quality(cli: Cli, source: Source, request: QualityRequest) -> None:
 
 
 def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Others | None" = None) -> None:
-    """Measure, and print the tables, or the JSON list of rows that design.md section 7 fixes."""
+    """Measure, and print the tables, or the JSON list of rows."""
     from ragblend.app.bench.quality_report import report_quality, warnings
     from ragblend.app.bench.table import quality_tables
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ragblend.app.bench.data import Question
 from ragblend.kvstore.errors import UsageError
 
-QUESTIONS = 60  # what it takes to settle anything (design.md, section 8)
+QUESTIONS = 60  # what it takes to settle anything
 PASSAGES = 6
 SHORTEST_WORDS, LONGEST_WORDS = 8, 45
 LEAST_LEFT_WORDS = 6  # of a sentence beside what is asked for

@@ -1,4 +1,4 @@
-"""Is the fused answer the answer of a full prefill? (`ragblend bench quality`, design.md sections 7 and 8)
+"""Is the fused answer the answer of a full prefill? (`ragblend bench quality`)
 
 The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every
 method's prefilled cache, so that all next-token distributions are compared at the same positions; then each

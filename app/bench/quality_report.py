@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.bench import quality, sources
 from ragblend.app.bench.data import Loaded, Question, Skipped
 from ragblend.app.bench.plots import plot_quality
-from ragblend.app.bench.prefilling import check_extra, environment, model_digest
+from ragblend.app.bench.prefilling import check_extra, cpu_name, environment, model_digest
 from ragblend.app.bench.records import Journal, Row, make_folder, run_digest, write_json
 from ragblend.app.bench.summary import EXACT, by_task, comparison_matrix, fastest_within, summarise
 from ragblend.app.bench.table import FEWEST_PROMPTS, matrix_table, quality_tables
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ragblend.app.bench.cli import QualityRequest
     from ragblend.engine.engine import Engine
 
-ANSWER_TOKENS = 32  # design.md, section 8
+ANSWER_TOKENS = 32
 ALL_METHODS = "all"
 TEMPLATE = Path(__file__).with_name("report.html")
 PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
@@ -147,6 +147,8 @@ def quality_journal(
     settings = {
         "model": model_digest(engine),
         "device": engine.device,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
         "kv_codec": kv_codec,
         "torch": torch.__version__,
         "max_new_tokens": max_new_tokens,

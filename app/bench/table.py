@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MEBIBYTE = 1 << 20
-FEWEST_PROMPTS = 60  # design.md section 8
+FEWEST_PROMPTS = 60  # of fewer the report says that they settle nothing
 UNDEFINED = "–"
 TEXT_COLUMNS = ("task", "method", "against", "verdict")
 

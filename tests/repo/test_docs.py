@@ -145,17 +145,23 @@ def test_the_tables_of_scale_are_those_that_its_formulas_give() -> None:
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="neither"):
+    with pytest.raises(ValueError, match="must name one of"):
         results.taken(tmp_path, "t", "c", "s")
+    with pytest.raises(FileNotFoundError, match=r"holds no quality\.json"):
+        results.taken(tmp_path, "t", "ragblend bench quality", "s")
     at = {"gpu": None, "cpu": "Abacus", "cpu_cores": 2, "dtype": "bfloat16", "torch": "2"}
     row = {"method": "reuse", "ratio": None, "kl": 0.12345, "kl_ci": [0.1, 0.2], "nobody": "asks"}
     report = {"environment": at, "rows": [row], "settings": {"questions": 6}}
     (tmp_path / "quality.json").write_text(json.dumps(report))
-    [run] = results.taken(tmp_path, "Abacus", "bench it", "Slow.")
+    (tmp_path / "ttft.json").write_text("another bench's")
+    run = results.taken(tmp_path, "Abacus", "ragblend bench quality", "Slow.")
     assert run["rows"] == [{"method": "reuse", "kl": 0.1235, "kl_ci": [0.1, 0.2]}]
     assert "6 questions. Abacus, 2 cores" in results.section(run)
     assert "| `reuse` | 0.123 | 0.100 to 0.200 |" in results.section(run)
     assert json.loads(results.dumped([run], 3)) == [run]
+    others = [{"title": "Before"}, {"title": "Abacus"}, {"title": "Behind"}]
+    assert results.added(others, run) == [others[0], run, others[2]]
+    assert results.added(others[:1], run) == [others[0], run]
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)
