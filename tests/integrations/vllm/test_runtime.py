@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,3 +146,26 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
 
     with pytest.raises(UnsupportedModelError, match=said):
         VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, Team())
+
+
+def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
+    """Computing all rows takes more memory than what had failed for want of it."""
+    from ragblend.integrations.vllm.working import WorkerSide, log
+
+    monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
+    worker, held = WorkerSide(SimpleNamespace(), can_tell=True), []
+    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift"))
+    order = SimpleNamespace(request_id="1", plan=plan)
+
+    def fuse(order, method):
+        if method == "full":
+            assert [each() for each in held] == [None]
+            held.append(method)
+            return
+        cache = torch.ones(8)
+        held.append(weakref.ref(cache))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker._fuse, worker._report = fuse, lambda order, said: None
+    worker._serve(order)
+    assert held[1:] == ["full"]
