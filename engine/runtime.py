@@ -285,11 +285,13 @@ class Runtime:
 
     @light
     def store(self) -> KVStore:
-        policy, budgets = self.config.store_policy, self._budgets
-        tiers = memory_tiers(self.device, budgets.get("memory"), budgets.get("device"), policy)
-        return KVStore.open(
-            self.home / "kv", budgets.get("disk"), tiers, policy, self._token_cost, self._remote
-        )
+        policy, disk = self.config.store_policy, self._budgets.get("disk")
+        return KVStore.open(self.home / "kv", disk, self._tiers(), policy, self._token_cost, self._remote)
+
+    def _tiers(self) -> list[MemoryTier]:
+        """Above the disk."""
+        memory, device = self._budgets.get("memory"), self._budgets.get("device")
+        return memory_tiers(self.device, memory, device, self.config.store_policy)
 
     @light
     def nodes(self) -> NodeIndex:

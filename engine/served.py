@@ -46,6 +46,7 @@ from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens
+from ragblend.kvstore.memory import MemoryTier
 
 # vLLM takes what a checkpoint's generation config says of these unless the request says otherwise.
 _PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -78,6 +79,9 @@ class ServedRuntime(Runtime):
         super().__init__(config, home)
         assert config.url is not None
         self.server, self._asking = Completions(config.url), threading.RLock()
+
+    def _tiers(self) -> list[MemoryTier]:
+        return []  # no KV is read here; and asking a device what is free takes some hundred MB of it
 
     @asked
     def about(self) -> About:

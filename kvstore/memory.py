@@ -155,6 +155,8 @@ class MemoryTier:
         known: what the ledger says of it. Raises what reading raises; nothing has changed then.
         """
         nbytes = held_nbytes(source)
+        if self._pinned:  # torch's allocator rounds up, and keeps
+            nbytes = 1 << (nbytes - 1).bit_length()
         if nbytes > self.budget_bytes:
             return False
         chunk = held_copy(source, self.name, self.device, self._pinned)

@@ -49,8 +49,9 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         """Why this side does nothing, if so."""
         if (why := unsupported(vllm_config, kv_cache_config)) is not None:
             return why
-        runtime = VllmRuntime(vllm_config, self._settings)
-        if role != KVConnectorRole.SCHEDULER:
+        has_model = role != KVConnectorRole.SCHEDULER
+        runtime = VllmRuntime(vllm_config, self._settings, has_model)
+        if has_model:
             self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1)
             return None
         try:

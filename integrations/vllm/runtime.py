@@ -14,6 +14,7 @@ from ragblend.engine.model import LoadedModel
 from ragblend.engine.runtime import Runtime, once
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.kvstore.errors import UnsupportedModelError
+from ragblend.kvstore.memory import MemoryTier
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 class VllmRuntime(Runtime):
     """Of one vLLM process. On the scheduler's side, which has no model, only store, nodes and keys are asked for."""
 
-    def __init__(self, vllm_config: Any, settings: Settings) -> None:
+    def __init__(self, vllm_config: Any, settings: Settings, has_model: bool = True) -> None:
         model = vllm_config.model_config
         device = vllm_config.device_config.device_type
         dtype = str(model.dtype).removeprefix("torch.")
         config = EngineConfig(str(model.model), device, dtype, settings.collection, remote=settings.remote)
         super().__init__(config, resolve_home(settings.home))
-        self._vllm_model = model
+        self._vllm_model, self._has_model = model, has_model
+
+    def _tiers(self) -> list[MemoryTier]:
+        return (
+            super()._tiers() if self._has_model else []
+        )  # a device that is asked what is free gives less of it
 
     @once
     def model_config(self) -> Any:

@@ -58,6 +58,15 @@ def test_a_prompt_goes_as_token_ids_and_comes_back_as_text(opened):
     assert "method" not in wish, "the server reads so by itself, and may use its cache"
 
 
+def test_no_memory_is_taken_for_kv_that_is_read_elsewhere(opened, monkeypatch):
+    """Asking a device what is free makes a context there, of some hundred MB that vLLM has counted as its own."""
+    engine, _ = opened
+    monkeypatch.setattr(
+        "ragblend.engine.runtime.memory_tiers", lambda *args: pytest.fail("the device was asked")
+    )
+    assert engine.runtime.store.tiers == ()
+
+
 def test_the_report_says_what_the_connector_says(opened):
     engine, server = opened
     tokens = len(engine.tokenize(ASKED).token_ids)

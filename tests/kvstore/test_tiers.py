@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from ragblend.kvstore import memory
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
-from ragblend.kvstore.memory import HeldChunk, MemoryTier, whole
+from ragblend.kvstore.memory import HeldChunk, MemoryTier, held_copy, held_nbytes, whole
 from ragblend.kvstore.policy import POLICIES
 from ragblend.kvstore.store import KVStore
 
@@ -53,6 +54,18 @@ def test_what_was_put_is_there_and_equal(open_tier, sample, same):
         assert key in set(tier.keys())
         assert same(get(tier, key, chunk.token_ids), chunk)
     assert sorted(map(str, tier.keys())) == sorted(str(sample(seed, tokens=3 + seed)[0]) for seed in range(4))
+
+
+def test_pinned_memory_counts_as_what_its_allocator_takes(monkeypatch, sample):
+    """It rounds every piece up to a power of two, and gives nothing back to the system."""
+    monkeypatch.setattr(memory, "held_copy", lambda *args: held_copy(*args[:3], pinned=False))
+    key, chunk = sample(1, tokens=5)
+    exact = held_nbytes(HeldChunk.of(chunk))
+    taken = next(1 << bits for bits in range(40) if 1 << bits >= exact)
+    assert taken > exact
+    tier = MemoryTier("memory", taken, pinned=True)
+    assert tier.admit(key, HeldChunk.of(chunk)) and tier.stats().bytes == taken
+    assert not MemoryTier("memory", taken - 1, pinned=True).admit(key, HeldChunk.of(chunk))
 
 
 def test_other_token_ids_under_a_key_are_a_miss(open_tier, sample):
