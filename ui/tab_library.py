@@ -133,13 +133,9 @@ class LibraryTab:
         return {self.collection: chosen, self.new_name: "", self.message: said}
 
     def remove_collection(self, collection: str, *view: Any) -> Updates:
-        """All of it: its watched folders first, which would bring the documents back."""
         desk, shown = self._desk, collection
         try:
-            for folder in desk.watching.folders():
-                if folder.collection == collection:
-                    desk.watching.remove(folder.id)
-            removed, _ = desk.jobs.remove_collection(collection)
+            removed, _ = desk.remove_collection(collection)
             message = views.library.deleted(removed)
             shown = desk.workspaces.settings.collection
         except RagBlendError as error:

@@ -223,6 +223,17 @@ def test_demo_compares_both_ways(cli, capfd, home):
     assert methods.count("full") == 3 and methods.count("probe-shift") == 4
 
 
+def test_a_demo_that_is_interrupted_while_it_reads_measures_nothing(cli, capfd, monkeypatch):
+    """It went on, and ended with code 0."""
+
+    def interrupt(texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.embedder, "on_embed", interrupt)
+    assert cli("demo") == 1
+    assert capfd.readouterr().err.endswith("Interrupted.\n") and cli.engine.requests == []
+
+
 @pytest.fixture
 def say(filled, monkeypatch):
     """Runs `ragblend chat` with these lines typed into it."""
