@@ -171,7 +171,7 @@ class LibraryTab:
                 "resume": jobs.resume,
                 "cancel": jobs.cancel,
                 "retry-all": jobs.retry,
-                "clear": jobs.store.clear_finished,
+                "clear": jobs.clear_finished,
             }
             plain[act]()
         return ""
