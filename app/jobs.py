@@ -7,13 +7,14 @@ a passage between two layers when it is paused or a file has come; a question it
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ragblend.app.discovery import discover, shown
+from ragblend.app.discovery import discover, is_gone, shown
 from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.guards import check_file
 from ragblend.app.ingest import embed_in_full, ingest_file
@@ -354,7 +355,7 @@ class JobQueue:
     def _gone(self, job: FileJob) -> State:
         """The file of a document went. One that came back meanwhile stays."""
         document = self.workspaces.library.document(job.collection, job.path)
-        if document is None or Path(job.path).exists():
+        if document is None or not is_gone(Path(job.path)):
             return "unchanged"
         workspace = self.workspaces.of(document.collection)
         remove_document(workspace, document)
@@ -364,7 +365,7 @@ class JobQueue:
 
     def _is_ours(self, path: Path) -> bool:
         """Whether it is a file of the home itself, whatever link it is named through; the copies of uploads are not."""
-        home, real = self.workspaces.home, path.resolve()
+        home, real = self.workspaces.home, Path(os.path.realpath(path))
         return real.is_relative_to(home.root.resolve()) and not real.is_relative_to(home.originals.resolve())
 
 

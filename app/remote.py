@@ -273,7 +273,7 @@ def _interrupts(line: Line) -> Iterator[None]:
 def packed(value: Any) -> Any:
     """Arguments as JSON; paths are absolute, as the other process is in another folder."""
     if isinstance(value, Path):
-        return {"path": os.path.abspath(value.expanduser())}
+        return {"path": os.path.abspath(os.path.expanduser(value))}
     if isinstance(value, Mapping):
         return {name: packed(part) for name, part in value.items()}
     return [packed(part) for part in value] if isinstance(value, list | tuple) else value

@@ -100,7 +100,7 @@ class LibraryTab:
         def work() -> Any:
             if not folder.strip():
                 raise UsageError("Name a folder or a file first.")
-            path = Path(folder.strip()).expanduser()
+            path = Path(folder.strip())
             added = self._desk.jobs.add([path], view[0])
             if watch:
                 self._desk.watching.add(path, view[0])

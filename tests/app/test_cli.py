@@ -134,6 +134,8 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["ask", "why " * 5000], 1, "PromptTooLongError"),
         (["docs", "rm", "nothing"], 1, "LibraryError"),
         (["docs", "show", "nothing"], 1, "LibraryError"),
+        (["docs", "rm", "~$report.docx"], 1, "LibraryError"),
+        (["digest", "a" * 300], 1, "LibraryError"),
         (["models", "pull", "other"], 2, "UsageError"),
     ],
 )

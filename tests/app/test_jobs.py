@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import pytest
 from waiting import SOON_S, at_once, idle, until
@@ -80,6 +81,14 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert jobs.retry([failed[0].id]) == 1
     assert idle(jobs)
     assert "damaged" in jobs.page(state="failed")[0][0].reason
+
+
+def test_an_odd_path_fails_alone(jobs, documents):
+    (documents / "loop.txt").symlink_to("loop.txt")
+    added = jobs.add([Path("~nosuch/docs"), documents / "loop.txt", documents / "sky.txt"], "default")
+    assert added.files == 2 and [reason for _, reason in added.failed if "no such file" in reason]
+    finish(jobs)
+    assert states(jobs) == {"loop.txt": "failed", "sky.txt": "done"}
 
 
 def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):

@@ -112,6 +112,9 @@ def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> 
     monkeypatch.chdir(tmp_path)
     with owned(home) as desk:
         assert told("ingest", "ferry.txt")[0]["added"] == [str(tmp_path / "ferry.txt")]
+        assert told("ingest", "~$report.docx", code=1)[0]["failed"][0]["path"] == str(
+            tmp_path / "~$report.docx"
+        )
         assert told("ingest", "none.txt", code=1)[0]["failed"][0]["type"] == "DocumentNotFoundError"
         assert desk.workspaces.library.find("default", "ferry.txt").passages == 1
         assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "ferry.txt"
@@ -159,6 +162,16 @@ def test_a_conversation_asks_and_is_kept_there(home) -> None:
         assert len(answers) == 2 and notes.count("\n> ") == 3 and "Kept." in notes
         said = desk.chats.messages(answers[0]["chat"])
         assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when?"]
+
+
+def test_text_that_is_not_utf8_is_asked_there(home, told) -> None:
+    """Half a pair of surrogates is what Python makes of such bytes; no tokenizer takes one."""
+    with owned(home) as desk:
+        assert told("ask", f"{QUESTION} \udce9")[0]["answer"]
+        process = as_process(home, "chat", "--json", encoding="utf-8", errors="surrogateescape")
+        out, notes = process.communicate(f"{QUESTION} \udce9\n\n", timeout=120)
+        assert process.returncode == 0, notes
+        assert desk.chats.messages(json.loads(out)["chat"])[0].text == f"{QUESTION} ?"
 
 
 def test_ctrl_c_stops_the_computing_there(home) -> None:
