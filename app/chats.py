@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragblend.app.answer import Source
 from ragblend.app.citations import with_marks
-from ragblend.app.database import Database, Layout, is_sound, now, sealing
+from ragblend.app.database import Database, Layout, is_sound, now, sealing, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 TITLE_CHARACTERS = 60
@@ -190,7 +190,7 @@ class Chats(Database):
         with self.transaction() as sql:
             key = sql.execute(
                 "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-                (chat_id, role, _storable(text), _sources_json(sources), _json(report or {}), moment),
+                (chat_id, role, storable(text), _sources_json(sources), _json(report or {}), moment),
             ).lastrowid
             title = chat.title or (_shortened(text) if role == "user" else "")
             sql.execute(
@@ -218,7 +218,7 @@ class Chats(Database):
             report = _without_texts(message.report, gone)
             sql.execute(
                 "UPDATE messages SET text = ?, sources = ?, report = ? WHERE id = ?",
-                (_storable(message.text), _sources_json(rows), _json(report), message.id),
+                (storable(message.text), _sources_json(rows), _json(report), message.id),
             )
         return self.message(message.id)
 
@@ -300,16 +300,11 @@ def _sources_json(sources: Sequence[Source]) -> str:
 
 
 def _json(value: object) -> str:
-    return _storable(json.dumps(value, ensure_ascii=False))
-
-
-def _storable(text: str) -> str:
-    """Without halves of surrogate pairs, which a model's tokens and a browser can give, and SQLite cannot keep."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return storable(json.dumps(value, ensure_ascii=False))
 
 
 def _shortened(title: str) -> str:
-    line = _storable(" ".join(title.split()))
+    line = storable(" ".join(title.split()))
     return line if len(line) <= TITLE_CHARACTERS else line[: TITLE_CHARACTERS - 1].rstrip() + "…"
 
 

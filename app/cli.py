@@ -1,6 +1,7 @@
 """`ragblend`: the command line. Commands only parse and print; nothing heavy is imported before one runs."""
 
 import atexit
+import codecs
 import gc
 import json
 import os
@@ -140,6 +141,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
         atexit.register(gc.freeze)
     set_waiting()
     _allow_files()
+    _allow_text()
     umask, collected = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*IMPORTED)
     gc.callbacks.append(_collect)
@@ -162,6 +164,21 @@ def _allow_files() -> None:
         wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _allow_text() -> None:
+    """Bytes that come in may be no text, and a terminal may not have every sign: neither ends a command."""
+    codecs.register_error("escaped", _escaped)
+    streams: tuple[tuple[Any, str], ...] = ((sys.stdin, "surrogateescape"), (sys.stdout, "escaped"))
+    for stream, errors in streams:
+        with suppress(AttributeError, ValueError, OSError):  # a program's own stream, or none
+            stream.reconfigure(errors=errors)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """As JSON has it: Python's own way with what cannot be encoded, `backslashreplace`, makes of JSON what is none."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _collect(phase: str, info: dict[str, int]) -> None:

@@ -1,6 +1,7 @@
 """`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times; conversations that are kept."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -67,13 +68,13 @@ def digest(
         workspace.check_engine()
         name, library = workspace.settings.collection, workspace.library
         with progress_bars(cli.terminal) as show:
-            if file.exists():
+            if os.path.exists(file):
                 report = take_in(workspace, [file], show, leave=cli.terminal.check)
                 for _, reason in report.failed.values():
                     raise LibraryError(reason)
                 if report.interrupted:
                     raise KeyboardInterrupt
-            document = library.find(name, str(file.absolute()) if file.exists() else file.name)
+            document = library.find(name, os.path.abspath(file) if os.path.exists(file) else file.name)
             talks = ready(cli, workspace)
             with talks.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
                 answer = turn.whole()

@@ -36,6 +36,8 @@ def demo(cli: Cli) -> None:
         workspace.check_engine()
         with progress_bars() as show:
             report = ingest(workspace, [samples.documents_folder()], show)
+        if report.interrupted:
+            raise KeyboardInterrupt
         cli.note(
             f"Sample documents: {len(report.added)} ingested now, {len(report.unchanged)} were there already."
         )

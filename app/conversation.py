@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Chats, Message
 from ragblend.app.context import Words, build, fit, past_turns, words_for
-from ragblend.app.database import now
+from ragblend.app.database import now, storable
 from ragblend.app.digest import Digest, Reading
 from ragblend.app.documents import Document
 from ragblend.app.hood import full_prefill, has_breakdown
@@ -191,7 +191,7 @@ class Conversations:
     def _unkept(self, question: str, options: AskOptions, earlier: Sequence[Message]) -> Iterator[Asked]:
         self._check(question, options)
         messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
-        asked = Message(len(messages) + 1, UNSAVED, "user", question.strip(), now())
+        asked = Message(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
         return self._prepared(asked, messages, options)
 
     def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Iterator[Asked]:

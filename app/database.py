@@ -233,6 +233,14 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def storable(text: str) -> str:
+    """Without halves of surrogate pairs, which SQLite cannot keep and no tokenizer takes.
+
+    A model's tokens and a browser can give them, and so does Python for bytes that are not UTF-8.
+    """
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def has_full_text(sql: sqlite3.Connection) -> bool:
     """Whether SQLite was built with FTS5."""
     return ("fts5",) in map(tuple, sql.execute("PRAGMA module_list"))

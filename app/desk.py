@@ -6,6 +6,7 @@ from typing import Any
 from ragblend.app.chats import Chats
 from ragblend.app.conversation import Conversations
 from ragblend.app.jobs import JobQueue
+from ragblend.app.removal import Removed
 from ragblend.app.settings import Settings
 from ragblend.app.watching import Watcher
 from ragblend.app.workspace import Workspaces
@@ -39,6 +40,13 @@ class Desk(Closing):
         self.chats.end_unfinished()
         self.jobs.start()
         self.watching.start()
+
+    def remove_collection(self, name: str) -> tuple[list[Removed], int]:
+        """As `JobQueue.remove_collection`; its watched folders go first, which would bring the documents back."""
+        for folder in self.watching.folders():
+            if folder.collection == name:
+                self.watching.remove(folder.id)
+        return self.jobs.remove_collection(name)
 
     def close(self) -> None:
         """End answers and threads, close the files. The engine stays: it is shared in a process."""

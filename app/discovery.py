@@ -1,10 +1,12 @@
 """Paths that a user gives -> the files to ingest, and what was left out and why."""
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragblend.app.database import storable
 from ragblend.app.readers import READERS
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
@@ -30,14 +32,13 @@ def discover(paths: Sequence[Path]) -> Discovery:
     skipped: list[Path] = []
     failed: list[tuple[Path, DocumentError]] = []
     for given in paths:
-        path = Path(
-            os.path.abspath(given.expanduser())
-        )  # the name a user knows: links are not resolved, ".." is
+        # The name a user knows: links are not resolved, ".." is; "~$report.docx" is nobody's home.
+        path = Path(os.path.abspath(os.path.expanduser(given)))
         try:
             if path.is_dir():
                 folders.append(path)
                 for file in _walk(path, failed):
-                    if is_known(file) and not file.is_symlink():
+                    if is_known(file) and not os.path.islink(file):
                         files[file] = None
                     else:
                         skipped.append(file)
@@ -45,6 +46,9 @@ def discover(paths: Sequence[Path]) -> Discovery:
                 files[_checked(path)] = None
         except DocumentError as error:
             failed.append((path, error))
+        except OSError as error:
+            message = f"Reading {shown(path)}: {error.strerror}. Check its name and rights."
+            failed.append((path, UnreadableDocumentError(message)))
     for path in [path for path in files if shown(path) != str(path)]:
         del files[path]
         message = f"Reading {shown(path)}: its name is not UTF-8. Rename the file."
@@ -54,16 +58,26 @@ def discover(paths: Sequence[Path]) -> Discovery:
 
 def shown(path: Path) -> str:
     """A name that can be printed and kept, whatever its bytes are."""
-    return str(path).encode("utf-8", "replace").decode("utf-8")
+    return storable(str(path))
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file or folder; what may not be looked at is not gone."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    return False
 
 
 def _checked(path: Path) -> Path:
+    name = Path(shown(path))
     if not os.path.lexists(path):
-        raise DocumentNotFoundError(f"Looking for {path}: there is no such file or folder. Check the path.")
+        raise DocumentNotFoundError(f"Looking for {name}: there is no such file or folder. Check the path.")
     if not is_known(path):
         known = ", ".join(READERS)
         raise UnreadableDocumentError(
-            f"Reading {path}: {path.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
+            f"Reading {name}: {name.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
         )
     return path
 
@@ -76,7 +90,7 @@ def is_known(path: Path) -> bool:
 def _walk(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:
     def note(error: OSError) -> None:
         path = Path(error.filename)
-        message = f"Reading the folder {path}: {error.strerror}. Check its rights."
+        message = f"Reading the folder {shown(path)}: {error.strerror}. Check its rights."
         failed.append((path, UnreadableDocumentError(message)))
 
     for parent, folders, names in os.walk(folder, onerror=note):

@@ -33,7 +33,7 @@ class Home:
     def resolve(cls, home: Path | str | None = None) -> "Home":
         """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
         chosen = home or default_home()
-        return cls(Path(chosen).expanduser().absolute())
+        return cls(Path(os.path.abspath(os.path.expanduser(chosen))))  # as paths of documents are
 
     def create(self) -> "Home":
         """Make the folder, for this user only. Raises LibraryError if it cannot be made or written."""

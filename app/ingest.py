@@ -15,7 +15,7 @@ from typing import Any
 
 from ragblend.app import readers
 from ragblend.app.chunking import cut_document
-from ragblend.app.discovery import Discovery, discover, shown
+from ragblend.app.discovery import Discovery, discover, is_gone, shown
 from ragblend.app.documents import Document, FileFacts, Passage, State, content_digest
 from ragblend.app.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.guards import check_file
@@ -177,7 +177,7 @@ class _Run:
         self.report = IngestReport()
 
     def all(self, found: Discovery, prune: bool) -> None:
-        self.report.skipped = [str(path) for path in found.skipped]
+        self.report.skipped = [*map(shown, found.skipped)]
         for path, error in found.failed:
             self._note_failure(path, error)
         self._meter.count("parse", more=len(found.files))
@@ -297,7 +297,7 @@ class _Run:
         """Documents of these folders whose file is no longer there; what was never read is none."""
         known = [each for each in self._library.documents(self._collection) if each.passages]
         inside = [d for d in known if any(Path(d.path).is_relative_to(folder) for folder in folders)]
-        return [document for document in inside if not Path(document.path).exists()]
+        return [document for document in inside if is_gone(Path(document.path))]
 
     def _note_failure(self, path: Path, error: DocumentError) -> None:
         self.report.failed[shown(path)] = (type(error).__name__, str(error))

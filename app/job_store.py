@@ -141,9 +141,7 @@ class JobStore(Database):
         self.erase_log()
 
     def forget_collection(self, collection: str) -> None:
-        with self.transaction() as sql:
-            for table in ("jobs", "watched"):
-                sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
+        self.execute("DELETE FROM jobs WHERE collection = ?", collection)
         self.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:

@@ -7,20 +7,21 @@ a passage between two layers when it is paused or a file has come; a question it
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ragblend.app.discovery import discover, shown
+from ragblend.app.discovery import discover, is_gone, shown
 from ragblend.app.encoding import KvProgress, encode_missing
 from ragblend.app.guards import check_file
 from ragblend.app.ingest import embed_in_full, ingest_file
 from ragblend.app.job_store import OPEN, RUNNING, FileJob, JobStore, State
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.removal import Removed, erase_removed, remove_document
-from ragblend.app.uploads import keep_upload
+from ragblend.app.uploads import drop_upload, drop_uploads, keep_upload
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.scheduler import end_at_exit
 from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
@@ -72,6 +73,7 @@ class JobQueue:
         self.store.requeue_running()  # what a killed process was working on
         self._wakened, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._uploading = threading.Lock()  # from a copy in the home to its place in the queue
         self._left: int | None = None  # the job that was cancelled under our hands
         self._pace, self._paused = Pace(), self.store.fact("paused") == "yes"
         self._waiting: str | None = None  # why it cannot work just now
@@ -112,17 +114,20 @@ class JobQueue:
         return Added(count, tuple(map(shown, found.skipped)), failed)
 
     def upload(self, paths: Sequence[Path], collection: str) -> Added:
-        """Copy files into the home and queue the copies. Raises StoreFullError."""
+        """Copy files into the home and queue the copies. Raises StoreFullError; what was copied before is queued."""
         self.workspaces.of(collection)
         found = discover(list(paths))
         copies, failed = [], [(path.name, str(error)) for path, error in found.failed]
-        for path in found.files:
+        with self._uploading:
             try:
-                check_file(path)
-                copies.append(keep_upload(self.workspaces.home, collection, path))
-            except DocumentError as error:
-                failed.append((path.name, str(error)))
-        added = self.add(copies, collection)
+                for path in found.files:
+                    try:
+                        check_file(path)
+                        copies.append(keep_upload(self.workspaces.home, collection, path))
+                    except DocumentError as error:
+                        failed.append((path.name, str(error)))
+            finally:
+                added = self.add(copies, collection)
         return replace(
             added, skipped=tuple(path.name for path in found.skipped), failed=(*failed, *added.failed)
         )
@@ -157,6 +162,8 @@ class JobQueue:
         removed = self.remove([document.id for document in documents], collection)
         with self.workspaces.writing():  # what no document owns
             freed = self.workspaces.of(collection).engine.forget_all()
+            with self._uploading:
+                freed += drop_uploads(self.workspaces.home, collection)
         self.workspaces.forget(collection)
         return removed, freed + sum(one.bytes_freed for one in removed)
 
@@ -210,6 +217,21 @@ class JobQueue:
         count = self.store.retry(job_ids)
         self._wake()
         return count
+
+    def clear_finished(self) -> int:
+        """As `JobStore.clear_finished`; the copies of uploads that were cancelled go, too. Raises LibraryError."""
+        if self._cancelled_copies():
+            with self.workspaces.writing(), self._uploading:  # no file is in hand, and none on its way
+                for path in self._cancelled_copies():
+                    drop_upload(self.workspaces.home, path)
+        return self.store.clear_finished()
+
+    def _cancelled_copies(self) -> list[Path]:
+        """Those of this queue's own files that are no documents."""
+        originals, library = self.workspaces.home.originals, self.workspaces.library
+        jobs, _ = self.store.page("cancelled", "", 0, -1)
+        copies = [job for job in jobs if Path(job.path).parent == originals / job.collection]
+        return [Path(job.path) for job in copies if library.document(job.collection, job.path) is None]
 
     # --- the thread
 
@@ -333,7 +355,7 @@ class JobQueue:
     def _gone(self, job: FileJob) -> State:
         """The file of a document went. One that came back meanwhile stays."""
         document = self.workspaces.library.document(job.collection, job.path)
-        if document is None or Path(job.path).exists():
+        if document is None or not is_gone(Path(job.path)):
             return "unchanged"
         workspace = self.workspaces.of(document.collection)
         remove_document(workspace, document)
@@ -343,7 +365,7 @@ class JobQueue:
 
     def _is_ours(self, path: Path) -> bool:
         """Whether it is a file of the home itself, whatever link it is named through; the copies of uploads are not."""
-        home, real = self.workspaces.home, path.resolve()
+        home, real = self.workspaces.home, Path(os.path.realpath(path))
         return real.is_relative_to(home.root.resolve()) and not real.is_relative_to(home.originals.resolve())
 
 

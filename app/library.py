@@ -5,6 +5,7 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 
 import logging
 import math
+import os
 import re
 import sqlite3
 import unicodedata
@@ -189,7 +190,7 @@ class Library(Database):
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
         known = self.documents(collection)
-        path = str(Path(reference).expanduser().absolute())
+        path = os.path.abspath(os.path.expanduser(reference))
         exact = [document for document in known if reference == document.id or path == document.path]
         loose = [
             d for d in known if reference == d.name or (len(reference) >= 4 and d.id.startswith(reference))

@@ -150,7 +150,7 @@ def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out:
         with _interrupts(line):
             return _followed(line, out)
     except TimeoutError:
-        raise KeyboardInterrupt from None
+        raise _silent(root) from None
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -238,15 +238,20 @@ class _Said:
 
 @contextmanager
 def _interrupts(line: Line) -> Iterator[None]:
-    """Ctrl-C is handed on, and the command has some seconds to end; a second one ends it here."""
-    asked = False
+    """Ctrl-C is handed on, and the command has some seconds to end; their end, or a second one, ends it here.
+
+    The socket stays without a timeout: one that it is given while it is read from makes Python read on for ever, deaf
+    to signals.
+    """
+    asked, giving_up = False, threading.Timer(LEAVING_S, line.cut)
+    giving_up.daemon = True
 
     def hand_on(*_: Any) -> None:
         nonlocal asked
         if asked:
             raise KeyboardInterrupt
         asked = True
-        line.wait(LEAVING_S)
+        giving_up.start()
         with suppress(OSError):
             line.send(interrupt=True)
 
@@ -256,14 +261,19 @@ def _interrupts(line: Line) -> Iterator[None]:
     signal.signal(signal.SIGINT, hand_on)
     try:
         yield
+    except ConnectionResetError:
+        if asked:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        giving_up.cancel()
 
 
 def packed(value: Any) -> Any:
     """Arguments as JSON; paths are absolute, as the other process is in another folder."""
     if isinstance(value, Path):
-        return {"path": os.path.abspath(value.expanduser())}
+        return {"path": os.path.abspath(os.path.expanduser(value))}
     if isinstance(value, Mapping):
         return {name: packed(part) for name, part in value.items()}
     return [packed(part) for part in value] if isinstance(value, list | tuple) else value

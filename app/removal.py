@@ -12,9 +12,9 @@ from pathlib import Path
 from ragblend.app.chats import Chats
 from ragblend.app.documents import Document
 from ragblend.app.job_store import JobStore
+from ragblend.app.uploads import drop_upload
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.chroma import VectorIndex
-from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.nodes import NodeIndex
 
 log = logging.getLogger("ragblend")
@@ -42,7 +42,7 @@ def remove_document(workspace: Workspace, document: Document) -> Removed:
     if home.jobs.exists():
         with JobStore(home.jobs) as jobs:
             jobs.forget(document.collection, [document.path])
-    freed += _remove_original(workspace, document)
+    freed += drop_upload(home, Path(document.path))
     library.remove(document.id)
     return Removed(document.path, len(nodes), freed)
 
@@ -75,20 +75,3 @@ def erase_removed(workspaces: Workspaces) -> None:
         log.warning(
             "deleted text stays in files of %s until others let go of them and there is room", home.root
         )
-
-
-def _remove_original(workspace: Workspace, document: Document) -> int:
-    """The home's own copy of a file that was uploaded; bytes freed. A file elsewhere is its owner's."""
-    path = Path(document.path)
-    if not path.is_relative_to(workspace.home.originals):
-        return 0
-    try:
-        size = path.stat().st_size
-        path.unlink()
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise LibraryError(
-            f"Deleting {path}: {error.strerror}. Its document stays in the list: check the rights, and delete it again."
-        ) from error
-    return size

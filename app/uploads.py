@@ -3,41 +3,74 @@
 import os
 import re
 import shutil
-import threading
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 from ragblend.app.documents import content_digest
 from ragblend.app.home import Home
-from ragblend.kvstore.errors import StoreFullError, UnreadableDocumentError
+from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM
 
 NAME_BYTES = 200
-_KEEPING = threading.Lock()  # a home's uploads are one process's
 
 
 def keep_upload(home: Home, collection: str, path: Path) -> Path:
     """Copy a file into the home; the same file twice is one copy, another one of that name gets a number.
 
-    Raises UnreadableDocumentError, StoreFullError.
+    One at a time. Raises UnreadableDocumentError, StoreFullError.
     """
     folder = home.originals / collection
     wanted, doing = folder / safe_name(path.name), f"Keeping {path.name} in {folder}"
     try:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)
-        with _KEEPING:  # of two of one name the second must see the first
-            for target in _names_like(wanted):
-                if not target.exists():
-                    return _copied(path, target)
-                if content_digest(path) == content_digest(target):
-                    return target
+        for target in _names_like(wanted):
+            if not target.exists():
+                return _copied(path, target)
+            if content_digest(path) == content_digest(target):
+                return target
     except OSError as error:
         if error.errno in NO_ROOM:
             raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
         raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
     raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
+
+
+def drop_upload(home: Home, path: Path) -> int:
+    """Remove the home's own copy of a file that was uploaded; bytes freed. A file elsewhere is its owner's.
+
+    Raises LibraryError.
+    """
+    if not path.is_relative_to(home.originals):
+        return 0
+    try:
+        size = path.stat().st_size
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise _cannot_delete(path, error) from error
+    return size
+
+
+def drop_uploads(home: Home, collection: str) -> int:
+    """Remove all copies that the home has of a collection's uploads; bytes freed. Raises LibraryError."""
+    folder = home.originals / collection
+    try:
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise _cannot_delete(folder, error) from error
+    return size
+
+
+def _cannot_delete(path: Path, error: OSError) -> LibraryError:
+    return LibraryError(
+        f"Deleting {path}: {error.strerror or error}. It stays in the list: check the rights, and delete it again."
+    )
 
 
 def _names_like(wanted: Path) -> Iterator[Path]:

@@ -5,12 +5,13 @@ system are taken as a hint only: a path that exists is ingested, one that does n
 """
 
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.discovery import is_known
+from ragblend.app.discovery import is_gone, is_known
 from ragblend.app.extras import check_installed
 from ragblend.app.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
@@ -41,8 +42,8 @@ class Watcher:
 
     def add(self, path: Path, collection: str) -> Watched:
         """Watch a folder from now on. Raises UsageError for what is no folder, or is watched already."""
-        folder = Path(path).expanduser().absolute()
-        if not folder.is_dir():
+        folder = Path(os.path.abspath(os.path.expanduser(path)))
+        if not os.path.isdir(folder):
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
         self._jobs.workspaces.of(collection)  # is it a name?
         for other in (each.path for each in self.folders() if each.collection == collection):
@@ -156,14 +157,14 @@ class _Folder:
 
     def _missing_in(self, folder: Path) -> list[Path]:
         known = self._jobs.workspaces.library.paths_below(self._collection, str(folder))
-        return [path for path in map(Path, known) if not path.exists()]
+        return [path for path in map(Path, known) if is_gone(path)]
 
     def _took(self, paths: Iterable[Path]) -> None:
         """A folder that was moved in or out is one event: all of it is looked at."""
         changed = {path for path in paths if not _hidden(path, self._path)}
         mine = [path for path in changed if not _through_link(path, self._path)]
-        there = [path for path in mine if path.is_dir() or (is_known(path) and path.exists())]
-        gone = [path for path in changed if not path.exists()]
+        there = [path for path in mine if os.path.isdir(path) or (is_known(path) and not is_gone(path))]
+        gone = [path for path in changed if is_gone(path)]
         if there:
             self._jobs.add(there, self._collection)
         for path in gone:
@@ -178,4 +179,4 @@ def _hidden(path: Path, root: Path) -> bool:
 def _through_link(path: Path, root: Path) -> bool:
     """Links in a folder are not followed, by `discover` neither."""
     steps = (path, *path.parents)
-    return any(step.is_symlink() for step in steps if step != root and step.is_relative_to(root))
+    return any(os.path.islink(step) for step in steps if step != root and step.is_relative_to(root))

@@ -100,7 +100,7 @@ class LibraryTab:
         def work() -> Any:
             if not folder.strip():
                 raise UsageError("Name a folder or a file first.")
-            path = Path(folder.strip()).expanduser()
+            path = Path(folder.strip())
             added = self._desk.jobs.add([path], view[0])
             if watch:
                 self._desk.watching.add(path, view[0])
@@ -133,13 +133,9 @@ class LibraryTab:
         return {self.collection: chosen, self.new_name: "", self.message: said}
 
     def remove_collection(self, collection: str, *view: Any) -> Updates:
-        """All of it: its watched folders first, which would bring the documents back."""
         desk, shown = self._desk, collection
         try:
-            for folder in desk.watching.folders():
-                if folder.collection == collection:
-                    desk.watching.remove(folder.id)
-            removed, _ = desk.jobs.remove_collection(collection)
+            removed, _ = desk.remove_collection(collection)
             message = views.library.deleted(removed)
             shown = desk.workspaces.settings.collection
         except RagBlendError as error:
@@ -175,7 +171,7 @@ class LibraryTab:
                 "resume": jobs.resume,
                 "cancel": jobs.cancel,
                 "retry-all": jobs.retry,
-                "clear": jobs.store.clear_finished,
+                "clear": jobs.clear_finished,
             }
             plain[act]()
         return ""

@@ -134,6 +134,8 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["ask", "why " * 5000], 1, "PromptTooLongError"),
         (["docs", "rm", "nothing"], 1, "LibraryError"),
         (["docs", "show", "nothing"], 1, "LibraryError"),
+        (["docs", "rm", "~$report.docx"], 1, "LibraryError"),
+        (["digest", "a" * 300], 1, "LibraryError"),
         (["models", "pull", "other"], 2, "UsageError"),
     ],
 )
@@ -221,6 +223,17 @@ def test_demo_compares_both_ways(cli, capfd, home):
     assert [words for words in told if words not in shown] == []
     methods = [method for _, method, *_ in cli.engine.requests]
     assert methods.count("full") == 3 and methods.count("probe-shift") == 4
+
+
+def test_a_demo_that_is_interrupted_while_it_reads_measures_nothing(cli, capfd, monkeypatch):
+    """It went on, and ended with code 0."""
+
+    def interrupt(texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.embedder, "on_embed", interrupt)
+    assert cli("demo") == 1
+    assert capfd.readouterr().err.endswith("Interrupted.\n") and cli.engine.requests == []
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What the command line says of itself, of all collections, and when it is stopped or nobody reads on."""
 
+import io
 import json
 import os
 import signal
@@ -156,3 +157,56 @@ def test_notes_that_nobody_reads_do_not_end_an_answer(two, monkeypatch, capfd):
         patched.setattr(sys, "stderr", Closed())
         assert two("ask", "Sky?") == 0
     assert "Sources:" in capfd.readouterr().out
+
+
+LATIN = os.fsdecode(b"caf\xe9")  # Python's word for bytes that are not UTF-8
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """What a command writes to a terminal of that encoding. Pytest's own takes everything."""
+
+    def run(run_command, *arguments, encoding="utf-8", code=0):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", out)
+            assert run_command(*arguments) == code
+        return out.buffer.getvalue().decode(encoding)
+
+    return run
+
+
+def test_a_name_that_is_not_utf8_does_not_spoil_the_json(cli, written, documents):
+    """After all the work it ended in a traceback."""
+    (documents / f"{LATIN}.jpg").touch()
+    value = json.loads(written(cli, "ingest", documents, documents / f"{LATIN}.png", "--json", code=1))
+    assert len(value["added"]) == 3 and value["skipped"] == [str(documents / "caf?.jpg")]
+    assert [each["path"] for each in value["failed"]] == [str(documents / "caf?.png")]
+    bad = ["docs", "list", "--json", "--home", f"/dev/null/{LATIN}"]
+    error = json.loads(written(lambda *given: main(given), *bad, code=1))["error"]
+    assert f"/dev/null/{LATIN}" in error["message"]
+
+
+def test_a_question_that_is_not_utf8_is_asked(two, told):
+    assert told("ask", f"Who owns the {LATIN}?")["answer"] == "It is blue."
+    assert "Who owns the caf??" in two.engine.requests[-1][0].segments[-1].text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--no-save"]])
+def test_what_is_typed_may_be_in_another_encoding(two, monkeypatch, arguments):
+    typed = io.TextIOWrapper(io.BytesIO(b"Who owns the caf\xe9?\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert two("chat", *arguments) == 0
+    assert "Who owns the caf??" in two.engine.requests[-1][0].segments[-1].text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", "Café \\u0141"), ("ascii", "Caf\\u00e9 \\u0141")]
+)
+def test_what_a_terminal_cannot_show_is_written_in_other_signs(two, written, encoding, shown):
+    """The answer ended in its middle. What takes the place of a sign is as well JSON."""
+    two.engine.reply = ["Café Ł", "ódź 🚢 ", "is blue."]
+    said = written(two, "ask", "Sky?", encoding=encoding)
+    assert said.startswith(shown) and "\\ud83d\\udea2 is blue." in said
+    value = json.loads(written(two, "ask", "Sky?", "--json", encoding=encoding))
+    assert value["answer"] == "Café Łódź 🚢 is blue."

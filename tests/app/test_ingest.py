@@ -1,10 +1,12 @@
 """Ingest: what comes in, what is left alone, what is replaced, and that a stop at any point loses nothing."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from ragblend.app import readers
 from ragblend.app.conversation import ANY
-from ragblend.app.discovery import discover
+from ragblend.app.discovery import discover, is_gone, shown
 from ragblend.app.documents import State
 from ragblend.app.encoding import encode_missing
 from ragblend.app.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
@@ -93,6 +95,21 @@ def test_other_chunk_size_cuts_again(open_workspace, documents):
     assert_consistent(second)
 
 
+def test_what_may_not_be_looked_at_is_not_gone(workspace, documents, monkeypatch):
+    """It raised; and `--prune` must not take it for a file that was deleted."""
+    ingest(workspace, [documents])
+    stat = Path.stat
+
+    def refuse(path, **options):
+        if path.name == "sky.txt":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    report = take_in(workspace, [documents], prune=True)
+    assert report.pruned == [] and report.failed.keys() == {str(documents / "sky.txt")}
+
+
 def test_gone_file_is_reported_and_stays(open_workspace, documents):
     ingest(open_workspace(), [documents])
     (documents / "sky.txt").unlink()
@@ -145,6 +162,53 @@ def test_file_that_becomes_unreadable_keeps_its_earlier_version(open_workspace, 
     assert not ingest(third, [documents]).failed
     assert third.embedder.embedded == [] and third.engine.encoded == []
     assert_consistent(third)
+
+
+def test_an_odd_path_fails_alone(workspace, documents, monkeypatch):
+    """Word's lock files and unknown users' homes ended the run, and so did a name longer than names may be."""
+    monkeypatch.chdir(documents)
+    (documents / "~$report.docx").write_bytes(b"\x05Ada" + bytes(158))
+    odd = ["~$report.docx", "~nosuch/docs", f"{'a' * 300}.txt", os.fsdecode(b"caf\xe9.txt"), "loop.txt"]
+    (documents / "loop.txt").symlink_to("loop.txt")
+    report = ingest(workspace, [*map(Path, odd), documents])
+    assert len(report.added) == 3
+    assert report.failed.keys() == {shown(documents / name) for name in odd}
+    assert "File name too long. Check its name" in report.failed[str(documents / odd[2])][1]
+    json.dumps(report.to_json()).encode()
+
+
+@contextmanager
+def nobody(folder):
+    """A user whom modes stop, in the place of root, whom none does; what is in the folder can be reached."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.parents):
+        path.chmod(path.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_entered_fails_alone(tmp_path):
+    closed, listed, good = (tmp_path / name for name in ("closed", "listed", "good"))
+    modes = {closed: 0o000, listed: 0o644, good: 0o755}
+    for folder, mode in modes.items():
+        folder.mkdir()
+        (folder / "a.txt").write_text("x")
+        folder.chmod(mode)
+    try:
+        with nobody(tmp_path):
+            found = discover([closed / "a.txt", *modes])
+            assert not is_gone(closed / "a.txt") and is_gone(good / "b.txt")
+    finally:
+        for folder in modes:
+            folder.chmod(0o700)
+    assert found.files == (listed / "a.txt", good / "a.txt"), "the first fails when it is read"
+    assert dict(found.failed).keys() == {closed, closed / "a.txt"}
+    assert all("Permission denied. Check its" in str(error) for _, error in found.failed)
 
 
 def test_name_that_is_not_utf8(workspace, tmp_path):

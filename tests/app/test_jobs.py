@@ -1,16 +1,23 @@
 """The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
 
+import errno
+import os
 import shutil
 import threading
 import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 
 import pytest
-from waiting import SOON_S, idle, until
+from waiting import SOON_S, at_once, idle, until
 
 from ragblend.app.documents import State
+from ragblend.app.guards import check_file
 from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.jobs import JobQueue
-from ragblend.app.uploads import keep_upload, safe_name
+from ragblend.app.uploads import safe_name
+from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
 
@@ -74,6 +81,14 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert jobs.retry([failed[0].id]) == 1
     assert idle(jobs)
     assert "damaged" in jobs.page(state="failed")[0][0].reason
+
+
+def test_an_odd_path_fails_alone(jobs, documents):
+    (documents / "loop.txt").symlink_to("loop.txt")
+    added = jobs.add([Path("~nosuch/docs"), documents / "loop.txt", documents / "sky.txt"], "default")
+    assert added.files == 2 and [reason for _, reason in added.failed if "no such file" in reason]
+    finish(jobs)
+    assert states(jobs) == {"loop.txt": "failed", "sky.txt": "done"}
 
 
 def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
@@ -271,8 +286,8 @@ def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, docume
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
 
 
-def test_two_uploads_of_one_name_at_once_are_both_kept(workspaces, tmp_path, monkeypatch):
-    files, copyfile, kept = [], shutil.copyfile, []
+def test_two_uploads_of_one_name_at_once_are_both_kept(jobs, home, tmp_path, monkeypatch):
+    files, copyfile = [], shutil.copyfile
     for name in "ab":
         (tmp_path / name).mkdir()
         files.append(tmp_path / name / "letter.txt")
@@ -283,16 +298,10 @@ def test_two_uploads_of_one_name_at_once_are_both_kept(workspaces, tmp_path, mon
         time.sleep(0.05)
 
     monkeypatch.setattr(shutil, "copyfile", slow)
-    keeping = [
-        threading.Thread(target=lambda f=f: kept.append(keep_upload(workspaces.home, "default", f)))
-        for f in files
-    ]
-    for each in keeping:
-        each.start()
-    for each in keeping:
-        each.join(SOON_S)
-    assert sorted(path.read_text() for path in kept) == ["a" * 400, "b" * 400]
-    assert {path.name for path in kept[0].parent.iterdir()} == {"letter.txt", "letter (2).txt"}
+    at_once(*(partial(jobs.upload, [file], "default") for file in files))
+    kept = {file.name: file.read_text() for file in (home / "originals" / "default").iterdir()}
+    assert kept.keys() == states(jobs).keys() == {"letter.txt", "letter (2).txt"}
+    assert sorted(kept.values()) == ["a" * 400, "b" * 400]
 
 
 def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
@@ -342,6 +351,80 @@ def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, docume
     assert jobs.overview().total == 0
 
 
+def test_a_collection_goes_with_the_uploads_that_still_wait(jobs, home, workspaces, documents):
+    """Their copies stayed, in clear, and no list showed them."""
+    workspaces.create("letters")
+    jobs.upload([documents / "sky.txt"], "default")
+    jobs.upload([documents / "bread.md", documents / "boats.txt"], "letters")
+    _, freed = jobs.remove_collection("letters")
+    assert [file.name for file in (home / "originals").rglob("*.*")] == ["sky.txt"]
+    assert freed == sum((documents / name).stat().st_size for name in ("bread.md", "boats.txt"))
+
+
+def test_uploads_that_were_cancelled_go_when_they_are_cleared(jobs, home, workspaces, documents, tmp_path):
+    """And nothing else: neither what is a document already, nor a file that is its owner's."""
+    jobs.upload([documents / "sky.txt"], "default")
+    finish(jobs)
+    jobs.end()
+    jobs.upload([documents / "sky.txt", documents / "bread.md"], "default")
+    jobs.add([documents / "boats.txt"], "default")
+    jobs.add([home / "originals"], "other")
+    assert jobs.cancel() == 5
+    assert len(list((home / "originals").rglob("*.*"))) == 2, "they can be retried"
+    assert jobs.clear_finished() == 5 and jobs.overview().total == 0
+    assert [file.name for file in (home / "originals").rglob("*.*")] == ["sky.txt"]
+    assert (documents / "boats.txt").exists()
+
+
+def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowhere(
+    jobs, home, workspaces, documents, monkeypatch
+):
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(path):
+        reached.set()
+        assert opened.wait(SOON_S)
+        return check_file(path)
+
+    jobs.upload([documents / "sky.txt"], "default")
+    monkeypatch.setattr("ragblend.app.ingest.check_file", hold)
+    jobs.start()
+    assert reached.wait(SOON_S)
+    jobs.cancel()
+    clearing = threading.Thread(target=jobs.clear_finished)
+    clearing.start()
+    until(lambda: workspaces.is_wanted or not clearing.is_alive())
+    opened.set()
+    clearing.join(SOON_S)
+    jobs.end()
+    copies = {file.name for file in (home / "originals").rglob("*.*")}
+    assert copies == documents_of(workspaces).keys() and jobs.overview().total == 0
+
+
+def test_what_was_copied_before_the_disk_was_full_is_queued(jobs, home, documents, monkeypatch):
+    copyfile, full = shutil.copyfile, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fill_up(source, target):
+        if source.name == "sky.txt":
+            raise full
+        copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", fill_up)
+    with pytest.raises(StoreFullError, match=r"sky\.txt"):
+        jobs.upload([documents / name for name in ("bread.md", "boats.txt", "sky.txt")], "default")
+    assert states(jobs) == {"bread.md": "queued", "boats.txt": "queued"}
+
+
+def test_uploads_go_with_their_document_however_the_home_was_named(home, fakes, documents):
+    """A home with ".." in its path did not know its own copies."""
+    named = home / ".." / home.name
+    with Workspaces.open(named, chunk_tokens=16) as workspaces, closing(JobQueue(workspaces)) as jobs:
+        jobs.upload([documents / "sky.txt"], "default")
+        finish(jobs)
+        jobs.remove([workspaces.library.find("default", "sky.txt").id], "default")
+    assert list((home / "originals").rglob("*.*")) == []
+
+
 def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
     jobs.upload([documents / "sky.txt"], "default")
     (home / "notes.txt").write_text("of the program")
@@ -356,7 +439,7 @@ def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, docum
     jobs.add([documents], "default")
     (documents / "sky.txt").unlink()
     finish(jobs)
-    assert jobs.store.clear_finished() == 2 and list(states(jobs)) == ["sky.txt"]
+    assert jobs.clear_finished() == 2 and list(states(jobs)) == ["sky.txt"]
     assert "no such file" in jobs.page(state="failed")[0][0].reason
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from waiting import idle, until
@@ -121,6 +122,8 @@ def test_the_list_is_kept_and_checked(watcher, jobs, documents, tmp_path):
         watcher.add(tmp_path, "default")
     with pytest.raises(UsageError, match="no such folder"):
         watcher.add(documents / "sky.txt", "default")
+    with pytest.raises(UsageError, match="no such folder"):
+        watcher.add(Path("~nosuch/docs"), "default")
     with pytest.raises(SettingsError):
         watcher.add(documents, "no name")
     assert [w.id for w in Watcher(jobs).folders()] == [found.id] and Watcher(jobs).folders()[0].reason

@@ -187,7 +187,7 @@ def _remove(desk, home, way, paths, folder):
     elif way == "page":
         desk.jobs.remove([library.find("default", str(path)).id for path in paths], "default")
     elif way == "collection":
-        desk.jobs.remove_collection("letters")
+        desk.remove_collection("letters")
     elif way == "watched folder":
         for path in paths:
             path.unlink()

@@ -136,7 +136,7 @@ def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
         stored = runtime.nodes.keys("cleo")
         assert len(stored) == 3 and all(map(runtime.store.contains, stored))
         known.remove("cleo")
-        assert desk.jobs.remove_collection("cleo")[1] > 0
+        assert desk.remove_collection("cleo")[1] > 0
         assert not runtime.nodes.keys("cleo") and not any(map(runtime.store.contains, stored))
         assert len(workspace.known_passages) == 0
 
@@ -151,7 +151,7 @@ def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> N
     runtime.chores.add(lambda: begun.wait(SOON_S))
     for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
         assert served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "dora").status_code == 200
-    desk.jobs.remove_collection("dora")
+    desk.remove_collection("dora")
     begun.set()
     assert served.engine.finish_background(SOON_S) and not runtime.nodes.keys("dora")
     assert served.chat(LEDGER, "dora").status_code == 404
@@ -163,7 +163,7 @@ def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> N
     served.keys["dora"] = known.add(Client("dora", ("dora",)))
     assert served.chat(LEDGER, "dora").json()["kv"][0]["reused"] == 0 and not runtime.nodes.keys("dora")
     known.remove("dora")
-    desk.jobs.remove_collection("dora")
+    desk.remove_collection("dora")
 
 
 def test_two_conversations_that_begin_alike_leave_each_other_alone(served) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -53,7 +54,7 @@ def told(home, capsys):
     """What a command says with --json, and its notes without the times."""
 
     def run(*arguments, code=0):
-        assert main([*arguments, "--home", str(home), "--json"]) == code
+        assert main([*map(str, arguments), "--home", str(home), "--json"]) == code
         said = capsys.readouterr()
         [line] = said.out.splitlines()
         value = json.loads(line)
@@ -111,6 +112,9 @@ def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> 
     monkeypatch.chdir(tmp_path)
     with owned(home) as desk:
         assert told("ingest", "ferry.txt")[0]["added"] == [str(tmp_path / "ferry.txt")]
+        assert told("ingest", "~$report.docx", code=1)[0]["failed"][0]["path"] == str(
+            tmp_path / "~$report.docx"
+        )
         assert told("ingest", "none.txt", code=1)[0]["failed"][0]["type"] == "DocumentNotFoundError"
         assert desk.workspaces.library.find("default", "ferry.txt").passages == 1
         assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "ferry.txt"
@@ -123,9 +127,28 @@ def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> 
         assert desk.workspaces.names() == ["default"]
 
 
-def as_process(home, *arguments, **more):
+def test_a_collection_that_is_taken_out_is_watched_no_more(home, told, tmp_path) -> None:
+    """A change in its folder brought it back: only the list had forgotten the folder."""
+    pytest.importorskip("watchfiles")
+    (tmp_path / "ferry.txt").write_text(FERRY)
+    with owned(home) as desk:
+        told("ingest", tmp_path / "ferry.txt", "--collection", "boats")
+        desk.watching.start()
+        desk.watching.add(tmp_path, "boats")
+        kept = desk.watching.add(tmp_path, "others")
+        told("collections", "rm", "boats")
+        assert [each.id for each in desk.watching.folders()] == [kept.id]
+        assert [t.name for t in threading.enumerate()].count("ragblend-watch") == 1
+        desk.watching.remove(kept.id)
+
+
+def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
     """A command as somebody types it."""
-    command = [sys.executable, "-m", "ragblend.app.cli", *arguments, "--home", str(home)]
+    code = (
+        "import sys; from ragblend.app import cli, remote; "
+        f"remote.LEAVING_S = {leaving_s}; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *arguments, "--home", str(home)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(command, text=True, **pipes, **more)
 
@@ -139,6 +162,16 @@ def test_a_conversation_asks_and_is_kept_there(home) -> None:
         assert len(answers) == 2 and notes.count("\n> ") == 3 and "Kept." in notes
         said = desk.chats.messages(answers[0]["chat"])
         assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when?"]
+
+
+def test_text_that_is_not_utf8_is_asked_there(home, told) -> None:
+    """Half a pair of surrogates is what Python makes of such bytes; no tokenizer takes one."""
+    with owned(home) as desk:
+        assert told("ask", f"{QUESTION} \udce9")[0]["answer"]
+        process = as_process(home, "chat", "--json", encoding="utf-8", errors="surrogateescape")
+        out, notes = process.communicate(f"{QUESTION} \udce9\n\n", timeout=120)
+        assert process.returncode == 0, notes
+        assert desk.chats.messages(json.loads(out)["chat"])[0].text == f"{QUESTION} ?"
 
 
 def test_ctrl_c_stops_the_computing_there(home) -> None:
@@ -180,8 +213,8 @@ def request(**more):
 
 
 @contextmanager
-def stranger(folder, greeting=b"", answers=()):
-    """Something that listens where a server would. Gives what it was sent."""
+def stranger(folder, greeting=b"", answer=lambda connection: None):
+    """Something that listens where a server would. Gives what it was sent before it answers."""
     got, path = [], folder / NAME
     listener = socket.socket(socket.AF_UNIX)
     with remote.folder_of(folder) as opened:
@@ -198,8 +231,7 @@ def stranger(folder, greeting=b"", answers=()):
             with connection, suppress(OSError):
                 connection.sendall(greeting)
                 got.append(connection.recv(1 << 20))
-                for answer in answers:
-                    connection.sendall(answer)
+                answer(connection)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -308,10 +340,36 @@ def test_what_answers_must_be_this_version_before_it_is_sent_anything(
 
 
 def test_a_process_that_is_killed_under_a_command_is_named(folder, capsys) -> None:
-    with stranger(folder, GREETING, [b'{"out": "The light"}\n']):
+    with stranger(folder, GREETING, lambda connection: connection.sendall(b'{"out": "The light"}\n')):
         assert main(["ask", QUESTION, "--home", str(folder)]) == 1
     said = capsys.readouterr()
     assert said.out == "The light" and "ended while it worked on this" in said.err
+
+
+@pytest.mark.parametrize(("presses", "leaving_s"), [(1, 0.1), (2, 1e6)])
+def test_ctrl_c_ends_a_command_of_which_nothing_more_is_heard(folder, presses, leaving_s) -> None:
+    """The socket was given a timeout while it was read from: Python read it again and again, deaf to signals."""
+    heard = queue.SimpleQueue()
+
+    def silent(connection):
+        connection.sendall(b'{"out": "The light"}\n')
+        while said := connection.recv(1 << 16):
+            heard.put(json.loads(said))
+
+    with (
+        stranger(folder, GREETING, silent),
+        as_process(folder, "ask", QUESTION, leaving_s=leaving_s) as process,
+    ):
+        try:
+            assert process.stdout.read(9) == "The light"
+            process.send_signal(signal.SIGINT)
+            if presses == 2:
+                assert heard.get(timeout=60) == {"interrupt": True}
+                process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 1
+            assert process.stderr.read() == "Interrupted.\n"
+        finally:
+            process.kill()
 
 
 def test_a_hostile_request_harms_nothing(home, told) -> None:

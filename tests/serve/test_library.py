@@ -150,7 +150,7 @@ def test_an_upload_does_not_bring_a_removed_collection_back(served, monkeypatch)
     served.keys["emil"] = known.add(Client("emil", ("emil",)))
 
     def removed_meanwhile(*given):
-        desk.jobs.remove_collection("emil")
+        desk.remove_collection("emil")
         return copied(*given)
 
     monkeypatch.setattr(shutil, "copyfileobj", removed_meanwhile)
