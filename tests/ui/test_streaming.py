@@ -8,11 +8,9 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
-from app_fakes import FakeEmbedder, FakeEngine
 from serverless import built
 
 from ragblend.app.ingest import ingest
-from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.context import Context
 from ragblend.ui.page import Frame
@@ -135,10 +133,7 @@ class Page:
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch):
-    engine = FakeEngine(tmp_path / "home")
-    monkeypatch.setattr(Workspace, "engine", engine)
-    monkeypatch.setattr(Workspaces, "embedder", FakeEmbedder())
+def page(tmp_path, fake_engine):
     with built(tmp_path, Page) as (made, _):
         yield made
 
