@@ -143,17 +143,17 @@ class Conversations:
             return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
-    def measure_full(self, message_id: int) -> dict[str, Any]:
+    def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
         """Read that answer's prompt in full, for the clock; its report, with the measured time, stored.
 
-        Raises UsageError where there is nothing to measure.
+        Raises UsageError where there is nothing to measure, and Cancelled once `cancel` is set.
         """
         answer = self._chats.message(message_id)
         if not has_breakdown(answer.report):
             raise UsageError("Measuring full prefill: this is no finished answer of the model. Take another.")
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
-        prefilled = self.engine.prefill(prompt, method="full")
+        prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
         report = answer.report | full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.set_report(message_id, report).report
 

@@ -128,12 +128,10 @@ def _remote(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _index(workspace: Workspace) -> tuple[Status, str]:
-    vectors = 0
-    for name in workspace.library.collections() or [workspace.settings.collection]:
-        one = workspace.workspaces.of(name)
-        if findings := check_index(one):
-            return "failed", f"{name}: {findings[0].message}"
-        vectors += one.index.count()
+    workspaces = workspace.workspaces
+    if findings := check_index(workspace, workspaces.names()):
+        return "failed", findings[0].message
+    vectors = sum(workspaces.of(name).index.count() for name in workspaces.names())
     return "ok", f"{vectors} vectors, as many as the registry has passages"
 
 

@@ -68,7 +68,8 @@ def encode_missing(
 ) -> KvReport:
     """Encode what has no KV in this collection: what was asked for first, then in the order of ingest.
 
-    leave() ends it within a layer, and so does Ctrl-C; what is encoded stays. Raises StoreFullError and ModelError.
+    leave() ends it before the model is loaded or within a layer, and so does Ctrl-C; what is encoded stays.
+    Raises StoreFullError and ModelError.
     """
     passages = workspace.library.nodes(workspace.settings.collection)
     if not passages:
@@ -103,8 +104,11 @@ def _encode(
         left_out = f"{missing.left_out} passages are {what}."
     if not total:
         return KvReport(count, whole, message=left_out)
-    show(KvProgress("loading", name, 0, total))
     planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
+    if leave():
+        said = _message("left", whole - total, count)
+        return KvReport(count, whole - total, *planned, stopped="left", message=said)
+    show(KvProgress("loading", name, 0, total))
     if not engine.gate.passed:
         failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
         said = f"No KV was stored: {failed}, so its answers come from full prefill."

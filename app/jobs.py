@@ -110,7 +110,7 @@ class JobQueue:
         # A folder may have the home in it.
         files = [(str(path), _size(path)) for path in found.files if not self._is_ours(path)]
         count = self.store.add("ingest", collection, files)
-        self._wake()
+        self.wake()
         return Added(count, tuple(map(shown, found.skipped)), failed)
 
     def upload(self, paths: Sequence[Path], collection: str) -> Added:
@@ -138,7 +138,7 @@ class JobQueue:
         known = [str(path) for path in paths if library.document(collection, str(path))]
         if known:
             self.store.add("remove", collection, [(path, 0) for path in known])
-            self._wake()
+            self.wake()
         return len(known)
 
     def remove(self, document_ids: Sequence[str], collection: str) -> list[Removed]:
@@ -149,7 +149,7 @@ class JobQueue:
                 known = workspace.library.documents_with(document_ids[start : start + REMOVED_A_TURN])
                 mine = [document for document in known.values() if document.collection == collection]
                 removed += [remove_document(workspace, document) for document in mine]
-        self._wake()  # there may be room for other KV now
+        self.wake()  # there may be room for other KV now
         return removed
 
     def remove_collection(self, collection: str) -> tuple[list[Removed], int]:
@@ -203,7 +203,7 @@ class JobQueue:
     def resume(self) -> None:
         self.store.set_fact("paused", "")
         self._paused = False
-        self._wake()
+        self.wake()
 
     def cancel(self, job_ids: Sequence[int] | None = None) -> int:
         """Cancel these, or all that are not over; the file that is worked on is left. Returns how many."""
@@ -215,7 +215,7 @@ class JobQueue:
     def retry(self, job_ids: Sequence[int] | None = None) -> int:
         """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
         count = self.store.retry(job_ids)
-        self._wake()
+        self.wake()
         return count
 
     def clear_finished(self) -> int:
@@ -233,15 +233,16 @@ class JobQueue:
         copies = [job for job in jobs if Path(job.path).parent == originals / job.collection]
         return [Path(job.path) for job in copies if library.document(job.collection, job.path) is None]
 
+    def wake(self) -> None:
+        """Look again for what there is to do: a file, or what lacks KV."""
+        self._is_idle = False
+        self._wakened.set()
+
     # --- the thread
 
     @property
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-    def _wake(self) -> None:
-        self._is_idle = False
-        self._wakened.set()
 
     def _run(self) -> None:
         while not self._ending.is_set():

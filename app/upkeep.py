@@ -1,6 +1,6 @@
 """Is everything in place? And making again what can be made: Chroma's index and KV, from the registry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +40,17 @@ class Repaired:
     lost: tuple[str, ...]
 
 
-def check(workspace: Workspace) -> list[Finding]:
-    """Everything that is wrong, from reading all of the registry, the index and the KV store.
+def check(workspace: Workspace, collections: Sequence[str] = ()) -> list[Finding]:
+    """Everything that is wrong, from reading all of the registry, the KV store and the index.
 
-    Where the registry's file itself is damaged nothing else is looked at.
+    collections: whose index, by default the workspace's own. Where the registry's file itself is damaged nothing else
+    is looked at.
     """
     findings = check_library(workspace.library)
     if workspace.library.damage:
         return findings
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
-    return findings + check_index(workspace)
+    return findings + check_index(workspace, collections)
 
 
 def check_library(library: Library) -> list[Finding]:
@@ -59,52 +60,82 @@ def check_library(library: Library) -> list[Finding]:
     return [Finding("library", f"{each.path}: {DAMAGED}") for each in library.damaged_documents()]
 
 
-def check_index(workspace: Workspace) -> list[Finding]:
-    """Where the index and the registry disagree about what there is."""
+def check_index(workspace: Workspace, collections: Sequence[str] = ()) -> list[Finding]:
+    """Where the index of these collections, or that of words, and the registry disagree about what there is."""
+    findings = []
+    if damage := workspace.library.words_damage():
+        findings.append(Finding("index", f"that of words: {damage}"))
+    for each in _opened(workspace, collections):
+        findings += _check_vectors(each)
+    return list(dict.fromkeys(findings))  # collections share Chroma's files, and what is wrong with these
+
+
+def _check_vectors(workspace: Workspace) -> list[Finding]:
+    name = workspace.settings.collection
     try:
         indexed = workspace.index.node_ids()
     except LibraryError as error:
         return [Finding("index", str(error))]
-    collection = workspace.library.embeddings(workspace.settings.collection)
-    registered = {node for nodes, _ in collection for node in nodes}
-    advice = "`ragblend store repair` builds the index again."
-    findings = []
-    if damage := workspace.library.words_damage():
-        findings.append(Finding("index", f"that of words: {damage}"))
-    if missing := len(registered - indexed):
-        findings.append(
-            Finding("index", f"{missing} passages of the registry are not in the index; {advice}")
-        )
-    if extra := len(indexed - registered):
-        findings.append(Finding("index", f"{extra} vectors belong to no passage; {advice}"))
-    return findings
+    registered = {node for nodes, _ in workspace.library.embeddings(name) for node in nodes}
+    advice = f"`ragblend store repair --collection {name}` builds the index again."
+    found = [
+        (registered - indexed, "passages of the registry are not in the index"),
+        (indexed - registered, "vectors belong to no passage"),
+    ]
+    return [Finding("index", f"{name}: {len(nodes)} {said}; {advice}") for nodes, said in found if nodes]
 
 
-def repair(workspace: Workspace, note: Note, progress: Callable[[KvProgress], None] = silent) -> Repaired:
+def _opened(workspace: Workspace, collections: Sequence[str]) -> list[Workspace]:
+    """One for each of these collections of the home; by default that one."""
+    return [workspace.workspaces.of(name) for name in collections] or [workspace]
+
+
+def repair(
+    workspace: Workspace,
+    note: Note,
+    progress: Callable[[KvProgress], None] = silent,
+    leave: Callable[[], bool] = lambda: False,
+    collections: Sequence[str] = (),
+) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
 
-    Raises LibraryError where the registry's file itself is damaged: it cannot be built from anything else.
+    leave: as in `encode_missing`; collections: as in `check`. Raises LibraryError where the registry's file itself is
+    damaged: it cannot be built from anything else.
     """
-    library, collection = workspace.library, workspace.settings.collection
+    library = workspace.library
+    spaces = {each.settings.collection: each for each in _opened(workspace, collections)}
     library.index_words()  # first: a passage whose words it has otherwise could not be taken out
-    damaged_here = [each for each in library.damaged_documents() if each.collection == collection]
-    lost = tuple(each.path for each in damaged_here if not _restored(workspace, each))
+    damaged_here = [each for each in library.damaged_documents() if each.collection in spaces]
+    lost = tuple(each.path for each in damaged_here if not _restored(spaces[each.collection], each))
     for path in lost:
         note(f"{path}: {DAMAGED} Its file is not what was ingested; until then its passages are left out.")
     note("Building the vector index from the registry ...")
-    vectors = workspace.index.rebuild(library.embeddings(collection))
+    workspace.workspaces.close_indexes()  # one that is open would keep hold of files that another one makes anew
+    vectors = sum(each.index.rebuild(library.embeddings(name)) for name, each in spaces.items())
     note("Looking through the stored KV ...")
     damaged = len(workspace.store.repair())
-    passages = [
-        p for d in library.documents(collection) if d.reason != DAMAGED for p in library.passages_of(d.id)
-    ]
-    workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
+    for each in spaces.values():
+        _enter(each)
     note("Encoding what is missing ...")
+    kv = [encode_missing(each, progress, leave) for each in spaces.values()]
+    return Repaired(
+        vectors,
+        passages=sum(each.passages for each in kv),
+        encoded=sum(each.encoded for each in kv),
+        with_kv=None if any(each.with_kv is None for each in kv) else sum(each.with_kv or 0 for each in kv),
+        damaged_kv=damaged,
+        restored=len(damaged_here) - len(lost),
+        lost=lost,
+    )
+
+
+def _enter(workspace: Workspace) -> None:
+    """Make known again, to the engine and to frameworks, what the collection's passages are."""
+    library, known = workspace.library, workspace.library.documents(workspace.settings.collection)
+    passages = [p for d in known if d.reason != DAMAGED for p in library.passages_of(d.id)]
+    workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
     if passages:
         workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
-    kv = encode_missing(workspace, progress)
-    restored = len(damaged_here) - len(lost)
-    return Repaired(vectors, kv.passages, kv.encoded, kv.with_kv, damaged, restored, lost)
 
 
 def _restored(workspace: Workspace, document: Document) -> bool:

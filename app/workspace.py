@@ -153,9 +153,7 @@ class Workspaces(Closing):
         try:
             with self._writers.turn(), writer_lock(self.home.lock) as hold:
                 if hold.before != self._mark:  # another process wrote: what Chroma has in memory may be old
-                    with self._lock:  # whoever is searching one opens it again
-                        for file in (each for (what, _), each in self._files.items() if what == "index"):
-                            file.close()
+                    self.close_indexes()
                 self._mark = hold.mark
                 try:
                     yield
@@ -168,6 +166,12 @@ class Workspaces(Closing):
         finally:
             with self._lock:
                 self._waiting -= 1
+
+    def close_indexes(self) -> None:
+        """Have whoever searches one open it again from the files, which all share."""
+        with self._lock:
+            for index in (each for (what, _), each in self._files.items() if what == "index"):
+                index.close()
 
     def under(self, settings: Settings) -> "Workspaces":
         """The same collections and files under other settings, for one command: closing that closes nothing."""
@@ -200,6 +204,9 @@ class _Lent(Workspaces):
 
     def forget(self, name: str) -> None:
         self._owner.forget(name)
+
+    def close_indexes(self) -> None:
+        self._owner.close_indexes()
 
     @property
     def is_wanted(self) -> bool:

@@ -10,6 +10,7 @@ from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn
 from ragblend.ui.guard import dismissed, guard
+from ragblend.ui.sessions import PARTS, session_of
 
 TICK_S = 1.5
 
@@ -36,7 +37,7 @@ class Frame:
             with gr.Tab("Library", id="library") as library_tab:
                 self.library = tab_library.LibraryTab(context)
             with gr.Tab("Compare", id="compare"):
-                self.compared = tab_compare.CompareTab(context).collection
+                self.compare = tab_compare.CompareTab(context)
             with gr.Tab("Store", id="store") as store_tab:
                 tab_store.StoreTab(context, store_tab)
             with gr.Tab("Settings", id="settings") as settings_tab:
@@ -45,7 +46,7 @@ class Frame:
 
     def _connect(self, page: gr.Blocks, library_tab: gr.Tab) -> None:
         chat, library, frame = self.chat, self.library, [self.header, self.banner]
-        asked = [chat.collections, self.compared]
+        asked = [chat.collections, self.compare.collection]
         opening = [*frame, *asked, chat.chats, chat.hello, chat.transcript, chat.export, library.collection]
         page.load(self.load, None, [*opening, *library.drawn], **QUICK)
         library.collection.change(self.choices, asked, asked, **QUICK)
@@ -59,12 +60,12 @@ class Frame:
     def load(self, request: gr.Request) -> dict[Any, Any]:
         names = self._context.desk.workspaces.names()
         chosen = names[0]
-        self._context.sessions.show(request.session_hash or "", None)
+        self._context.sessions.show(session_of(request), None)
         return {
             **self._frame(),
             self.chat.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
             self.library.collection: gr.update(choices=names, value=chosen),
-            self.compared: gr.update(choices=names, value=chosen),
+            self.compare.collection: gr.update(choices=names, value=chosen),
             **self.chat.opening(),
             **self.library.refresh(chosen, "", "", 0),
         }
@@ -75,7 +76,9 @@ class Frame:
         kept = [name for name in asked or () if name in names] or names[:1]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
-            self.compared: gr.update(choices=names, value=compared if compared in names else names[0]),
+            self.compare.collection: gr.update(
+                choices=names, value=compared if compared in names else names[0]
+            ),
         }
 
     def tick(self, seen: str, *view: Any) -> dict[Any, Any]:
@@ -107,8 +110,8 @@ class Frame:
         }
 
     def gone(self, request: gr.Request) -> None:
-        for session in (request.session_hash or "", tab_compare.session_of(request)):
-            self._context.sessions.close(session)
+        for part in PARTS:
+            self._context.sessions.close(session_of(request, part))
 
 
 def state_line(overview: Overview, settings: Settings, is_loading: bool = False) -> str:

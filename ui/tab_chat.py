@@ -1,6 +1,7 @@
 """The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,10 +17,11 @@ from ragblend.app.highlight import locate_source
 from ragblend.app.models import Offer, machine_of, offers
 from ragblend.app.turn import Turn
 from ragblend.engine.files import DEFAULT
-from ragblend.kvstore.errors import RagBlendError
+from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.context import BARE, EACH, QUEUED, QUICK, Context, drawn, search_field
+from ragblend.ui.sessions import MEASUREMENT, session_of
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -156,8 +158,9 @@ class ChatTab:
         self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], Turn]
     ) -> Iterator[Updates]:
         """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
-        session = request.session_hash or ""
-        self._sessions.begin(session)
+        session = session_of(request)
+        number = self._sessions.begin(session)
+        ended = partial(self._ended, session, number, chat_id, question)
         self._sessions.show(session, chat_id)
         yield {
             self.chat_id: chat_id,
@@ -169,43 +172,53 @@ class ChatTab:
         try:
             turn = begin()
         except RagBlendError as error:
-            yield self._ended(session, chat_id, problem(str(error)))
+            yield ended(problem(str(error)))
             return
         except Exception:
-            yield self._ended(session, chat_id, "")
+            yield ended()
             raise
-        with self._sessions.running(session, turn.stop):
+        with self._sessions.running(session, number, turn.stop):
             try:
-                yield from self._draw(session, chat_id, turn)
+                yield from self._draw(session, number, chat_id, turn)
             except RagBlendError:
                 pass  # it is stored with the answer, and drawn from there
             except Exception:
                 LOG.exception("an answer failed")  # stored and drawn as well
         with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
             self._context.note_store()
-        yield self._ended(session, chat_id, "")
+        yield ended()
 
-    def _draw(self, session: str, chat_id: int, turn: Turn) -> Iterator[Updates]:
-        if self._sessions.shows(session, chat_id):
+    def _draw(self, session: str, number: int, chat_id: int, turn: Turn) -> Iterator[Updates]:
+        def has_page() -> bool:
+            return self._sessions.shows(session, chat_id) and not self._sessions.is_others(session, number)
+
+        if has_page():
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
         text = ""
         for piece in coalesced(turn):
             text += piece
-            if (piece or not text) and self._sessions.shows(session, chat_id):
+            if (piece or not text) and has_page():
                 yield {self.live: views.chat.live_turn("", text, "" if text else turn.doing, turn.notice)}
 
-    def _ended(self, session: str, chat_id: int, note: str) -> Updates:
+    def _ended(self, session: str, number: int, chat_id: int, question: str, note: str = "") -> Updates:
+        if self._sessions.is_others(session, number):
+            return {self.live: gr.skip()}  # Gradio repeats what came last
         resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
         if not self._sessions.shows(session, chat_id):
             return resting
-        return resting | self._shown(chat_id) | {self.live: note}
+        try:
+            return resting | self._shown(chat_id) | {self.live: note}
+        except RagBlendError as error:  # it was deleted elsewhere: what was typed can be asked in a new one
+            self._sessions.show(session, None)
+            typed = {self.question: question or gr.skip()}
+            return resting | self._shown(None) | typed | {self.live: problem(str(error))}
 
     def opening(self) -> Updates:
         first = {self.chats: self._chats(None), self.hello: self.welcome()}
         return first | {self.transcript: "", self.export: ""}
 
     def stop(self, request: gr.Request) -> None:
-        self._sessions.stop(request.session_hash or "")
+        self._sessions.stop(session_of(request))
 
     # --- conversations
 
@@ -239,8 +252,9 @@ class ChatTab:
         return {self.chats: self._chats(chat_id, text, limit)}
 
     def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
-        session = request.session_hash or ""
+        session = session_of(request)
         self._sessions.stop(session)
+        self._sessions.stop(session_of(request, MEASUREMENT))
         self._sessions.show(session, chat_id)
         return {**self._shown(chat_id), self.live: "", self.source: views.passage.empty()}
 
@@ -333,18 +347,23 @@ class ChatTab:
     def _hood(self, message_id: int) -> str:
         return views.hood.view(self._desk.chats.message(message_id).report, message_id)
 
-    def measure(self, chat_id: int | None, event: gr.EventData) -> Iterator[Updates]:
+    def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show it beside the answer's own."""
-        message_id = int(event.message)
+        message_id, stopped, said = int(event.message), threading.Event(), ""
+        session = session_of(request, MEASUREMENT)
+        number = self._sessions.begin(session)
         yield {
             self.hood: problem("Running full prefill over the same prompt …", "info") + self._hood(message_id)
         }
         try:
-            self._desk.conversations.measure_full(message_id)
-        except RagBlendError as error:
-            yield {self.hood: problem(str(error)) + self._hood(message_id)}
+            with self._sessions.running(session, number, stopped.set):
+                self._desk.conversations.measure_full(message_id, stopped)
+        except Cancelled:  # another one is measured, or another conversation shown
+            yield {self.hood: gr.skip()}
             return
-        yield {self.hood: self._hood(message_id)}
+        except RagBlendError as error:
+            said = problem(str(error))
+        yield {self.hood: said + self._hood(message_id)}
 
 
 def _options(collections: list[str], mode: str) -> AskOptions:

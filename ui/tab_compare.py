@@ -11,6 +11,7 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.context import QUEUED, QUICK, Context, collection_field, drawn
+from ragblend.ui.sessions import COMPARISON, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
 Updates = dict[Any, Any]
@@ -82,38 +83,40 @@ class CompareTab:
         right_ratio: float,
         request: gr.Request,
     ) -> Iterator[Updates]:
-        session, stopped = session_of(request), threading.Event()
+        session, stopped = session_of(request, COMPARISON), threading.Event()
         sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
-        self._sessions.begin(session)
-        resting = {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
+        number = self._sessions.begin(session)
         yield {
             self.result: views.compare.looking(),
             self.go: gr.update(interactive=False),
             self.stop_button: gr.update(visible=True),
         }
+        ended: Updates = {}
         try:
-            with self._sessions.running(session, stopped.set):
+            with self._sessions.running(session, number, stopped.set):
                 for found in compare(self._desk.conversations, question, collection, sides, stopped):
+                    if self._sessions.is_others(session, number):
+                        break
                     running = len(found.sides) < len(sides)
                     yield {self.result: views.compare.comparison(found, running)}
-            yield resting
         except Cancelled:
-            yield {self.result: problem("Stopped.", "info"), **resting}
+            ended = {self.result: problem("Stopped.", "info")}
         except RagBlendError as error:
-            yield {self.result: problem(str(error)), **resting}
+            ended = {self.result: problem(str(error))}
         except Exception:
-            yield resting
+            yield self._ended(session, number, {})
             raise
+        yield self._ended(session, number, ended)
+
+    def _ended(self, session: str, number: int, said: Updates) -> Updates:
+        if self._sessions.is_others(session, number):
+            return {self.result: gr.skip()}  # Gradio repeats what came last
+        return said | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
 
     def stop(self, request: gr.Request) -> None:
-        self._sessions.stop(session_of(request))
+        self._sessions.stop(session_of(request, COMPARISON))
 
 
 def side_of(method: str, percent: float) -> Side:
     """percent: of what is stored."""
     return Side(method, None if method in WITHOUT_RATIO else percent / 100)
-
-
-def session_of(request: gr.Request) -> str:
-    """A comparison and a chat of one page are stopped apart."""
-    return f"{request.session_hash}/compare"

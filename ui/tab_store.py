@@ -8,6 +8,7 @@ import gradio as gr
 
 from ragblend.app import upkeep
 from ragblend.app.cli_store import stats_value
+from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
@@ -91,15 +92,21 @@ class StoreTab:
     def check(self) -> Iterator[Updates]:
         yield {self.message: problem("Reading everything that is stored …", "info")}
         try:
-            yield {self.message: views.store.findings(upkeep.check(self._workspace))}
+            found = upkeep.check(self._workspace, self._desk.workspaces.names())
+            yield {self.message: views.store.findings(found)}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}
 
     def repair(self) -> Iterator[Updates]:
         yield {self.message: problem("Repairing …", "info")}
+        workspaces = self._desk.workspaces
         try:
-            with self._desk.workspaces.writing():
-                done = upkeep.repair(self._workspace, lambda _: None)
+            with workspaces.writing():
+                # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
+                done = upkeep.repair(
+                    workspaces.first, silent, leave=lambda: True, collections=workspaces.names()
+                )
+            self._desk.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}

@@ -91,7 +91,7 @@ class FakeEngine:
         self.measures_answers = False
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.penalties = []
-        self.on_encode = lambda text: None
+        self.on_encode, self.on_prefill = lambda text: None, lambda: None
         self.reply = ("It ", "is ", "blue.")
         self.misses, self.left_out = 0, 0
 
@@ -157,8 +157,12 @@ class FakeEngine:
         ids = [[crc32(word.encode()) for word in each] for each in words]
         return Prompt([with_ids(*both) for both in zip(prompt.segments, ids, strict=True)])
 
-    def prefill(self, prompt, method="probe-shift", cancel=None):
+    def prefill(self, prompt, method="probe-shift", ratio=0.15, cancel=None):
+        """`on_prefill` may set the event that cancels it."""
         self.prefilled.append((prompt, method))
+        self.on_prefill()
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("stopped")
         return SimpleNamespace(report=Report(method, None, timings=Timings(prefill_ms=1234.5)))
 
     def stream(

@@ -20,7 +20,9 @@ def test_missing_and_extra_vectors_are_found_and_mended(filled):
     filled.index.delete(nodes[:2])
     filled.index.upsert(["nobody"], [np.ones((1, 64), np.float32)])
     missing, extra = check_index(filled)
-    assert missing.message.startswith("2 passages") and extra.message.startswith("1 vectors")
+    assert missing.message.startswith("default: 2 passages") and extra.message.startswith(
+        "default: 1 vectors"
+    )
     repair(filled, lambda text: None)
     assert check(filled) == [] and sorted(filled.index.node_ids()) == nodes
 
@@ -51,6 +53,55 @@ def test_repair_encodes_what_is_missing_and_embeds_nothing(filled):
     notes = []
     assert repair(filled, notes.append).encoded == 1
     assert filled.embedder.embedded == [] and len(notes) == 3
+
+
+def test_a_repair_that_is_left_says_what_has_kv_and_loads_no_model(filled):
+    engine = filled.engine
+    (engine.folder / sorted(engine.stored())[0]).unlink()
+    engine.weights_loaded = False
+    done = repair(filled, lambda text: None, leave=lambda: True)
+    assert (done.encoded, done.with_kv) == (0, done.passages - 1)
+    assert not engine.weights_loaded
+
+
+def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(filled, tmp_path):
+    (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
+    letters, names = filled.workspaces.of("letters"), ["default", "letters"]
+    ingest(letters, [tmp_path / "letter.txt"])
+    truth = [each.index.node_ids() for each in (filled, letters)]
+    assert check(filled, names) == []
+    letters.index.delete(sorted(truth[1]))
+    with filled.library.transaction() as sql:
+        sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
+    words, missing = check(filled, names)
+    assert words.message.startswith("that of words")
+    assert missing.message.startswith("letters: 1 passages") and "--collection letters" in missing.message
+    assert check(filled) == [words]
+    done = repair(filled, lambda text: None, collections=names)
+    assert (done.vectors, done.passages, done.with_kv) == (5, 5, 5)
+    assert check(filled, names) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
+
+
+def test_a_damaged_document_of_another_collection_is_restored(filled, open_workspace, tmp_path):
+    (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
+    ingest(filled.workspaces.of("letters"), [tmp_path / "letter.txt"])
+    flip_in(filled.library, filled.library.find("letters", "letter.txt"), "text")
+    again = open_workspace()
+    assert [each.part for each in check(again, ["default", "letters"])].count("library") == 1
+    assert repair(again, lambda text: None, collections=["default", "letters"]).restored == 1
+    assert check(again, ["default", "letters"]) == []
+
+
+def test_an_index_that_no_collection_can_be_read_from_is_named_once_and_made_again(filled, tmp_path):
+    """All collections share Chroma's files."""
+    (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
+    letters, names = filled.workspaces.of("letters"), ["default", "letters"]
+    ingest(letters, [tmp_path / "letter.txt"])
+    truth = [each.index.node_ids() for each in (filled, letters)]
+    (filled.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
+    assert [finding.part for finding in check(filled, names)] == ["index"]
+    repair(filled, lambda text: None, collections=names)
+    assert check(filled, names) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
 
 
 @pytest.mark.parametrize("field", ["text", "embedding", "location"])

@@ -51,6 +51,19 @@ def open_page(chromium, request):
         watched.leave()
 
 
+@pytest.fixture
+def fake_engine(tmp_path, monkeypatch):
+    """What answers and encodes in a page that is built without a server (`serverless.built`), in all collections."""
+    from app_fakes import FakeEmbedder, FakeEngine
+
+    from ragblend.app.workspace import Workspace, Workspaces
+
+    engine = FakeEngine(tmp_path / "home")
+    monkeypatch.setattr(Workspace, "engine", engine)
+    monkeypatch.setattr(Workspaces, "embedder", FakeEmbedder())
+    return engine
+
+
 @pytest.fixture(scope="session")
 def new_home(tmp_path_factory, tiny_folder):
     """new_home(settings): an empty home with the tiny model."""

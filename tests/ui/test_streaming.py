@@ -1,8 +1,19 @@
-"""Pieces are gathered without losing any, and a page's Stop reaches its own answer and no other."""
+"""Pieces are gathered without losing any, and a page waits for its newest question and no other."""
 
 import threading
+from itertools import islice
 
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+
+import gradio as gr
+from serverless import built
+
+from ragblend.app.ingest import ingest
 from ragblend.ui.coalesce import coalesced
+from ragblend.ui.context import Context
+from ragblend.ui.page import Frame
 from ragblend.ui.sessions import Sessions
 from ragblend.ui.tab_library import discard
 
@@ -38,22 +49,37 @@ class Turn:
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
     sessions, turn, following = Sessions(), Turn(), Turn()
-    sessions.begin("page")
+    number = sessions.begin("page")
     sessions.stop("page")
-    with sessions.running("page", turn.stop):
+    with sessions.running("page", number, turn.stop):
         assert turn.stopped
-    sessions.begin("page")  # the next question is not stopped by it
-    with sessions.running("page", following.stop):
+        assert not sessions.is_others("page", number)
+    number = sessions.begin("page")  # the next question is not stopped by it
+    with sessions.running("page", number, following.stop):
         assert not following.stopped
 
 
+def test_what_is_asked_later_has_the_page() -> None:
+    sessions, left, turn = Sessions(), Turn(), Turn()
+    older, newer = sessions.begin("page"), sessions.begin("page")
+    with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
+        assert (left.stopped, turn.stopped) == (True, False)
+        assert (sessions.is_others("page", older), sessions.is_others("page", newer)) == (True, False)
+        sessions.stop("page")
+        assert turn.stopped
+
+
 def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
-    sessions, turn, yours, mine = Sessions(), Turn(), Turn(), Turn()
-    with sessions.running("yours", yours.stop), sessions.running("mine", mine.stop):
+    sessions, turn, late, yours, mine = Sessions(), Turn(), Turn(), Turn(), Turn()
+    with (
+        sessions.running("yours", sessions.begin("yours"), yours.stop),
+        sessions.running("mine", sessions.begin("mine"), mine.stop),
+    ):
         sessions.stop("mine")
         assert (mine.stopped, yours.stopped) == (True, False)
     assert yours.stopped  # nobody waits for it any more
-    with sessions.running("page", turn.stop):
+    number = sessions.begin("page")
+    with sessions.running("page", number, turn.stop):
         sessions.show("page", 3)
         assert sessions.shows("page", 3)
         sessions.close("page")
@@ -62,6 +88,179 @@ def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other()
     turn.stopped = False
     sessions.stop("page")
     assert not turn.stopped
+    with sessions.running("page", number, late.stop):
+        assert late.stopped
+
+
+class Page:
+    """A page over a model that costs nothing; `engine` is the model, `document` is all that was read."""
+
+    def __init__(self, desk):
+        self.desk, self.engine = desk, desk.workspaces.first.engine
+        self.engine.store = desk.workspaces.first.store
+        with gr.Blocks() as blocks:
+            self.frame = Frame(Context(desk), blocks)
+        self.chat, self.compare = self.frame.chat, self.frame.compare
+        self.request = gr.Request(session_hash="here")
+
+    def send(self, question, chat_id=None):
+        return self.chat.send(question, chat_id, ["default"], "chat", self.request)
+
+    def edit(self, message_id, question, chat_id):
+        event = gr.EventData(None, {"act": "edit", "id": str(message_id), "text": question})
+        return self.chat.again(chat_id, ["default"], "chat", event, self.request)
+
+    def measure(self, message):
+        event = gr.EventData(None, {"act": "measure", "message": str(message.id)})
+        return self.chat.measure(message.chat_id, event, self.request)
+
+    def compared(self, question):
+        return self.compare.run(question, "default", "probe-shift", "full", 15, 100, self.request)
+
+    def close(self):
+        self.frame.gone(self.request)
+
+    def held(self):
+        """The next answer is begun, and waits in the middle until what this gives is set."""
+        go = threading.Event()
+        self.engine.on_piece = lambda number: number == 0 or go.wait(60)
+        return go
+
+    def answers(self):
+        chats = self.desk.chats
+        said = [message for chat in chats.page()[0] for message in chats.messages(chat.id)]
+        return [message for message in said if message.role == "assistant"]
+
+
+@pytest.fixture
+def page(tmp_path, fake_engine):
+    with built(tmp_path, Page) as (made, _):
+        yield made
+
+
+@pytest.fixture
+def library(page, tmp_path):
+    """The page has something to compare over."""
+    (tmp_path / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
+    ingest(page.desk.workspaces.first, [tmp_path / "sky.txt"])
+
+
+def until_text(answer, live):
+    """Draw it until there is text of it."""
+    return next(updates for updates in answer if "It" in str(updates.get(live, "")))
+
+
+def is_send_back(page, updates):
+    sends, stops = updates[page.chat.send_button], updates[page.chat.stop_button]
+    return sends["visible"] and not stops["visible"]
+
+
+def changed(updates):
+    """What is drawn at all."""
+    return [each for each in updates if updates[each] != gr.skip()]
+
+
+def test_a_page_that_closes_during_the_search_has_nothing_answered(page) -> None:
+    """The stop was forgotten with the page, and the answer computed to its end for nobody."""
+    answer = page.send("Why?")
+    next(answer)
+    page.close()
+    list(answer)
+    assert [(each.text, each.report["stopped"]) for each in page.answers()] == [("", True)]
+
+
+def test_a_question_left_during_its_search_is_not_answered_beside_the_next(page) -> None:
+    """The next question took back the stop of the one before, and both were computed."""
+    left = page.send("Why?")
+    next(left)
+    page.chat.new(page.request)
+    asked = page.send("And who?")
+    next(asked)
+    list(left)
+    assert page.answers()[0].report["stopped"]
+    assert is_send_back(page, list(asked)[-1])
+    assert sorted(each.text for each in page.answers()) == ["", "It is blue."]
+
+
+def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
+    """Edited and sent again while an answer streams: the page lost its Stop, and the question that it shows."""
+    go, older = page.held(), page.send("Why?")
+    until_text(older, page.chat.live)
+    (chat,) = page.desk.chats.page()[0]
+    question = page.desk.chats.messages(chat.id)[0]
+    page.engine.on_piece = lambda number: None
+    newer = page.edit(question.id, "Who?", chat.id)
+    assert page.chat.stop_button in next(newer)
+    go.set()
+    drawn = list(older)
+    assert [changed(updates) for updates in drawn] == [[]], "Gradio repeats the last ones at the end"
+    assert is_send_back(page, list(newer)[-1])
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("steps", [1, 2], ids=["searching", "reading"])
+def test_an_older_comparison_draws_nothing_over_the_newer(page, steps) -> None:
+    """Asked by the button and then by Enter: "Stopped." was written over the one that ran, and its Stop went."""
+    older, newer = page.compared("Sky?"), page.compared("Harbour?")
+    list(islice(older, steps))
+    next(newer)
+    assert [changed(updates) for updates in older] == [[]]
+    newer.close()
+
+
+@pytest.mark.usefixtures("library")
+def test_a_page_that_closes_ends_its_comparison(page) -> None:
+    compared = page.compared("Sky?")
+    list(islice(compared, 2))
+    page.engine.on_prefill = page.close
+    assert "Stopped." in str(list(compared)[-1])
+    assert len(page.engine.prefilled) == 1
+
+
+@pytest.mark.parametrize("leave", ["close", "new"])
+def test_a_page_that_closes_or_shows_another_conversation_ends_its_measurement(page, leave) -> None:
+    """Full prefill of a long prompt held the device to its end, for nobody."""
+    list(page.send("Why?"))
+    (answer,) = page.answers()
+    page.engine.on_prefill = page.close if leave == "close" else lambda: page.chat.new(page.request)
+    measured = page.measure(answer)
+    assert "Running full prefill" in str(next(measured))
+    assert [changed(updates) for updates in measured] == [[]]
+    assert "measured" not in page.answers()[0].report["full_prefill_is"]
+
+
+def test_a_second_measurement_ends_the_first(page) -> None:
+    list(page.send("Why?"))
+    (answer,) = page.answers()
+    first = page.measure(answer)
+    next(first)
+    second = page.measure(answer)
+    next(second)
+    assert [changed(updates) for updates in first] == [[]]
+    assert "full prefill, measured" in str(list(second)[-1])
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, when) -> None:
+    """No Send, a Stop without effect, and the text that was typed was gone."""
+    list(page.send("Why?"))
+    (chat,) = page.desk.chats.page()[0]
+    if when == "before":
+        page.desk.chats.delete(chat.id)
+    answer = page.send("And who?", chat.id)
+    if when == "while":
+        until_text(answer, page.chat.live)
+        page.desk.chats.delete(chat.id)
+    last = list(answer)[-1]
+    assert is_send_back(page, last)
+    assert (last[page.chat.question], last[page.chat.chat_id], last[page.chat.transcript]) == (
+        "And who?",
+        None,
+        "",
+    )
+    assert "not there any more" in last[page.chat.live]
+    assert is_send_back(page, list(page.send("And who?"))[-1])
+    assert [each.text for each in page.answers()] == ["It is blue."]
 
 
 def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:

@@ -1,0 +1,63 @@
+"""The Store tab looks after every collection, and leaves the encoding to the queue."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the extra `ui`")
+
+import gradio as gr
+from serverless import built
+from waiting import idle, until
+
+from ragblend.app.ingest import ingest
+from ragblend.ui.context import Context
+from ragblend.ui.tab_store import StoreTab
+
+
+class Tab:
+    """The tab over two collections of one document each, on a model that costs nothing."""
+
+    def __init__(self, desk):
+        self.desk, self.engine = desk, desk.workspaces.first.engine
+        self.engine.store = desk.workspaces.first.store
+        with gr.Blocks(), gr.Tab() as tab:
+            self.tab = StoreTab(Context(desk), tab)
+
+    def last_said(self, steps):
+        return list(steps)[-1][self.tab.message]
+
+
+@pytest.fixture
+def tab(tmp_path, fake_engine):
+    with built(tmp_path, Tab) as (made, _):
+        for collection, said in (("default", "The sky is blue."), ("letters", "The boat is red.")):
+            (tmp_path / f"{collection}.txt").write_text(said)
+            ingest(made.desk.workspaces.of(collection), [tmp_path / f"{collection}.txt"])
+        yield made
+
+
+def test_every_collection_is_checked_and_repaired(tab) -> None:
+    """Only the first collection's index was looked at: what was missing of another one was sound."""
+    index = tab.desk.workspaces.of("letters").index
+    nodes = index.node_ids()
+    index.delete(list(nodes))
+    said = tab.last_said(tab.tab.check())
+    assert "1 problem found" in said
+    assert "letters: 1 passages of the registry are not in the index" in said
+    assert "2 vectors indexed" in tab.last_said(tab.tab.repair())
+    assert index.node_ids() == nodes
+    assert "Everything is sound." in tab.last_said(tab.tab.check())
+
+
+def test_a_repair_leaves_the_encoding_to_the_queue(tab) -> None:
+    """A whole collection was encoded under the writer's lock, and nothing could end it."""
+    threads, jobs = [], tab.desk.jobs
+    jobs.start()
+    assert idle(jobs)
+    for file in tab.engine.folder.iterdir():
+        file.unlink()
+    tab.engine.on_encode = lambda text: threads.append(threading.current_thread().name)
+    assert "indexed" in tab.last_said(tab.tab.repair())
+    assert "MainThread" not in threads
+    until(lambda: len(tab.engine.stored()) == 2)
