@@ -34,7 +34,9 @@ from benchmarks.common import (
     Row,
     between_marks,
     counts,
+    environment_of_others,
     markdown,
+    packed_loop,
     read_json,
     run,
     spent,
@@ -45,6 +47,7 @@ from ragblend.app.bench.prefilling import cpu_name
 from ragblend.app.bench.ttft import encoded
 from ragblend.engine import attention
 from ragblend.engine.correction import Correction
+from ragblend.engine.few_rows import HEAD, FewRows, PackedWeights
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
@@ -242,19 +245,40 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
     return found
 
 
+def bytes_of(engine: Engine, packed: PackedWeights) -> int:
+    """What a row reads of the weights: packed, or as they are where they could not be."""
+    named = {HEAD: engine.runtime.loaded.model.lm_head}
+    for number, layer in enumerate(engine.runtime.decoder.layers):
+        parts = [*layer.self_attn.named_children(), *layer.mlp.named_children()]
+        named |= {f"{number}.{name}": part for name, part in parts}
+    return sum(named[name].weight.nbytes if each is None else each.nbytes for name, each in packed.items())
+
+
+def started(home: Path) -> None:
+    """A new process that says a token, until it has said it."""
+    ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1).text"
+    code = f"from ragblend import *; print(Engine.open(home={str(home)!r}).{ask}, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment_of_others()
+    ) as process:
+        assert process.stdout is not None and process.stdout.read(1), "it ended without a word"
+        process.kill()
+
+
 def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
-    """A token of an answer, reading a chunk that was not stored, and a new process's first token."""
+    """A token of an answer, one at a time, reading a chunk that was not stored, and a new process's first token."""
     model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
     weights = sum(each.nbytes for each in model.parameters())
     prefilled = engine.prefill(prompt, method="reuse")
-    engine.decode(prefilled, max_new_tokens=ANSWER)
-    engine.finish_background()  # which loop computes answers is measured after the first one
+    engine.runtime.choice.steps, packed = packed_loop(engine)
 
     def answered(count: int) -> float:
         return median_s(lambda: engine.decode(prefilled, max_new_tokens=count, temperature=0.0), REPEATS)
 
-    token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
-    read = weights + len(prompt.token_ids) * geometry.token_bytes
+    model.generation_config.eos_token_id = []  # so long an answer, whatever it says
+    with mock.patch.object(FewRows, "guessed", 0):
+        token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
+    read = bytes_of(engine, packed) + len(prompt.token_ids) * geometry.token_bytes
     new, keys = iter(texts(engine, REPEATS + 1, TOKENS, first=CHUNKS)), []
     ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(new)]).keys), REPEATS)
     for key in filter(None, keys):
@@ -267,15 +291,17 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
     flop += (
         2 * TOKENS**2 * engine.runtime.model_config.num_attention_heads * geometry.key_size * geometry.layers
     )
-    ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1)"
-    code = f"from ragblend import *; Engine.open(home={str(engine.home)!r}).{ask}"
-    start_ms = 1e3 * median_s(lambda: subprocess.run([sys.executable, "-c", code], check=True), 2)
+    start_ms = 1e3 * median_s(partial(started, engine.home), REPEATS)
     found = (
         ("a token of an answer", token_ms, machine.bound_ms(nbytes=read)),
         (f"ingest, {TOKENS} tokens", ingest_ms, machine.bound_ms(flop, TOKENS * geometry.token_bytes)),
         ("a new process, to its first token", start_ms, machine.bound_ms(nbytes=weights)),
     )
     return [{"phase": name, "ms": ms, "bound_ms": bound} for name, ms, bound in found]
+
+
+def machine_of(engine: Engine) -> str:
+    return f"{cpu_name()}, {torch.get_num_threads()} threads, {engine.dtype}"
 
 
 def measured(engine: Engine) -> Row:
@@ -290,7 +316,7 @@ def measured(engine: Engine) -> Row:
             rows = [{"phase": name, "ms": ms, "bound_ms": bounds.get(name)} for name, ms in found.items()]
             methods.append({"method": method, "phases": rows})
         return {
-            "machine": f"{cpu_name()}, {torch.get_num_threads()} threads, {engine.dtype}",
+            "machine": machine_of(engine),
             "model": engine.model_name,
             "tokens": len(prompt.token_ids),
             "gbytes_per_s": machine.bytes_per_s / 1e9,
@@ -327,11 +353,11 @@ def grown(engine: Engine, thousands: list[int]) -> list[Row]:
 
 
 @contextlib.contextmanager
-def random_model(longest: int) -> Iterator[Engine]:
+def random_model(longest: int, home: Path | None) -> Iterator[Engine]:
     """The default model's shapes in LONG_LAYERS layers of random weights, its window stretched by YaRN."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = Engine.open()
+    source = Engine.open(home=home)
     source.gate  # noqa: B018 - the model's folder is there from then on
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(**source.runtime.model_config.to_dict())
@@ -382,8 +408,8 @@ def page(recorded: Row) -> str:
         parts += [
             f"By length, with a random model of these shapes in {LONG_LAYERS} layers and a window stretched by YaRN: "
             "milliseconds, those from attention on of `probe-shift`, and bytes a token of the fused KV in memory and "
-            "of the stored KV on disk.",
-            markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown]).rstrip(),
+            f"of the stored KV on disk. By {grown['machine']}.",
+            markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -428,8 +454,8 @@ def main(
     """Measure, record, and write the document and its picture."""
     recorded: Row = read_json(RECORDED)
     if long:
-        with random_model(1024 * max(counts(long)) + TOKENS) as engine:
-            recorded["long"] = grown(engine, counts(long))
+        with random_model(1024 * max(counts(long)) + TOKENS, home) as engine:
+            recorded["long"] = {"machine": machine_of(engine), "rows": grown(engine, counts(long))}
     elif not render:
         recorded["phases"] = measured(Engine.open(home=home))
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")

@@ -1,15 +1,17 @@
 """RAGBlend beside what else answers on a CPU: the same weights, prompts and cores, each program in its own environment.
 
     make bench-peers                                      # all of them
-    python -m benchmarks.peers --home HOME --only llama.cpp,ragblend
+    python -m benchmarks.peers --only llama.cpp,ragblend
 
-Six passages of the samples are read by each program first, then asked about in a new order a round, by all programs in
-turns. Greedy, and no end token counts. Every answer's times are in `asked.json` at once, and are not taken again: a run
-goes on where it ended, and programs can be run one by one. `peers.json` and `peers.png` are made of what is there.
+After a short prompt to warm up, six passages of the samples are read by each program, then asked about in a new order a
+round, by all programs in turns. Greedy, and no end token counts. Every answer's times are in `asked.json` at once, and
+are not taken again: a run goes on where it ended, and programs can be run one by one. `peers.json` and `peers.png` are
+made of what is there. Another model, processor, count of threads or code begins a folder of its own, with its home.
 
 transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, from the GGUF file itself, where the
-others have its conversion to bfloat16; vLLM has prefix caching on. *ragblend-unguessed* reads one token at a
-time: a small model that may not end repeats itself, which guessing likes better than what people read.
+others have its conversion to bfloat16; vLLM has prefix caching on, compiles, and sets itself up as by default, on all
+cores. Who is not asked is stopped: idle threads may spin. *ragblend-unguessed* reads one token at a time: a small model
+that may not end repeats itself, which guessing likes better than what people read.
 """
 
 import argparse
@@ -17,11 +19,12 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
+MOST_ROUNDS = 20  # so many are planned: a longer run begins with the prompts of a shorter one
 QUESTION = "Tell in detail what these passages say."
 OURS = "ragblend"
 PYTHONS = {
@@ -69,8 +73,7 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
     steps = engine.runtime.choice.steps
     if plan["name"] != OURS:
         type(steps).guessed = 0
-    home = Path(plan["home"])
-    disk = sum(size_of(home / part) for part in ("models", "kv"))
+    disk = sum(size_of(Path(plan["home"], part)) for part in ("models", "kv"))
     return ask, {"ingest_tokens": ingest, "disk": disk, "note": type(steps).__name__}
 
 
@@ -128,7 +131,6 @@ def llama_cpp(plan: Row) -> tuple[Ask, Row]:
 def vllm(plan: Row) -> tuple[Ask, Row]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,7 +140,6 @@ def vllm(plan: Row) -> tuple[Ask, Row]:
     model = LLM(
         plan["folder"],
         dtype="bfloat16",
-        enforce_eager=True,
         enable_prefix_caching=True,
         max_model_len=plan["window"],
     )
@@ -167,21 +168,31 @@ def size_of(path: Path) -> int:
     return sum(each.stat().st_size for each in [path, *path.rglob("*")] if each.is_file())
 
 
+def peak_bytes() -> int:
+    """The most memory that this process and each of its children has had."""
+    total, waiting = 0, [os.getpid()]
+    while waiting:
+        process = Path(f"/proc/{waiting.pop()}")
+        total += int(process.joinpath("status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+        for children in process.glob("task/*/children"):
+            waiting += map(int, children.read_text().split())
+    return total
+
+
 def work(name: str, plan_file: str) -> None:
     """In the program's own environment: a prompt's number a line in, what was measured a line out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     plan = json.loads(Path(plan_file).read_text()) | {"name": name}
     ask, about = STARTS[name](plan)
+    if not name.startswith(OURS):  # which has warmed up
+        ask({"ids": plan["warm"]}, 2)
     first = ask(plan["prompts"][0], 2)
     about.setdefault("ingest_tokens", len(plan["prompts"][0]["ids"]) / first[0])
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         times = ask(plan["prompts"][int(line)], TOKENS)
-        peak = next(
-            row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmHWM")
-        )
-        found = {"ttft_ms": times[0] * 1e3, "last_ms": times[-1] * 1e3, "peak": int(peak.split()[1]) << 10}
+        found = {"ttft_ms": times[0] * 1e3, "last_ms": times[-1] * 1e3, "peak": peak_bytes()}
         print(json.dumps(about | found), file=out, flush=True)
 
 
@@ -192,16 +203,31 @@ def started(name: str, python: str, plan_file: Path) -> Any:
     command = [python, __file__, "--work", name, str(plan_file)]
     if name.startswith(OURS):
         command[1:2] = ["-m", "benchmarks.peers"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    from benchmarks.common import environment_of_others
+    from ragblend.app.waiting import SPINS
+
+    # What it would choose by itself where nothing else runs, and so it is asked.
+    own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment_of_others(**own),
+        process_group=0,  # of this session: the kernel ends what is stopped when nobody is left to wake it
+    )
 
     def read() -> str:
         assert process.stdout is not None
         if not (line := process.stdout.readline()):
             raise SystemExit(f"{name} ended: {log.name} says why")
+        os.killpg(process.pid, signal.SIGSTOP)
         return line
 
     def ask(number: int) -> Row:
         assert process.stdin is not None
+        os.killpg(process.pid, signal.SIGCONT)
         process.stdin.write(f"{number}\n")
         process.stdin.flush()
         found: Row = json.loads(read())
@@ -212,7 +238,8 @@ def started(name: str, python: str, plan_file: Path) -> Any:
             read()  # it is ready: whoever is asked is the only one that computes
             yield ask
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
@@ -228,7 +255,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
     ids = engine.runtime.tokenizing.passage_ids(sample_source())
     cuts = [ids[number * PASSAGE_TOKENS :][:PASSAGE_TOKENS] for number in range(PASSAGES)]
-    assert len(cuts[-1]) == PASSAGE_TOKENS, "the samples are too short"
+    assert len(ids) >= PASSAGES * PASSAGE_TOKENS + 64, "the samples are too short"
     texts = [engine.tokenizer.decode(cut) for cut in cuts]
     draw, orders = random.Random(0), [list(range(PASSAGES))]
     while len(orders) <= rounds:
@@ -246,11 +273,35 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
         "gguf": str(find_model(model)),
         "texts": texts,
         "prompts": prompts,
+        "warm": ids[PASSAGES * PASSAGE_TOKENS :][:64],
         "window": max(len(prompt["ids"]) for prompt in prompts) + TOKENS + 16,
     }
     machine = environment(engine)
     engine.close()
     return plan, machine
+
+
+def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
+    """Where what was asked is kept: by all that it depends on. Raises UsageError for an unknown model."""
+    import torch
+
+    import ragblend.engine
+    import ragblend.kvstore
+    from ragblend.app.bench.prefilling import cpu_name
+    from ragblend.app.bench.records import run_digest
+    from ragblend.engine.files import find_model
+
+    file = find_model(model)
+    settings = {
+        "model": [str(file), file.stat().st_size, file.stat().st_mtime_ns],
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "pythons": dict(pythons),
+        "measured": Path(__file__).read_text(),
+    }
+    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
+    return output / f"peers-{run_digest(settings, code)}"
 
 
 def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:
@@ -299,9 +350,6 @@ def main() -> int:
         work(*sys.argv[2:4])
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
-    )
     parser.add_argument("--model", default="default", help="`default`, or a GGUF file")
     parser.add_argument("--only", default=",".join(PYTHONS), help="of these programs")
     parser.add_argument(
@@ -314,9 +362,12 @@ def main() -> int:
     given = parser.parse_args()
     pythons = PYTHONS | dict(each.split("=", 1) for each in given.python)
     names = given.only.split(",")
-    given.output.mkdir(parents=True, exist_ok=True)
-    plan, machine = planned(given.home, given.model, 20)
-    plan_file, kept = given.output / "plan.json", given.output / "asked.json"
+    if unknown := set(names) - PYTHONS.keys():
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PYTHONS)}")
+    folder = folder_of(given.model, pythons, given.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan, machine = planned(folder / "home", given.model, max(MOST_ROUNDS, given.rounds))
+    plan_file, kept = folder / "plan.json", folder / "asked.json"
     plan_file.write_text(json.dumps(plan))
     asked: dict[str, list[Row]] = json.loads(kept.read_text()) if kept.exists() else {}
     for name in [each for each in names if not Path(pythons[each]).exists()]:

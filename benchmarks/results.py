@@ -69,7 +69,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kl": ("KL", three),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
     "left": ("`probe-shift` leaves", str),
-    "kl_shift": ("KL, `probe-shift`", three),
     "ms_token": ("ms a token", str),
     "found_values": ("found, multi-value", percent),
     "found_queries": ("found, multi-query", percent),

@@ -3,11 +3,21 @@
 import json
 import stat
 
+import psutil
 import pytest
+import torch
+from waiting import until
 
 from benchmarks import peers
 
 MACHINE = {"cpu": "a processor"}
+PROGRAM = """#!/bin/sh
+echo $$ >process
+echo ready
+read number
+echo "[\\"$OMP_WAIT_POLICY\\"]"
+read end
+"""
 
 
 def answer(ttft_ms, last_ms, peak=1_000_000):
@@ -23,6 +33,30 @@ def test_the_table_holds_medians_of_those_that_were_asked(tmp_path):
     assert (row["peak_mb"], row["disk_mb"]) == (9, 2), "a peak is the highest"
     assert json.loads((tmp_path / "peers.json").read_text())["rows"] == [row]
     assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_a_program_has_its_own_threads_and_is_stopped_but_while_it_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    program = tmp_path / "python"
+    program.write_text(PROGRAM)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.chdir(tmp_path)
+    with peers.started("vllm", str(program), tmp_path / "plan.json") as ask:
+        process = psutil.Process(int((tmp_path / "process").read_text()))
+        assert ask(1) == [""], "not as this package has its own threads wait"
+        until(lambda: process.status() == psutil.STATUS_STOPPED)
+    assert not process.is_running()
+
+
+def test_what_was_asked_of_another_model_or_number_of_threads_is_kept_apart(tmp_path, monkeypatch):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    first = peers.folder_of(str(model), peers.PYTHONS, tmp_path)
+    assert peers.folder_of(str(model), peers.PYTHONS, tmp_path) == first
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    other = peers.folder_of(str(model), peers.PYTHONS, tmp_path)
+    model.write_bytes(b"GGUF, another")
+    assert len({first, other, peers.folder_of(str(model), peers.PYTHONS, tmp_path)}) == 3
 
 
 def test_a_program_is_asked_line_by_line_and_named_where_it_ended(tmp_path):
