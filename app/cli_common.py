@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -47,8 +48,8 @@ def ratio_of(text: str) -> float | str:
 
 def folder_or_id(text: str) -> str:
     """A folder by its whole path: the process that runs the command may stand in another one."""
-    path = Path(text).expanduser()
-    return str(path.resolve()) if text and path.is_dir() else text
+    path = os.path.expanduser(text)
+    return os.path.realpath(path) if text and os.path.isdir(path) else text
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def use(
     chosen = full_name(name, models_here(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
-        chosen = str(Path(chosen).expanduser().absolute())  # wherever it is asked from
+        chosen = os.path.abspath(os.path.expanduser(chosen))  # wherever it is asked from
     if must_be_fetched(chosen):
         _download(chosen)  # what it raises leaves the old one in use
     find_model(chosen)

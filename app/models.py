@@ -1,5 +1,6 @@
 """Models to choose from: those that are here, a few of the hub that would run on this machine; bringing one here."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -175,7 +176,7 @@ def full_name(name: str, here: Sequence[Here]) -> str:
 
 def check_model(name: str, models: Path) -> None:
     """A path must exist; whether a hub id does, the hub says. Raises SettingsError, with the nearest that is here."""
-    if name == DEFAULT or is_hub_id(name) or Path(name).expanduser().exists():
+    if name == DEFAULT or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return
     known = list(dict.fromkeys([DEFAULT, *(one.name for one in models_here(models)), *SUGGESTED]))
     raise SettingsError(

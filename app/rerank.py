@@ -1,5 +1,6 @@
 """A cross-encoder, if the user names one: it reads question and passage together, and says how well they match."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ BATCH_PAIRS = 8
 
 def find_reranker(name: str) -> Path:
     """The folder that its name means; a hub id is downloaded unless it was before. Raises ModelError's children."""
-    path = Path(name).expanduser()
-    if not path.is_dir() and not is_hub_id(name):
+    path = Path(os.path.expanduser(name))
+    if not os.path.isdir(path) and not is_hub_id(name):
         raise ModelNotFoundError(
             f"Looking for the reranker: there is no folder {path}. Name a cross-encoder's folder or hub id "
             "(owner/name), or none (`reranker` in the settings)."
         )
     try:
-        return checked_folder(path if path.is_dir() else local_copy(name) or download(name))
+        return checked_folder(path if os.path.isdir(path) else local_copy(name) or download(name))
     except ModelError as error:
         raise type(error)(f"Looking for the reranker: {error}") from error
 

@@ -230,7 +230,7 @@ def is_server_url(url: str) -> bool:
 
 def resolve_home(home: str | Path | None) -> Path:
     """The folder given, or RAGBLEND_HOME, or the user's data folder; made if absent (0700). Raises StoreError."""
-    folder = Path(default_home() if home is None else home).expanduser().resolve()
+    folder = Path(os.path.realpath(os.path.expanduser(default_home() if home is None else home)))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

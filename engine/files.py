@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +25,10 @@ def find_model(name: str) -> Path:
     """
     if name == DEFAULT:
         return _bundled()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         return checked_folder(path)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             raise ModelNotFoundError(
                 f"{path} is a file but not a .gguf; pass the folder that holds the model"

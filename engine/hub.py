@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub: the copy that is here, and downloading one, the only use of the network."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,10 @@ Progress = Callable[[int, int], None]
 
 def is_hub_id(name: str) -> bool:
     """Whether a model's name reads owner/name, and is nothing on this disk."""
-    path = Path(name).expanduser()
-    local = path.exists() or path.is_absolute() or name.startswith(".") or path.suffix.lower() == ".gguf"
+    path = Path(os.path.expanduser(name))
+    local = (
+        os.path.exists(path) or path.is_absolute() or name.startswith(".") or path.suffix.lower() == ".gguf"
+    )
     return not local and name.count("/") == 1 and all(name.split("/"))
 
 

@@ -1,5 +1,6 @@
 """Where a bench's questions come from: a file, the user's own documents, or the samples."""
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def ingested(source: Source) -> list[list[str]]:
 
     assert source.docs is not None
     path, collection = Home.resolve(source.home).library, source.collection or Settings.collection
-    below = None if source.docs == ALL_DOCUMENTS else Path(source.docs).expanduser().absolute()
+    below = None if source.docs == ALL_DOCUMENTS else Path(os.path.abspath(os.path.expanduser(source.docs)))
     found: list[list[str]] = []
     if path.exists():
         with Library(path) as library:

@@ -152,8 +152,8 @@ class Shared:
     def _meant(self, name: str, value: Any, folder: Path | None = None) -> Any:
         """The same for what is the same: a path from another folder, a device by its name or left out."""
         if name == "model" and value != "default":
-            path = (folder or self._folder) / Path(value).expanduser()
-            return str(path.resolve()) if path.exists() else value
+            path = os.path.join(folder or self._folder, os.path.expanduser(value))
+            return os.path.realpath(path) if os.path.exists(path) else value
         if name in ("device", "dtype") and value is None:
             from ragblend.engine.device import pick_device, pick_dtype
 

@@ -121,7 +121,16 @@ def test_weights_that_are_not_all_there(broken, ask):
 
 
 @pytest.mark.parametrize(
-    "name", ["/no-such-folder", "./no-such-folder", "no-such-name", "folder/missing.gguf", "a/b/c"]
+    "name",
+    [
+        "/no-such-folder",
+        "./no-such-folder",
+        "no-such-name",
+        "folder/missing.gguf",
+        "a/b/c",
+        "~nobody-of-that-name/a/model",
+        "/" + 300 * "long",
+    ],
 )
 def test_an_unknown_path(ask, name):
     with pytest.raises(ModelNotFoundError, match="there is no model"):
