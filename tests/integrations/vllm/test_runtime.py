@@ -150,6 +150,7 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
 
 def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
     """Computing all rows takes more memory than what had failed for want of it."""
+    pytest.importorskip("vllm")
     from ragblend.integrations.vllm.working import WorkerSide, log
 
     monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
