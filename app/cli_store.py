@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 store = typer.Typer(name="store", help="Look after the stored KV and the vector index.", no_args_is_help=True)
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
+OfAll = Annotated[str | None, typer.Option(help="Whose index; that of every collection if absent.")]
 MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 
@@ -72,12 +73,12 @@ def _told(tier: dict[str, Any]) -> str:
 
 
 @command(store)
-def check(cli: Cli, collection: Collection = None) -> int:
+def check(cli: Cli, collection: OfAll = None) -> int:
     """Read everything that is stored and say what is wrong with it; changes nothing."""
     from ragblend.app.upkeep import check as run
 
     with cli.open_collection(collection) as workspace:
-        findings = run(workspace)
+        findings = run(workspace, [collection] if collection else workspace.workspaces.names())
     value = {"ok": not findings, "problems": [finding.__dict__ for finding in findings]}
     lines = [f"{finding.part}: {finding.message}" for finding in findings]
     cli.result(value, "\n".join(lines) or "Everything is sound.")
@@ -85,7 +86,7 @@ def check(cli: Cli, collection: Collection = None) -> int:
 
 
 @command(store)
-def repair(cli: Cli, collection: Collection = None) -> None:
+def repair(cli: Cli, collection: OfAll = None) -> None:
     """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
     from ragblend.app.cli_progress import encoding_bar
     from ragblend.app.upkeep import repair as run
@@ -96,7 +97,8 @@ def repair(cli: Cli, collection: Collection = None) -> None:
         encoding_bar(cli.note) as show,
     ):
         workspace.check_engine()
-        done = run(workspace, cli.note, show)
+        names = [collection] if collection else workspace.workspaces.names()
+        done = run(workspace, cli.note, show, collections=names)
     vectors, encoded = plural(done.vectors, "vector"), plural(done.encoded, "passage")
     damaged = plural(done.damaged_kv, "damaged KV value")
     restored = f"{plural(done.restored, 'document')} restored, " if done.restored else ""

@@ -19,7 +19,11 @@ LONGEST_WAIT_S, FORGOTTEN_S = 900.0, 24 * 3600.0
 
 
 def hash_password(password: str) -> str:
-    """One line to keep. Raises UsageError for a password that is too short."""
+    """One line to keep. Raises UsageError for a password that is too short, or no text."""
+    try:
+        password.encode()
+    except UnicodeEncodeError:  # bytes from a pipe
+        raise UsageError("The password of the page must be UTF-8 text.") from None
     if len(password) < LEAST_LENGTH:
         raise UsageError(f"The password of the page must have at least {LEAST_LENGTH} characters.")
     salt = secrets.token_bytes(16)
@@ -80,7 +84,9 @@ class Attempts:
 
 
 def _scrypt(password: str, salt: bytes) -> bytes:
-    return hashlib.scrypt(password.encode(), salt=salt, n=COST, r=BLOCK, p=PARALLEL, dklen=32)
+    return hashlib.scrypt(
+        password.encode(errors="surrogatepass"), salt=salt, n=COST, r=BLOCK, p=PARALLEL, dklen=32
+    )
 
 
 def _text(value: bytes) -> str:

@@ -184,6 +184,18 @@ def test_check_finds_and_repair_mends_a_lost_index(told, home):
     assert told("ask", "Sky?")["sources"][0]["document"] == "sky.txt"
 
 
+@pytest.mark.usefixtures("filled")
+def test_the_index_of_every_collection_is_checked_and_repaired(told, home, documents):
+    told("ingest", "--collection", "letters", str(documents))
+    (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
+    assert told("store", "repair", "--collection", "default")["vectors"] == 4
+    assert told("store", "check", "--collection", "default")["ok"]
+    (problem,) = told("store", "check", code=1)["problems"]
+    assert problem["message"].startswith("letters: 4 passages")
+    assert told("store", "repair")["vectors"] == 8
+    assert told("store", "check")["ok"]
+
+
 def test_doctor_gives_one_line_a_check(filled, capfd):
     assert filled("doctor") == 0
     lines = capfd.readouterr().out.splitlines()

@@ -367,6 +367,10 @@ def test_a_password_is_kept_as_a_salted_hash(kept, tmp_path) -> None:
         assert not matches("", damaged)
     with pytest.raises(UsageError, match="at least 10"):
         hash_password("short")
+    piped = b"correct horse caf\xe9".decode(errors="surrogateescape")
+    with pytest.raises(UsageError, match="UTF-8"):
+        hash_password(piped)
+    assert not matches(piped, kept)
 
 
 def test_the_password_opens_and_guesses_are_slowed_down_for_one_client_and_not_for_others(ask, kept) -> None:
