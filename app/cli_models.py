@@ -11,6 +11,7 @@ import typer
 
 from ragblend.app.cli_common import Cli, command, plural, size
 from ragblend.app.cli_progress import progress_bar
+from ragblend.app.home import absolute
 from ragblend.app.models import (
     GIGABYTE,
     PROMPT_TOKENS,
@@ -108,7 +109,7 @@ def use(
     chosen = full_name(name, models_here(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
-        chosen = os.path.abspath(os.path.expanduser(chosen))  # wherever it is asked from
+        chosen = str(absolute(chosen))  # wherever it is asked from
     if must_be_fetched(chosen):
         _download(chosen)  # what it raises leaves the old one in use
     find_model(chosen)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.app.database import storable
+from ragblend.app.home import absolute
 from ragblend.app.readers import READERS
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
@@ -32,8 +33,7 @@ def discover(paths: Sequence[Path]) -> Discovery:
     skipped: list[Path] = []
     failed: list[tuple[Path, DocumentError]] = []
     for given in paths:
-        # The name a user knows: links are not resolved, ".." is; "~$report.docx" is nobody's home.
-        path = Path(os.path.abspath(os.path.expanduser(given)))
+        path = absolute(given)
         try:
             if path.is_dir():
                 folders.append(path)

@@ -12,6 +12,11 @@ from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 
 
+def absolute(path: Path | str) -> Path:
+    """The path as a user names it: links are not resolved, ".." is, and "~$report.docx" is nobody's home."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
 class Home:
     """The paths inside one home folder; nothing is created until `create` is called.
 
@@ -33,7 +38,7 @@ class Home:
     def resolve(cls, home: Path | str | None = None) -> "Home":
         """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
         chosen = home or default_home()
-        return cls(Path(os.path.abspath(os.path.expanduser(chosen))))  # as paths of documents are
+        return cls(absolute(chosen))  # as paths of documents are
 
     def create(self) -> "Home":
         """Make the folder, for this user only. Raises LibraryError if it cannot be made or written."""

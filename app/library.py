@@ -5,7 +5,6 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 
 import logging
 import math
-import os
 import re
 import sqlite3
 import unicodedata
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from ragblend.app.database import WORD, Database, FullText, Layout, is_sound, now, sealing, words_of
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
+from ragblend.app.home import absolute
 from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
 
 Embeddings = NDArray[np.float32]
@@ -190,7 +190,7 @@ class Library(Database):
     def find(self, collection: str, reference: str) -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
         known = self.documents(collection)
-        path = os.path.abspath(os.path.expanduser(reference))
+        path = str(absolute(reference))
         exact = [document for document in known if reference == document.id or path == document.path]
         loose = [
             d for d in known if reference == d.name or (len(reference) >= 4 and d.id.startswith(reference))

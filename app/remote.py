@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ragblend import __version__
+from ragblend.app.home import absolute
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing
@@ -273,7 +274,7 @@ def _interrupts(line: Line) -> Iterator[None]:
 def packed(value: Any) -> Any:
     """Arguments as JSON; paths are absolute, as the other process is in another folder."""
     if isinstance(value, Path):
-        return {"path": os.path.abspath(os.path.expanduser(value))}
+        return {"path": str(absolute(value))}
     if isinstance(value, Mapping):
         return {name: packed(part) for name, part in value.items()}
     return [packed(part) for part in value] if isinstance(value, list | tuple) else value

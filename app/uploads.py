@@ -5,6 +5,7 @@ import re
 import shutil
 import unicodedata
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ragblend.app.documents import content_digest
@@ -42,35 +43,35 @@ def drop_upload(home: Home, path: Path) -> int:
 
     Raises LibraryError.
     """
-    if not path.is_relative_to(home.originals):
-        return 0
-    try:
-        size = path.stat().st_size
-        path.unlink()
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise _cannot_delete(path, error) from error
-    return size
+    if path.is_relative_to(home.originals):
+        with _deleting(path):
+            size = path.stat().st_size
+            path.unlink()
+            return size
+    return 0
 
 
 def drop_uploads(home: Home, collection: str) -> int:
     """Remove all copies that the home has of a collection's uploads; bytes freed. Raises LibraryError."""
     folder = home.originals / collection
-    try:
+    with _deleting(folder):
         size = sum(path.stat().st_size for path in folder.iterdir())
         shutil.rmtree(folder)
+        return size
+    return 0
+
+
+@contextmanager
+def _deleting(path: Path) -> Iterator[None]:
+    """What is gone already is passed over. Raises LibraryError."""
+    try:
+        yield
     except FileNotFoundError:
-        return 0
+        return
     except OSError as error:
-        raise _cannot_delete(folder, error) from error
-    return size
-
-
-def _cannot_delete(path: Path, error: OSError) -> LibraryError:
-    return LibraryError(
-        f"Deleting {path}: {error.strerror or error}. It stays in the list: check the rights, and delete it again."
-    )
+        raise LibraryError(
+            f"Deleting {path}: {error.strerror or error}. It stays in the list: check the rights, and delete it again."
+        ) from error
 
 
 def _names_like(wanted: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ragblend.app.discovery import is_gone, is_known
 from ragblend.app.extras import check_installed
+from ragblend.app.home import absolute
 from ragblend.app.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
 
@@ -42,7 +43,7 @@ class Watcher:
 
     def add(self, path: Path, collection: str) -> Watched:
         """Watch a folder from now on. Raises UsageError for what is no folder, or is watched already."""
-        folder = Path(os.path.abspath(os.path.expanduser(path)))
+        folder = absolute(path)
         if not os.path.isdir(folder):
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
         self._jobs.workspaces.of(collection)  # is it a name?

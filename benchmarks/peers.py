@@ -283,25 +283,16 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
     """Where what was asked is kept: by all that it depends on. Raises UsageError for an unknown model."""
-    import torch
-
-    import ragblend.engine
-    import ragblend.kvstore
-    from ragblend.app.bench.prefilling import cpu_name
-    from ragblend.app.bench.records import run_digest
+    from ragblend.app.bench.prefilling import computed_by
     from ragblend.engine.files import find_model
 
     file = find_model(model)
     settings = {
         "model": [str(file), file.stat().st_size, file.stat().st_mtime_ns],
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "pythons": dict(pythons),
         "measured": Path(__file__).read_text(),
     }
-    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
-    return output / f"peers-{run_digest(settings, code)}"
+    return output / f"peers-{computed_by(settings)}"
 
 
 def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:

@@ -280,8 +280,10 @@ def sweep(index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], in
 
 def _may_be_used(root: Path, file: ValueFile, expected: Mapping[str, int]) -> bool:
     """Of other than the expected bytes, its header decides: the ledger may not have heard of the newest value."""
-    if file.temporary or expected.get(file.digest or "", file.nbytes) == file.nbytes:
-        return not file.temporary
+    if file.temporary:
+        return False
+    if expected.get(file.digest or "", file.nbytes) == file.nbytes:
+        return True
     try:
         return _is_sound(root, file)
     except OSError:  # too many open files, or another user's: its use will judge it

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.records import run_digest
 from ragblend.app.bench.variants import Variant
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import RagBlendError
@@ -137,6 +138,18 @@ def environment(engine: "Engine") -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> str:
+    """The name of a run of the engine (`run_digest`): settings, and this processor, its threads, torch and the code."""
+    import torch
+
+    import ragblend.engine
+    import ragblend.kvstore
+
+    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
+    where = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return run_digest(settings | where, (*code, *more_code))
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

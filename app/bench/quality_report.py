@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.bench import quality, sources
 from ragblend.app.bench.data import Loaded, Question, Skipped
 from ragblend.app.bench.plots import plot_quality
-from ragblend.app.bench.prefilling import check_extra, cpu_name, environment, model_digest
-from ragblend.app.bench.records import Journal, Row, make_folder, run_digest, write_json
+from ragblend.app.bench.prefilling import check_extra, computed_by, environment, model_digest
+from ragblend.app.bench.records import Journal, Row, make_folder, write_json
 from ragblend.app.bench.summary import EXACT, by_task, comparison_matrix, fastest_within, summarise
 from ragblend.app.bench.table import FEWEST_PROMPTS, matrix_table, quality_tables
 from ragblend.app.bench.variants import Variant, parse_pairs, parse_variants
@@ -139,25 +139,16 @@ def quality_journal(
     others: Others = Others(),
 ) -> Journal:
     """The file is named by a digest over what its records depend on and do not say themselves."""
-    import torch
-
-    import ragblend.engine
-    import ragblend.kvstore
-
-    settings = {
+    settings: Row = {
         "model": model_digest(engine),
         "device": engine.device,
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
         "kv_codec": kv_codec,
-        "torch": torch.__version__,
         "max_new_tokens": max_new_tokens,
         "instruction": quality.INSTRUCTION,
     }
     if others.settings is not None:
         settings["modes"] = dict(others.settings)
-    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
-    return Journal(folder / f"quality-{run_digest(settings, (*code, *others.code))}.jsonl", fresh)
+    return Journal(folder / f"quality-{computed_by(settings, tuple(others.code))}.jsonl", fresh)
 
 
 def _write(folder: Path, results: Row) -> Row:

@@ -1,6 +1,5 @@
 """Where a bench's questions come from: a file, the user's own documents, or the samples."""
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +71,13 @@ def _found(source: Source) -> Loaded:
 
 def ingested(source: Source) -> list[list[str]]:
     """The passages of the ingested documents that `docs` names, in order. Raises UsageError if there are none."""
-    from ragblend.app.home import Home
+    from ragblend.app.home import Home, absolute
     from ragblend.app.library import Library
     from ragblend.app.settings import Settings
 
     assert source.docs is not None
     path, collection = Home.resolve(source.home).library, source.collection or Settings.collection
-    below = None if source.docs == ALL_DOCUMENTS else Path(os.path.abspath(os.path.expanduser(source.docs)))
+    below = None if source.docs == ALL_DOCUMENTS else absolute(source.docs)
     found: list[list[str]] = []
     if path.exists():
         with Library(path) as library:

@@ -33,9 +33,8 @@ class VllmRuntime(Runtime):
         self._vllm_model, self._has_model = model, has_model
 
     def _tiers(self) -> list[MemoryTier]:
-        return (
-            super()._tiers() if self._has_model else []
-        )  # a device that is asked what is free gives less of it
+        # A device that is asked what is free gives less of it.
+        return super()._tiers() if self._has_model else []
 
     @once
     def model_config(self) -> Any:

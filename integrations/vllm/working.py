@@ -106,14 +106,13 @@ class WorkerSide:
     def _serve(self, order: Order) -> None:
         try:
             self._fuse(order, order.plan.wish.method)
+            return
         except Exception as error:
             log.warning(
                 "request %s could not be fused (%s: %s), and is computed", order.request_id,
                 type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
             )  # fmt: skip
             said = f"{type(error).__name__}: {error}"
-        else:
-            return
         self._give_up(order, said)  # not inside: an error holds all that the first try had in memory
 
     def _give_up(self, order: Order, said: str) -> None:
