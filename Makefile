@@ -2,7 +2,7 @@
 #
 #   make demo     ingest the sample documents, ask a question by both methods, print answers, times and sources
 #   make ui       the page over these documents, in the browser
-#   make test     the tests, a process a core             (one folder: make test TESTS=tests/engine; JOBS=0: one process)
+#   make test     the tests, a process a core (four at most)             (one folder: make test TESTS=tests/engine; JOBS=0: one process)
 #   make test-vllm   the connector inside vLLM, in an environment of its own, .venv-vllm   (VLLM=vllm==0.32.0 for a GPU)
 #   make faults   the store's fault suite in full         (make test has it with reduced counts)
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)

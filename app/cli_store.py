@@ -22,7 +22,7 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
     with cli.open_collection(collection) as workspace:
         name = workspace.settings.collection
-        value = stats_value(workspace.store if cli.shared is None else workspace.engine.store)
+        value = stats_value(workspace.store)
         holdings = {
             "documents": len(workspace.library.documents(name)),
             "passages": workspace.library.count_passages(name),

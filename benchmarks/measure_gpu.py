@@ -29,24 +29,16 @@ TTFT = (
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
     """Save a Llama of that shape with random bfloat16 weights, unless the folder has one."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     from ragblend import Engine
 
     if (folder / "config.json").exists():
         return
     tokenizer = Engine.open(device="cpu").tokenizer
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cpu" if shape == TINY else "cuda"):
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=len(tokenizer), max_position_embeddings=16384, dtype="bfloat16", **shape
-                )
-            )
-    finally:
-        torch.set_default_dtype(before)
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)
+    with torch.device("cpu" if shape == TINY else "cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
