@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.parameters import Parameters
 
 if TYPE_CHECKING:
+    from ragblend.engine.prompt import Prompt
     from ragblend.engine.results import Result
 
 
@@ -34,7 +36,8 @@ class RAGBlendLLM(Parameters, BaseLLM):
     ) -> LLMResult:
         with framework_errors():
             call = self._settle(stop, kwargs)
-            return _whole([call.generate(call.text_prompt(prompt)) for prompt in prompts], call)
+            results = [self._said(call, call.text_prompt(prompt), run_manager) for prompt in prompts]
+            return _whole(results, call)
 
     async def _agenerate(
         self, prompts: list[str], stop: Stop = None, run_manager: Any = None, **kwargs: Any
@@ -43,7 +46,28 @@ class RAGBlendLLM(Parameters, BaseLLM):
         with framework_errors():
             call = self._settle(stop, kwargs)
             asked = [await asyncio.to_thread(call.text_prompt, prompt) for prompt in prompts]
-            return _whole([await call.agenerate(prompt) for prompt in asked], call)
+            return _whole([await self._asaid(call, prompt, run_manager) for prompt in asked], call)
+
+    def _said(self, call: Call, prompt: "Prompt", run_manager: Any) -> "Result":
+        """With `streaming` each piece is told as it comes; `BaseLLM` leaves that to its models."""
+        if not self.streaming or run_manager is None:
+            return call.generate(prompt)
+        with closing(call.stream(prompt)) as items:
+            for item in items:
+                if not isinstance(item, str):
+                    return item
+                run_manager.on_llm_new_token(item, chunk=_chunk(item, call))
+        raise AssertionError("the result is the last item of a stream that ends")
+
+    async def _asaid(self, call: Call, prompt: "Prompt", run_manager: Any) -> "Result":
+        if not self.streaming or run_manager is None:
+            return await call.agenerate(prompt)
+        async with aclosing(call.astream(prompt)) as items:
+            async for item in items:
+                if not isinstance(item, str):
+                    return item
+                await run_manager.on_llm_new_token(item, chunk=_chunk(item, call))
+        raise AssertionError("the result is the last item of a stream that ends")
 
     def _stream(
         self, prompt: str, stop: Stop = None, run_manager: Any = None, **kwargs: Any

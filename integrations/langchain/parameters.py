@@ -32,8 +32,8 @@ class Parameters(parameters.Parameters):
 
     max_tokens: int = Field(default=256, ge=1)
     """The most tokens of an answer."""
-    streaming: bool = False
-    """Whether `invoke` streams inside, for callbacks that want tokens."""
+    streaming: bool | None = None
+    """Whether `invoke` streams inside, for callbacks that want tokens; False stops a chat model's `stream` too."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine, by its own names."""
 

@@ -1,12 +1,13 @@
 """RAGBlendRetriever: any retriever or vector store, whose documents' KV is on its way before the prompt is made."""
 
 import asyncio
+import inspect
 from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, model_validator
 
 from ragblend.integrations.langchain.chat_models import ChatRAGBlend
@@ -80,8 +81,11 @@ class RAGBlendRetriever(BaseRetriever):
     def _arguments(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Retrievers that take a number of documents get it; the others' answers are cut."""
         inside = self._inside
-        takes_more = isinstance(inside, BaseRetriever) and inside._expects_other_args
-        return kwargs if wanted is None or not takes_more else {**kwargs, "k": wanted}
+        takes_it = isinstance(inside, VectorStoreRetriever) or (
+            isinstance(inside, BaseRetriever)
+            and "k" in inspect.signature(inside._get_relevant_documents).parameters
+        )
+        return kwargs if wanted is None or not takes_it else {**kwargs, "k": wanted}
 
     def _announce(self, documents: list[Document]) -> None:
         passages = passages_of(documents)

@@ -6,6 +6,7 @@ backend runs it, and a responder puts the answer in LlamaIndex's own words.
 
 import asyncio
 import difflib
+import json
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, closing
 from dataclasses import dataclass
@@ -229,8 +230,11 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
         """What `chat` takes. tool_choice: as OpenAI's interface has it; `tool_required` is another word for `any`."""
         said = ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg
         chosen = tool_choice if tool_choice is not None else "any" if tool_required else None
+        messages = [*(chat_history or []), *([] if said is None else [said])]
+        if isinstance(chat_history, FilledMessages):
+            messages = FilledMessages(messages, chat_history.passages)
         return {
-            "messages": [*(chat_history or []), *([] if said is None else [said])],
+            "messages": messages,
             "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
             "tool_choice": chosen,
             "parallel_tool_calls": allow_parallel_tool_calls,
@@ -279,6 +283,10 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
         """LlamaIndex's own, which a synthesizer may tell the passages (`passages=`, `nodes=`) beside the variables."""
         passages = _taken(prompt, prompt_args)
         return FilledMessages(super()._get_messages(prompt, **prompt_args), passages)
+
+    def _extend_messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """Programs fill their templates themselves, and then ask for this."""
+        return FilledMessages(super()._extend_messages(messages), ())
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """The same; and which of it are the template's own words."""
@@ -410,7 +418,14 @@ def _chat_response(text: str, delta: str | None, known: Known | None) -> ChatRes
     ]
     words = [TextBlock(text=text)] if text or not calls else []
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*words, *calls])
+    if calls:  # where LlamaIndex's streamed programs look whether there are any
+        message.additional_kwargs["tool_calls"] = [_openai_call(call) for call in calls]
     return ChatResponse(message=message, delta=delta, raw=known.raw, logprobs=known.logprobs)
+
+
+def _openai_call(call: ToolCallBlock) -> dict[str, Any]:
+    function = {"name": call.tool_name, "arguments": json.dumps(call.tool_kwargs, ensure_ascii=False)}
+    return {"id": call.tool_call_id, "type": "function", "function": function}
 
 
 def _completion(text: str, delta: str | None, known: Known | None) -> CompletionResponse:

@@ -69,7 +69,7 @@ def _turn(message: ChatMessage) -> Turn:
     text, told = text_of(message), message.additional_kwargs
     made = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     calls = tuple(ToolCall(b.tool_name, arguments_of(b), b.tool_call_id or "") for b in made)
-    pieces = (text,) if text or not calls else ()
+    pieces = (text,) if text else ()
     return Turn(ROLES[message.role], pieces, calls, told.get("tool_call_id"), told.get("name"))
 
 

@@ -44,9 +44,24 @@ class RAGBlendSynthesizer(BaseSynthesizer):
         if not isinstance(llm, RAGBlendLLM):
             raise UsageError(f"RAGBlendSynthesizer works with a RAGBlendLLM, not with {type(llm).__name__}")
         options.setdefault("prompt_helper", WholePassages.of_llm(llm))
-        super().__init__(llm, callback_manager, options["prompt_helper"], streaming=streaming)
         options |= {"callback_manager": callback_manager, "streaming": streaming}
         self._inner = _stock(ResponseMode(response_mode), llm, options)
+        super().__init__(
+            llm,
+            callback_manager,
+            options["prompt_helper"],
+            streaming=streaming,
+            output_cls=options.get("output_cls"),
+        )
+
+    @property
+    def _streaming(self) -> bool:
+        """One switch for both: chat engines set it, and ask the inner one."""
+        return self._inner._streaming
+
+    @_streaming.setter
+    def _streaming(self, is_streaming: bool) -> None:
+        self._inner._streaming = is_streaming
 
     def synthesize(
         self, query: QueryType, nodes: list[NodeWithScore], *sources: Any, **response_kwargs: Any

@@ -13,6 +13,7 @@ from langchain_core.exceptions import (
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.content import create_text_block
+from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 from watching import Watcher, engine_answer
 
@@ -101,6 +102,12 @@ def test_every_piece_is_reported_once(tiny, tiny_options):
         assert "".join(seen.tokens) == "".join(pieces) == seen.text, way
         assert len([token for token in seen.tokens if token]) > 3, way
         assert seen.kv["fresh"] > 0
+
+
+def test_a_model_with_configurable_fields_streams(tiny):
+    model = tiny.configurable_fields(max_tokens=ConfigurableField(id="most"))
+    pieces = list(model.stream("hello", {"configurable": {"most": 8}}))
+    assert len([piece for piece in pieces if piece.text]) > 1
 
 
 # --- what reaches the engine

@@ -4,7 +4,8 @@ import asyncio
 import gc
 
 import pytest
-from langchain_core.documents import Document
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from pydantic import ValidationError
@@ -21,6 +22,25 @@ class Fixed(BaseRetriever):
 
     def _get_relevant_documents(self, query, *, run_manager):
         return self.documents
+
+
+class Filtered(BaseRetriever):
+    """One that takes something, and no number."""
+
+    documents: list[Document]
+
+    def _get_relevant_documents(self, query, *, run_manager, filter=None):
+        return self.documents
+
+
+class Reranker(BaseDocumentCompressor):
+    """The last first; keeps how many it was shown."""
+
+    shown: list[int]
+
+    def compress_documents(self, documents, query, callbacks=None):
+        self.shown.append(len(documents))
+        return documents[::-1]
 
 
 def asked(model, documents):
@@ -48,6 +68,18 @@ def test_it_returns_what_is_inside_and_tells_the_model(make_tiny, store, documen
     assert len(retriever.invoke(QUESTION, k=2)) == 2
     assert len(asyncio.run(retriever.ainvoke(QUESTION, k=1))) == 1
     assert len(RAGBlendRetriever(llm=model, k=1, **inside).invoke(QUESTION)) == 1
+
+
+def test_who_looks_at_more_than_are_wanted_is_shown_them(make_tiny, store, documents):
+    reranker = Reranker(shown=[])
+    inside = ContextualCompressionRetriever(base_compressor=reranker, base_retriever=store.as_retriever())
+    whole = inside.invoke(QUESTION)
+    retriever = RAGBlendRetriever(llm=make_tiny(), retriever=inside, k=1)
+    assert retriever.invoke(QUESTION) == whole[:1]
+    assert retriever.invoke(QUESTION, k=2) == whole[:2]
+    assert reranker.shown == [3, 3, 3]
+    filtered = RAGBlendRetriever(llm=make_tiny(), retriever=Filtered(documents=documents), k=1)
+    assert filtered.invoke(QUESTION) == documents[:1]
 
 
 def test_stored_kv_is_read_ahead(make_tiny, store, documents, monkeypatch):

@@ -48,6 +48,19 @@ def test_all_ways_to_call_give_the_same(model):
     assert model.batch(["hello", "there"]) == batched
 
 
+def test_streaming_inside_tells_every_piece_once(model, tiny_options):
+    streaming = RAGBlendLLM(**tiny_options, max_tokens=8, streaming=True)
+    for ask in (streaming.invoke, lambda *given: asyncio.run(streaming.ainvoke(*given))):
+        watcher = Watcher()
+        assert ask("hello", {"callbacks": [watcher]}) == model.invoke("hello")
+        [seen] = watcher.calls
+        assert "".join(seen.tokens) == seen.text == model.invoke("hello")
+        assert len([token for token in seen.tokens if token]) > 3
+    watcher = Watcher()
+    model.invoke("hello", {"callbacks": [watcher]})
+    assert not watcher.calls[0].tokens
+
+
 def test_the_prompt_as_it_is_with_documents_named_in_the_call(model, documents):
     [[plain], [named]] = model.generate(
         ["one two three", f"{documents[1].page_content} Who?"], passages=documents

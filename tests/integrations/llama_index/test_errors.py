@@ -96,6 +96,9 @@ def test_a_synthesizer_does_not_make_an_empty_answer_of_it(llm, mode):
     synthesizer = get_response_synthesizer(llm, response_mode=mode, **helper)
     with pytest.raises(PromptTooLongError, match="configure"):
         synthesizer.get_response("Who?", ["word " * 3000])
+    structured = get_response_synthesizer(llm, response_mode=mode, structured_answer_filtering=True, **helper)
+    with pytest.raises(PromptTooLongError, match="configure"):
+        structured.get_response("Who?", ["word " * 3000])
 
 
 def test_no_known_passage_works_and_is_said_once(make_llm, caplog):

@@ -163,6 +163,12 @@ def test_only_a_templates_own_control_tokens_count(make_llm, way):
         assert "".join(segment.text for segment in asked(llm, way, " a b\n").segments) == chatml("a b")
 
 
+def test_an_empty_answer_of_earlier_is_no_turn(llm):
+    turns = [ChatMessage("Hi"), ChatMessage("", role="assistant"), ChatMessage("Go on")]
+    with_it, without = (llm._chat_request(asked, {}).make_prompt().token_ids for asked in (turns, turns[::2]))
+    assert with_it == without
+
+
 def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):
     llm = make_llm(system_prompt="Be brief.")
     text = prompt_text(llm, llm._text_request("Hello?", False, {}))

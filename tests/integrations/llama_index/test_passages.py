@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 from llama_helpers import STORIES, HashEmbedding, listening, story_nodes, user
 from llama_index.core import SummaryIndex, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.chat_engine import CondenseQuestionChatEngine
 from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, ImageNode, NodeWithScore, TextNode
+from pydantic import BaseModel
 
 from ragblend.integrations.llama_index import (
     EncodeNodes,
@@ -29,6 +34,13 @@ IDS = [node.node_id for node in NODES]
 SCORED = [NodeWithScore(node=node, score=1.0) for node in NODES]
 QUESTION = "Who kept two ledgers?"
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
+
+
+class Ledger(BaseModel):
+    """What was written down."""
+
+    keeper: str
+    books: int
 
 
 @pytest.fixture
@@ -72,6 +84,31 @@ def test_the_synthesizer_names_every_node_and_prompts_as_the_stock_one_does(deaf
         assert "\n\n".join(passage_of(node).text for node in NODES) in ours[0][1]
     else:
         assert ours[len(first) :] == theirs
+
+
+async def test_the_synthesizer_streams_where_a_chat_engine_wants_it(make_llm):
+    llm = make_llm(method="full")
+    queries = RetrieverQueryEngine(SummaryIndex(nodes=NODES).as_retriever(), RAGBlendSynthesizer(llm))
+    history = [ChatMessage(QUESTION), ChatMessage("The harbour master.", role="assistant")]
+
+    def engine():
+        memory = ChatMemoryBuffer.from_defaults(token_limit=4000)
+        return CondenseQuestionChatEngine.from_defaults(queries, llm=llm, memory=memory)
+
+    whole = engine().chat("Where were they?", chat_history=history)
+    streamed = engine().stream_chat("Where were they?", chat_history=history)
+    assert "".join(streamed.response_gen) == whole.response
+    stream = await engine().astream_chat("Where were they?", chat_history=history)
+    assert "".join([piece async for piece in stream.async_response_gen()]) == whole.response
+    assert engine().chat("Where were they?", chat_history=history).response == whole.response
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
+async def test_the_synthesizer_gives_objects_of_a_class(make_llm, mode):
+    synthesizer = RAGBlendSynthesizer(make_llm(max_new_tokens=50, method="full"), mode, output_cls=Ledger)
+    found = synthesizer.synthesize(QUESTION, SCORED).response
+    assert isinstance(found, Ledger)
+    assert (await synthesizer.asynthesize(QUESTION, SCORED)).response == found
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

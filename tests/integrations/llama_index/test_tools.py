@@ -4,6 +4,7 @@ import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
@@ -23,6 +24,12 @@ class Person(BaseModel):
     name: str
     age: int
     tags: list[str]
+
+
+class Age(BaseModel):
+    """Of somebody."""
+
+    years: int = -1
 
 
 def double(value: int) -> int:
@@ -79,6 +86,17 @@ def test_later_turns_show_calls_and_answers(caller_llm):
     text = caller_llm.backend.engine.tokenizer.decode(request.make_prompt().token_ids)
     assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
     assert '"name": "double", "description"' in text
+
+
+async def test_a_program_whose_answer_is_a_call_in_all_ways(caller_llm):
+    program = FunctionCallingProgram.from_defaults(
+        Age, llm=caller_llm, prompt=PROMPT, tool_choice="any", allow_parallel_tool_calls=False
+    )
+    found = program(what="it")
+    assert isinstance(found, Age)
+    assert list(program.stream_call(what="it"))[-1].model_dump() == found.model_dump()
+    stream = await program.astream_call(what="it")
+    assert [each async for each in stream][-1].model_dump() == found.model_dump()
 
 
 async def test_an_agent_runs(caller_llm):
