@@ -68,13 +68,13 @@ def digest(
         workspace.check_engine()
         name, library = workspace.settings.collection, workspace.library
         with progress_bars(cli.terminal) as show:
-            if os.path.exists(file):
+            if os.path.isfile(file):
                 report = take_in(workspace, [file], show, leave=cli.terminal.check)
                 for _, reason in report.failed.values():
                     raise LibraryError(reason)
                 if report.interrupted:
                     raise KeyboardInterrupt
-            document = library.find(name, os.path.abspath(file) if os.path.exists(file) else file.name)
+            document = library.find(name, os.path.abspath(file) if os.path.isfile(file) else file.name)
             talks = ready(cli, workspace)
             with talks.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
                 answer = turn.whole()

@@ -69,7 +69,10 @@ class AskOptions:
             raise UsageError(f"the mode {self.mode!r} is unknown; pass {' or '.join(MODES)}")
 
     def settings(self, base: Settings) -> Settings:
-        return base.changed({name: getattr(self, name) for name in ANSWERING})
+        told = {name: getattr(self, name) for name in ANSWERING}
+        if self.method not in (None, base.method) and self.ratio is None:
+            told["ratio"] = Settings.ratio  # the settings' is of the method that it was chosen for
+        return base.changed(told)
 
 
 class Conversations:

@@ -3,7 +3,6 @@
 Where none of them names a method, what `ragblend tune` chose for the model comes before the default.
 """
 
-import json
 import math
 import os
 import re
@@ -296,16 +295,16 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def with_changes(text: str, changes: Mapping[str, Any]) -> str:
-    """The file's text with a line for each changed value."""
-    lines = text.splitlines()
+    """The file's text with each value changed, all else as it stands there."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
     for key, value in changes.items():
-        mine = re.compile(rf"\s*{re.escape(key)}\s*=")
-        places = [number for number, line in enumerate(lines) if mine.match(line)]
-        # JSON's strings and numbers are TOML's as well.
-        line = [] if value is None else [f"{key} = {json.dumps(value, ensure_ascii=False)}"]
-        first = places[0] if places else len(lines)
-        lines[first : first + 1] = line
-    return "".join(f"{line}\n" for line in lines)
+        if value is None:
+            document.pop(key, None)
+        else:
+            document[key] = value
+    return tomlkit.dumps(document)
 
 
 # Another model means other KV and, as chunks are counted in its tokens, other passages.

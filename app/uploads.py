@@ -11,7 +11,7 @@ from pathlib import Path
 from ragblend.app.documents import content_digest
 from ragblend.app.home import Home
 from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
-from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file, sync_folder
 
 NAME_BYTES = 200
 
@@ -91,12 +91,14 @@ def safe_name(name: str) -> str:
 
 
 def _copied(path: Path, target: Path) -> Path:
-    """Whole or not at all: a name that is there has its content."""
+    """Whole or not at all, also after a power cut: a name that is there has its content."""
     partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
         shutil.copyfile(path, partial)
         partial.chmod(FILE_MODE)
+        sync_file(partial)
         os.replace(partial, target)
+        sync_folder(target.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

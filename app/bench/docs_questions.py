@@ -59,7 +59,7 @@ def make_questions(
     if not made:
         raise UsageError(
             f"--docs: in {len(texts)} passages there is no sentence of {SHORTEST_WORDS} to {LONGEST_WORDS} words with "
-            "a number, a name or a rare word to ask for; measure with --generate or --data"
+            "a number, a name or a rare word to ask for; measure with --data"
         )
     owners = [owner for owner, _ in flat]
     return [

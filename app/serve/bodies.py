@@ -321,14 +321,12 @@ def _text(where: str, part: Any) -> str:
 
 
 def _call(where: str, call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function")
+    function: Any = call.get("function")
     try:
-        assert isinstance(function, Mapping)
-        arguments = json.loads(function["arguments"] or "{}")
-        assert isinstance(arguments, dict) and isinstance(function["name"], str)
+        name, arguments = function["name"], json.loads(function["arguments"] or "{}")
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no half characters, no NaN
-    except (AssertionError, KeyError, TypeError, ValueError, RecursionError):
-        raise UsageError(
-            f"{where} holds what is no call: a name, and arguments as JSON of an object"
-        ) from None
-    return ToolCall(function["name"], arguments, str(call.get("id") or ""))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        name = arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise UsageError(f"{where} holds what is no call: a name, and arguments as JSON of an object")
+    return ToolCall(name, arguments, str(call.get("id") or ""))

@@ -146,7 +146,7 @@ class Service:
     def backend(self, client: Client) -> Backend:
         """The engine and the passages of that client. Imports torch: not for an event loop."""
         settings, collection = self.desk.settings, self.collection(client)
-        assert self.desk.workspaces.of(collection).engine  # opened with the budgets of the settings
+        _ = self.desk.workspaces.of(collection).engine  # opened with the budgets of the settings
         place = settings.device, settings.dtype, settings.vllm
         return Backend(settings.model, self.home, collection, *place)
 

@@ -45,6 +45,13 @@ def asked(talks, chat, question, **options):
         return turn.message
 
 
+def test_a_ratio_stays_with_the_method_that_it_was_chosen_for(talks):
+    base = talks.settings.changed({"method": "probe", "ratio": 0.05})
+    assert AskOptions().settings(base).ratio == AskOptions(method="probe").settings(base).ratio == 0.05
+    assert AskOptions(method="cacheblend").settings(base).ratio == type(base).ratio
+    assert AskOptions(method="cacheblend", ratio=0.3).settings(base).ratio == 0.3
+
+
 def texts(prompt):
     return [segment.text for segment in prompt.segments]
 

@@ -180,7 +180,10 @@ def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd
     assert told("digest", "log.txt", "--top-k", "4")["parts_written"] == 0, "by its name, from what was kept"
     assert cli("digest", log, "--top-k", "4") == 0
     assert "[1] log.txt" in capfd.readouterr().out
-    assert "there is none" in told("digest", "nobodys.txt", code=1)["error"]["message"]
+    (log.parent / "other.txt").write_text("The other one.")
+    for nobodys in ("nobodys.txt", log.parent):  # a folder is not taken in to find that out
+        assert "there is none" in told("digest", nobodys, code=1)["error"]["message"]
+    assert [row["document"] for row in told("docs", "list")["documents"]] == ["log.txt"]
 
 
 def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):

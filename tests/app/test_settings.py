@@ -116,6 +116,27 @@ def test_a_line_is_changed_taken_out_or_added():
     assert with_changes("top_k_more = 1\n", {"top_k": 2}) == "top_k_more = 1\ntop_k = 2\n", "begins alike"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"top_k" = 3',
+        "'top_k'=3  # quoted",
+        'system = "one\u2028two"\ntop_k = 3',
+        'system = """\ntop_k = 8\nmodel = x\n"""\ntop_k = 3\n',
+        "top_k = 3\r\nmethod = 'reuse'\r\n",
+        "\n# nothing\n\n",
+    ],
+)
+def test_whatever_way_a_file_is_written_one_value_changes(path, text):
+    path.write_bytes(text.encode())
+    before = Settings.load(path, environment={})
+    save_settings(path, {"top_k": 4, "temperature": 0.5, "model": "a\u2028b"})
+    changed = {"top_k": 4, "temperature": 0.5, "model": "a\u2028b"}
+    assert Settings.load(path, environment={}) == before.changed(changed)
+    save_settings(path, {"top_k": None})
+    assert Settings.load(path, environment={}) == before.changed(changed | {"top_k": Settings.top_k})
+
+
 @pytest.mark.parametrize("changes", [{"top_k": 0}, {"ratio": 7}, {"nonsense": 1}, {"model": ""}])
 def test_what_is_impossible_changes_nothing(path, changes):
     path.write_text("top_k = 3\n")
