@@ -6,6 +6,7 @@ Whatever goes wrong on the way, the prompt is vLLM's own.
 """
 
 import logging
+import sys
 from typing import Any
 
 from ragblend.integrations.vllm.versions import refusal, warning
@@ -36,7 +37,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         transfer = vllm_config.kv_transfer_config
-        transfer.kv_load_failure_policy = failure_policy(vllm_config)  # read by the scheduler after this
+        # Read by the scheduler after this.
+        transfer.kv_load_failure_policy = failure_policy(vllm_config, kv_cache_config)
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -52,7 +54,10 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         has_model = role != KVConnectorRole.SCHEDULER
         runtime = VllmRuntime(vllm_config, self._settings, has_model)
         if has_model:
-            self._worker = WorkerSide(runtime, len(kv_cache_config.kv_cache_groups) == 1)
+            can_tell = len(kv_cache_config.kv_cache_groups) == 1
+            computes = can_tell and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            longest = self._settings.step_tokens if computes else sys.maxsize
+            self._worker = WorkerSide(runtime, can_tell, longest)
             return None
         try:
             self._scheduler = SchedulerSide(runtime, self._settings)
@@ -105,12 +110,12 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.done(found)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Has the engine go on stepping while passages wait to be encoded and nobody else needs it."""

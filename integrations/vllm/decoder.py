@@ -65,8 +65,8 @@ class VllmDecoder(Decoder):
         return float(attention / (attention + 3 * config.hidden_size * config.intermediate_size))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        self._team.tell("embed", token_ids=token_ids)
-        return self._embed(token_ids)[None]
+        with self._team.doing("embed", token_ids=token_ids):
+            return self._embed(token_ids)[None]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self._model.embed_input_ids(token_ids)
@@ -86,8 +86,8 @@ class VllmDecoder(Decoder):
             out, _ = rows_attention(self._asked, queries, keys, values, scaling=scaling, **view)  # type: ignore[arg-type]
             return out.reshape(queries.shape[2], queries.shape[1] * queries.shape[3])
 
-        self._team.tell("layer", layer=layer, rows=block.rows, hidden=hidden[0])
-        return self._layer(layer, block.rows, hidden[0], attend)[None]
+        with self._team.doing("layer", layer=layer, rows=block.rows, hidden=hidden[0]):
+            return self._layer(layer, block.rows, hidden[0], attend)[None]
 
     def _layer(self, layer: int, rows: Tensor, hidden: Tensor, attend: Attend | None = None) -> Tensor:
         """(R, hidden) -> (R, hidden), around an attention that is the first worker's."""
@@ -118,8 +118,8 @@ class VllmDecoder(Decoder):
         return summed
 
     def head(self, hidden: Tensor) -> Tensor:
-        self._team.tell("head", hidden=hidden[0])
-        logits = self._head(hidden[0])
+        with self._team.doing("head", hidden=hidden[0]):
+            logits = self._head(hidden[0])
         assert logits is not None, "vLLM's first worker has them"
         return logits.float()
 
@@ -132,8 +132,8 @@ class VllmDecoder(Decoder):
 
         computed: of how many first tokens the KV stands in the `spare_blocks`.
         """
-        self._team.tell("own", token_ids=list(token_ids), computed=computed)
-        logits = self._own(token_ids, computed)
+        with self._team.doing("own", token_ids=list(token_ids), computed=computed):
+            logits = self._own(token_ids, computed)
         assert logits is not None, "vLLM's first worker has them"
         return logits[0]
 
@@ -152,8 +152,8 @@ class VllmDecoder(Decoder):
 
     def write(self, layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
         """Positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
-        self._team.tell("write", start=start, stop=stop, blocks=[list(group) for group in blocks])
-        self._write(start, stop, blocks, layers)
+        with self._team.doing("write", start=start, stop=stop, blocks=[list(group) for group in blocks]):
+            self._write(start, stop, blocks, layers)
 
     def _write(self, start: int, stop: int, blocks: Blocks, layers: Layers | None = None) -> None:
         shared = self._team.layers(layers)

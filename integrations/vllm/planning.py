@@ -21,6 +21,7 @@ from ragblend.kvstore.keys import pack_tokens
 
 # Fusing computes some rows of all layers in smaller pieces, and reads and writes the others: it must save this share.
 GAIN = 0.3
+MOST_ENCODED = 8  # passages of a prompt that says `encode`: everybody else waits for that step
 REMEMBERED = 512  # prompts whose beginning a later one may go on from
 
 
@@ -45,15 +46,34 @@ class Plan:
     @property
     def computed_tokens(self) -> float:
         """Rows that fusing computes, averaged over layers."""
+        return self.tokens - self.stored_tokens * (1 - self._ratio)
+
+    @property
+    def _ratio(self) -> float:
         fixed = self.wish.policy.fixed_ratio
-        ratio = self.wish.ratio if fixed is None else fixed
-        return self.tokens - self.stored_tokens * (1 - ratio)
+        return self.wish.ratio if fixed is None else fixed
+
+    @property
+    def encoded(self) -> list[Match]:
+        """The passages that are encoded before it is read."""
+        pairs = zip(self.matches, self.stored, strict=True)
+        return [match for match, there in pairs if not there][:MOST_ENCODED] if self.wish.encode else []
+
+    @property
+    def step_rows(self) -> float:
+        """Rows of all layers that the step computes in which it is fused: of passages that are encoded, and its own."""
+        encoded = sum(len(match.whole) for match in self.encoded)
+        return encoded + self.computed_tokens - encoded * (1 - self._ratio)
+
+    def saves(self, computed_tokens: int) -> bool:
+        """Whether fusing, from the first token on, is less work where vLLM has the first so many tokens' KV."""
+        return self.step_rows <= (1 - GAIN) * (self.tokens - computed_tokens)
 
     def pays(self, computed_tokens: int, minimum_tokens: int) -> bool:
-        """Whether to fuse where vLLM has the first so many tokens' KV. Fusing begins at the first all the same."""
-        left = self.tokens - computed_tokens
-        saves = self.wish.asked or self.computed_tokens <= (1 - GAIN) * left
-        return left > 1 and (bool(self.wish.encode) or (self.stored_tokens >= minimum_tokens and saves))
+        """Whether to fuse there: it saves, or somebody asked for it."""
+        is_much = self.stored_tokens >= minimum_tokens or bool(self.wish.encode)
+        wanted = is_much and (self.wish.asked or self.saves(computed_tokens))
+        return self.tokens - computed_tokens > 1 and (bool(self.encoded) or wanted)
 
     def without(self, lost: Iterable[int]) -> "Plan":
         """The same where these passages have no KV."""

@@ -61,12 +61,17 @@ def _unbind() -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(scheduler.pid))
 
 
-def failure_policy(vllm_config: Any) -> str:
-    """What vLLM is to do about prompts whose KV did not come.
+def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
+    """What vLLM is to do about prompts whose KV did not come: compute it, or end the request with an error.
 
-    Where it schedules ahead it takes a failed load back after the next token: there the request ends with an error.
+    The latter where vLLM goes back too late, or not all the way: it schedules ahead and has said a token by then; its
+    second model runner keeps on the device how far it was; and of a sliding window it has no blocks before the first
+    that failed.
     """
-    return "fail" if getattr(vllm_config.scheduler_config, "async_scheduling", False) else "recompute"
+    ahead = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    keeps = getattr(vllm_config, "use_v2_model_runner", False)
+    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    return "fail" if ahead or keeps or "SlidingWindowSpec" in kinds else "recompute"
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ragblend.kvstore.errors import RagBlendError
 log = logging.getLogger("ragblend")
 MOST_MISSING = 1000
 LONGEST_MISSING = 4096  # tokens of a passage that is encoded between others' requests: they wait for it
+TOO_LONG = "it would compute %d rows in one step, and `step_tokens` is %d: vLLM reads it in pieces"
 MOST_TOLD = 1000  # reports that nobody has asked for yet
 
 
@@ -63,7 +64,11 @@ class SchedulerSide:
             if plan is None:
                 return
             self._tell(request, misses=plan.stored.count(False))
-            if not plan.pays(self.find_cached(request), self._settings.minimum_tokens):
+            found = self.find_cached(request)
+            if not plan.pays(found, self._settings.minimum_tokens):
+                return
+            if plan.step_rows > self._settings.step_tokens and not plan.saves(found):
+                self._tell(request, warning=TOO_LONG % (plan.step_rows, self._settings.step_tokens))
                 return
             wish, model = plan.wish, self._runtime.fingerprint.digest
             said = [model, wish.method, wish.ratio, wish.collection, request.cache_salt]
@@ -182,9 +187,12 @@ class SchedulerSide:
         self._plans.clear()
         self._missing.clear()
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
+    def finished(self, request: Any, blocks: Iterable[Iterable[int]]) -> dict[str, Any] | None:
         """What the answer says of how its prompt was read, or another's, with what this server is."""
-        self._plans.pop(request.request_id, None)
+        plan = self._plans.pop(request.request_id, None)
+        if plan is not None and request.status.name == "FINISHED_ERROR":
+            # It may have been lent the salt of a prompt that failed: what it computed itself stands behind that.
+            self.evict({block for group in blocks for block in group} - {0})
         report = self._reports.pop(request.request_id, None)
         if (label := label_of(request.kv_transfer_params, REPORT)) is not None:
             report = self._about | {REPORT: self._told.pop(label, None)}

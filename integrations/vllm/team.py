@@ -5,7 +5,8 @@ it has the model's modules do it tells the others, who do the same with their sh
 twice, and no two workers can decide it differently, whatever a store or a clock says to each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ class Left(Exception):
     """The first worker has left a layer in the midst of it."""
 
 
+class OutOfStep(BaseException):
+    """The first worker has failed in the midst of what the others still do: nothing that it says now would be heard.
+
+    No Exception: whoever goes on after one would have all workers wait for each other.
+    """
+
+
 class Team:
     """As one worker sees it. group: vLLM's, of all workers that share the model with it; None: it is alone."""
 
@@ -25,6 +33,7 @@ class Team:
         self._group = group
         self.size: int = 1 if group is None else group.world_size
         self.rank: int = 0 if group is None else group.rank_in_group
+        self._have_left = False
 
     @property
     def leads(self) -> bool:
@@ -34,6 +43,18 @@ class Team:
         """By the first worker: have the others do this, too."""
         if self.size > 1:
             self._send({"what": what, **given})
+
+    @contextmanager
+    def doing(self, what: str, **given: Any) -> Iterator[None]:
+        """The same around the first worker's own share. Raises OutOfStep where that fails and the others go on."""
+        self.tell(what, **given)
+        self._have_left = False
+        try:
+            yield
+        except Exception as error:
+            if self.size > 1 and not self._have_left:
+                raise OutOfStep(f"the first worker failed in its share of {what!r}") from error
+            raise
 
     def _send(self, told: Told) -> None:
         self._group.broadcast_tensor_dict(
@@ -65,6 +86,7 @@ class Team:
                 told = {"out": compute(whole.view(len(flat), self.size, flat.shape[1]))}
             except BaseException:
                 self._send({})
+                self._have_left = True
                 raise
             self._send(told)
         if "out" not in told:

@@ -1,6 +1,7 @@
 """The worker's side: fuse prompts, write their KV into vLLM's blocks, encode passages, and say what was done."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,25 +23,25 @@ from ragblend.integrations.vllm.messages import Fused, Order, Orders
 from ragblend.integrations.vllm.metrics import FusedStats
 from ragblend.integrations.vllm.planning import prompt_of
 from ragblend.integrations.vllm.runtime import VllmRuntime
-from ragblend.integrations.vllm.team import Team
+from ragblend.integrations.vllm.team import OutOfStep, Team
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
 
 log = logging.getLogger("ragblend")
-MOST_ENCODED = 8  # passages of a prompt that says `encode`: everybody else waits for that step
 
 
 class WorkerSide:
-    """can_tell: whether vLLM takes in time that a load has failed: not with several groups of blocks, nor where it
-    schedules ahead.
+    """can_tell: whether vLLM takes that a load has failed: not with several groups of blocks. longest: tokens of a
+    prompt that is computed in full here where fusing failed; a longer one vLLM reads in pieces, as it does not wait for
+    its workers without end.
 
     refusal: why nothing is fused; None if it is. The scheduler is told it before the first request.
     """
 
-    def __init__(self, runtime: VllmRuntime, can_tell: bool) -> None:
-        self._runtime, self._can_tell = runtime, can_tell
+    def __init__(self, runtime: VllmRuntime, can_tell: bool, longest: int = sys.maxsize) -> None:
+        self._runtime, self._can_tell, self._longest = runtime, can_tell, longest
         self._decoder: VllmDecoder | None = None
         self._leads = True
         self.refusal: str | None = "the worker has not begun"
@@ -80,8 +81,13 @@ class WorkerSide:
         if self._leads:
             try:
                 yield True
-            finally:
+            except OutOfStep:
+                log.critical("RAGBlend's workers are out of step, and the engine ends", exc_info=True)
+                raise
+            except BaseException:
                 decoder.has_done()
+                raise
+            decoder.has_done()
         else:
             decoder.follow()
             yield False
@@ -122,9 +128,11 @@ class WorkerSide:
         """
         self._stats.add(failures=1)
         self._report(order, {"error": said})
+        failed: Exception | None = None
         try:
-            self._fuse(order, "full")
-            return
+            if order.stop <= self._longest:
+                self._fuse(order, "full")
+                return
         except Exception as again:
             failed = again
         if self._can_tell:
@@ -146,10 +154,8 @@ class WorkerSide:
         if self._decoder is None:
             raise RagBlendError(str(self.refusal))
         wish, policy = order.plan.wish, policy_named(method)
-        if wish.encode:
-            pairs = zip(order.plan.matches, order.plan.stored, strict=True)
-            for match in [match for match, there in pairs if not there][:MOST_ENCODED]:
-                self._encode(match.whole, wish.collection, match.node_id)
+        for match in order.plan.encoded:
+            self._encode(match.whole, wish.collection, match.node_id)
         prompt = prompt_of(order.token_ids, order.plan.matches, wish.collection)
         request = Request(prompt, policy, wish.ratio, wish.collection, room_tokens=0)
         begun = time.perf_counter()

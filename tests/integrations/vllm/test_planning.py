@@ -4,7 +4,14 @@ import pytest
 
 from ragblend.engine.prompt import Chunk
 from ragblend.integrations.vllm.finder import Match
-from ragblend.integrations.vllm.planning import Plan, Salts, marked, prompt_of, slots_of
+from ragblend.integrations.vllm.planning import (
+    MOST_ENCODED,
+    Plan,
+    Salts,
+    marked,
+    prompt_of,
+    slots_of,
+)
 from ragblend.integrations.vllm.settings import Settings, wish_of
 
 WISH = wish_of(Settings(), None, 1000)
@@ -24,6 +31,16 @@ def test_fusing_pays_where_it_saves_rows_that_vllm_would_compute():
     encoding = wish_of(Settings(), {"encode": True}, 1000)
     assert plan(False, False, wish=encoding).pays(0, 64), "else nothing would be encoded"
     assert not plan(False, False, wish=encoding).pays(999, 64)
+    assert not plan(True, True, wish=encoding).pays(900, 64), "there is nothing to encode"
+
+
+def test_rows_of_a_step_are_those_of_passages_that_are_encoded_and_the_prompts_own():
+    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 320
+    encoding = wish_of(Settings(), {"encode": True}, 1000)
+    assert plan(True, False, wish=encoding).step_rows == 400 + 320
+    assert plan(True, True, wish=encoding).saves(0) and not plan(False, False, wish=encoding).saves(0)
+    many = Plan(encoding, (Match(0, 40, tuple(range(40)), 0),) * 20, (False,) * 20, 1000)
+    assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * 0.85
 
 
 def test_who_names_a_method_gets_it_where_it_saves_nothing():

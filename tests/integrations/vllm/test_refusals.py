@@ -67,11 +67,15 @@ def test_where_vllm_schedules_ahead_a_prompt_that_cannot_be_computed_ends_with_a
     from ragblend.integrations.vllm import working
     from ragblend.integrations.vllm.runtime import failure_policy
 
-    policies = [
-        failure_policy(SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead)))
-        for ahead in (True, False)
-    ]
-    assert policies == ["fail", "recompute"]
+    def policy(ahead=False, second=False, kind="FullAttentionSpec"):
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=ahead), use_v2_model_runner=second
+        )
+        group = SimpleNamespace(kv_cache_spec=type(kind, (), {})())
+        return failure_policy(config, SimpleNamespace(kv_cache_groups=[group]))
+
+    assert policy() == "recompute"
+    assert {policy(ahead=True), policy(second=True), policy(kind="SlidingWindowSpec")} == {"fail"}
     scheduler = llama.llm.llm_engine.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler, "recompute_kv_load_failures", False)  # what `fail` does
     prefill, ids, others = working.prefill, llama.ids(TEXTS), llama.ids(TEXTS[::-1])

@@ -172,7 +172,7 @@ def test_a_passage_is_encoded_when_that_is_asked_for_and_never_when_that_is(empt
 
 def test_one_prompt_has_only_so_many_passages_encoded(empty):
     """Everybody waits for that step."""
-    from ragblend.integrations.vllm.working import MOST_ENCODED
+    from ragblend.integrations.vllm.planning import MOST_ENCODED
 
     store, ids = empty.engine.runtime.store, empty.ids([passage(90)], "x")
     before = store.stats().entries
@@ -301,6 +301,38 @@ def test_more_than_a_step_takes_waits_for_the_next(empty, monkeypatch):
     outputs = empty.ask(prompts)
     assert [count for count in steps if count] == [2, 1]
     assert all("error" not in output.kv_transfer_params["ragblend"] for output in outputs)
+
+
+def test_what_would_compute_more_than_a_step_takes_is_read_in_pieces(empty, monkeypatch):
+    made = empty.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    ids = empty.ids(TEXTS[:4])
+    few = type(made._settings)(minimum_tokens=32, step_tokens=len(ids) // 2)
+    monkeypatch.setattr(made, "_settings", few)
+    fused, whole = empty.ask([ids, ids], [{}, {"method": "recompute", "label": "whole"}])
+    assert fused.kv_transfer_params["ragblend"]["hits"] == 4, "that one saves"
+    assert whole.kv_transfer_params is None and whole.outputs[0].token_ids
+    [told] = empty.ask([[5, 6, 7]], [{"report": "whole"}])
+    assert "in pieces" in told.kv_transfer_params["ragblend"]["report"]["warning"]
+
+
+def test_a_long_prompt_that_fails_is_vllms_at_once(empty, monkeypatch):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from ragblend.integrations.vllm import working
+
+    tried = []
+
+    def breaks(runtime, request):
+        tried.append(request.policy.name)
+        raise MemoryError("no room")
+
+    ids = empty.ids(TEXTS[2:6])
+    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(get_kv_transfer_group()._worker, "_longest", len(ids) // 2)
+    [lost] = empty.ask([ids])
+    monkeypatch.undo()
+    [own] = empty.ask([ids], [{"off": True}])
+    assert tried == ["probe-shift"] and same(lost, own)
 
 
 def test_a_known_passage_without_kv_is_encoded_when_idle(empty):

@@ -148,6 +148,58 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
         VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, Team())
 
 
+def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
+    """The others are in a collective operation of that layer: what the first one sent now would meet another one."""
+    pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.team import OutOfStep, Team
+    from ragblend.integrations.vllm.working import WorkerSide
+
+    sent = []
+    team = Team(
+        SimpleNamespace(
+            world_size=2,
+            rank_in_group=0,
+            broadcast_tensor_dict=sent.append,
+            gather=lambda flat, dim: torch.cat((flat, flat), dim),
+        )
+    )
+    worker, decoder = WorkerSide(SimpleNamespace(), True), SimpleNamespace(has_done=lambda: team.tell("end"))
+    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift", label=None))
+    order = SimpleNamespace(request_id="1", plan=plan, stop=8)
+
+    def asked(fails_in_attention):
+        def fuse(order, method):
+            with team.doing("layer"):
+                if fails_in_attention and method != "full":
+                    team.together(torch.ones(2, 4), lambda whole: 1 / 0)
+                if not fails_in_attention:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+
+        worker._fuse = fuse
+        sent.clear()
+        with worker._led(decoder):
+            worker._serve(order)
+
+    asked(fails_in_attention=True)
+    assert [told.get("what") for told in sent] == ["layer", None, "layer", "end"]
+    with pytest.raises(OutOfStep, match="'layer'"):
+        asked(fails_in_attention=False)
+    assert [told.get("what") for told in sent] == ["layer"]
+
+
+def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
+    from ragblend.integrations.vllm.scheduling import SchedulerSide
+
+    side, evicted = SchedulerSide.__new__(SchedulerSide), []
+    side._plans, side._reports, side.evict = {"lost": 1, "well": 1}, {}, evicted.append
+    for name, status in (("lost", "FINISHED_ERROR"), ("well", "FINISHED_STOPPED"), ("own", "FINISHED_ERROR")):
+        request = SimpleNamespace(
+            request_id=name, status=SimpleNamespace(name=status), kv_transfer_params=None
+        )
+        side.finished(request, ([0, 3, 4], [7]))
+    assert evicted == [{3, 4, 7}]
+
+
 def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
     """Computing all rows takes more memory than what had failed for want of it."""
     pytest.importorskip("vllm")
@@ -156,7 +208,7 @@ def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_ful
     monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
     worker, held = WorkerSide(SimpleNamespace(), can_tell=True), []
     plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift"))
-    order = SimpleNamespace(request_id="1", plan=plan)
+    order = SimpleNamespace(request_id="1", plan=plan, stop=8)
 
     def fuse(order, method):
         if method == "full":
