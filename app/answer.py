@@ -63,7 +63,6 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         report, times = self.report, self.report.timings
-        counts = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
         result: dict[str, Any] = {
             "answer": self.text,
             "model": self.model,
@@ -71,7 +70,7 @@ class Answer:
             "method": report.method,
             "ratio": report.ratio,
             "sources": [{name: getattr(source, name) for name in PLAIN} for source in self.sources],
-            "tokens": {name: getattr(report.tokens, name) for name in counts},
+            "tokens": asdict(report.tokens),
             "timings": {
                 "retrieve_ms": round(self.retrieve_ms, 2),
                 **{name: round(getattr(times, name), 2) for name in ENGINE_TIMES},

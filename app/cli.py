@@ -93,7 +93,7 @@ def ingest(
             with progress_bars(cli.terminal) as show:
                 report.interrupted = not embed_in_full(workspace, show, cli.terminal.check)
         if not (no_encode or report.interrupted):
-            with encoding_bar(cli.note, cli.terminal) as follow:
+            with encoding_bar(cli) as follow:
                 add_kv(workspace, report, follow, cli.terminal.check)
     _print_ingest(cli, report)
     return FAILED if report.failed or report.interrupted else DONE

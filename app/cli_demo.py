@@ -34,7 +34,7 @@ def demo(cli: Cli) -> None:
     question = samples.questions()[0].question
     with cli.open(max_new_tokens=ANSWER_TOKENS) as workspace:
         workspace.check_engine()
-        with progress_bars() as show:
+        with progress_bars(cli.terminal) as show:
             report = ingest(workspace, [samples.documents_folder()], show)
         if report.interrupted:
             raise KeyboardInterrupt

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.cli_common import Terminal, size
+from ragblend.app.cli_common import Cli, Terminal, size
 from ragblend.app.progress import OnProgress, Stage
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ PREPARING = {
 
 
 @contextmanager
-def progress_bars(terminal: Terminal | None = None) -> Iterator[OnProgress]:
+def progress_bars(terminal: Terminal) -> Iterator[OnProgress]:
     """A bar a stage, drawn only where a person is watching; gives what to call with (stage, done, total, file)."""
-    with _bars(terminal=terminal) as bars:
+    with _bars(terminal) as bars:
         tasks = {
             stage: bars.add_task(f"{label:<11}", total=None, visible=False, name="")
             for stage, label in LABELS.items()
@@ -40,18 +40,16 @@ def progress_bars(terminal: Terminal | None = None) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def encoding_bar(
-    note: Callable[[str], None], terminal: Terminal | None = None
-) -> Iterator[Callable[["KvProgress"], None]]:
-    """The bar of passages that get their KV, with the speed and the time left; `note` gets each phase, and the plan."""
-    with _bars(terminal=terminal) as bars:
+def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
+    """The bar of passages that get their KV, with the speed and the time left; each phase, and the plan, is noted."""
+    with _bars(cli.terminal) as bars:
         task = bars.add_task(f"{LABELS['encode']:<11}", total=None, visible=False, name="")
         told: set[str] = set()
 
         def show(kv: "KvProgress") -> None:
             if kv.phase not in told:
                 told.add(kv.phase)
-                note(PREPARING.get(kv.phase) or plan(kv))
+                cli.note(PREPARING.get(kv.phase) or plan(kv))
             if kv.phase == "encoding":
                 speed = f"{kv.tokens_per_s:,.0f} tokens/s" if kv.tokens_per_s else ""
                 name = f"{speed}  {kv.document.rpartition('/')[2]}"
@@ -73,13 +71,13 @@ def plan(kv: "KvProgress") -> str:
 @contextmanager
 def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
     """One bar; gives what to call with (done, total)."""
-    with _bars(of_bytes) as bars:
+    with _bars(Terminal(), of_bytes) as bars:
         task = bars.add_task(what, total=None, name="")
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 @contextmanager
-def _bars(of_bytes: bool = False, terminal: Terminal | None = None) -> Iterator[Any]:
+def _bars(terminal: Terminal, of_bytes: bool = False) -> Iterator[Any]:
     """Bars with counts, the time left, and words (`name`) behind them."""
     from rich import progress
     from rich.console import Console
@@ -95,7 +93,7 @@ def _bars(of_bytes: bool = False, terminal: Terminal | None = None) -> Iterator[
         progress.TextColumn("{task.fields[name]}", markup=False),
     )
     console = Console(stderr=True)
-    if terminal is not None and terminal.environment is not None:
+    if terminal.environment is not None:
         console = Console(file=terminal.err, _environ=terminal.environment)
     # A bench's steps differ in length (full prefill against reuse), so its pace is taken over some minutes.
     with progress.Progress(

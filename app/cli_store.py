@@ -2,14 +2,11 @@
 
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ragblend.app.cli_common import Cli, command, plural, size
-
-if TYPE_CHECKING:
-    from ragblend.kvstore.store import KVStore
 
 store = typer.Typer(name="store", help="Look after the stored KV and the vector index.", no_args_is_help=True)
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
@@ -20,6 +17,8 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 @command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
+    from ragblend.app.upkeep import stats_value
+
     with cli.open_collection(collection) as workspace:
         name = workspace.settings.collection
         value = stats_value(workspace.store)
@@ -34,27 +33,6 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     if "remote" in value:
         lines.append(_shared_told(value["remote"]))
     cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
-
-
-def stats_value(kv: "KVStore") -> dict[str, Any]:
-    """What `store stats --json` says of the store: the whole, and for each tier what it holds and how it did.
-
-    A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
-    """
-    from ragblend.kvstore.uses import Counts
-
-    whole, here, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
-    tiers: dict[str, Any] = {}
-    for tier, totals in kv.totals_by_tier().items():
-        now = asdict(here[tier]) if tier in here else {}
-        process = {"this_process": asdict(counts.get(tier, Counts()))}
-        tiers[tier] = now | asdict(totals) | process
-    held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
-    value = held | {"policy": kv.policy, "tiers": tiers}
-    if kv.remote is not None:
-        kv.remote.check()
-        value["remote"] = asdict(kv.remote.stats())
-    return value
 
 
 def _shared_told(remote: dict[str, Any]) -> str:
@@ -78,7 +56,7 @@ def check(cli: Cli, collection: OfAll = None) -> int:
     from ragblend.app.upkeep import check as run
 
     with cli.open_collection(collection) as workspace:
-        findings = run(workspace, [collection] if collection else workspace.workspaces.names())
+        findings = run(workspace, collection)
     value = {"ok": not findings, "problems": [finding.__dict__ for finding in findings]}
     lines = [f"{finding.part}: {finding.message}" for finding in findings]
     cli.result(value, "\n".join(lines) or "Everything is sound.")
@@ -94,11 +72,10 @@ def repair(cli: Cli, collection: OfAll = None) -> None:
     with (
         cli.open_collection(collection) as workspace,
         workspace.workspaces.writing(),
-        encoding_bar(cli.note) as show,
+        encoding_bar(cli) as show,
     ):
         workspace.check_engine()
-        names = [collection] if collection else workspace.workspaces.names()
-        done = run(workspace, cli.note, show, collections=names)
+        done = run(workspace, cli.note, show, collection=collection)
     vectors, encoded = plural(done.vectors, "vector"), plural(done.encoded, "passage")
     damaged = plural(done.damaged_kv, "damaged KV value")
     restored = f"{plural(done.restored, 'document')} restored, " if done.restored else ""
@@ -148,7 +125,7 @@ def doctor(
 def _profile(cli: Cli) -> int:
     from ragblend.app.cli_progress import progress_bars
 
-    with cli.open() as workspace, progress_bars() as show:
+    with cli.open() as workspace, progress_bars(cli.terminal) as show:
         measured = workspace.engine.profile(partial(show, "measure"))
     grid = measured.prefill
     rows = [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench.metrics import kl_divergence, top1_agreement
 from ragblend.app.conversation import ANY, AskOptions, Conversations
+from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 FULL = "full"
 ANSWER_TOKENS = 48
-COUNTS = ("prompt", "reused", "recomputed", "fresh", "missing")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Compared:
     ttft_ms: float
     kl: float
     same_next: float
-    tokens: dict[str, int]
+    tokens: TokenCounts
     warning: str | None = None
 
 
@@ -49,7 +49,6 @@ class Compared:
 class Comparison:
     """As far as it has come: full prefill first, then the sides in their order."""
 
-    question: str
     prompt_tokens: int
     passages: int
     notice: str | None = None
@@ -70,7 +69,7 @@ def compare(
     context, engine = asked.context, talks.engine
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
-    now = Comparison(question, len(context.prompt.token_ids), len(context.sources), asked.notice)
+    now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
 
     def prefill(side: Side) -> "Prefilled":
@@ -91,7 +90,7 @@ def compare(
             ttft_ms=report.timings.prefill_ms,
             kl=kl_divergence(expected, logits),
             same_next=top1_agreement(expected, logits),
-            tokens={name: getattr(report.tokens, name) for name in COUNTS},
+            tokens=report.tokens,
             warning=report.warning,
         )
 

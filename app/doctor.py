@@ -129,7 +129,7 @@ def _remote(workspace: Workspace) -> tuple[Status, str]:
 
 def _index(workspace: Workspace) -> tuple[Status, str]:
     workspaces = workspace.workspaces
-    if findings := check_index(workspace, workspaces.names()):
+    if findings := check_index(workspace):
         return "failed", findings[0].message
     vectors = sum(workspaces.of(name).index.count() for name in workspaces.names())
     return "ok", f"{vectors} vectors, as many as the registry has passages"

@@ -42,8 +42,7 @@ class KvProgress:
 
 @dataclass(frozen=True)
 class KvReport:
-    """What became of it. planned_*: what had no KV at first; passages: of the collection, with_kv of them have it now
-    (None: not looked at).
+    """What became of it. passages: of the collection, with_kv of them have it now (None: not looked at).
 
     stopped: why it ended before all was done: the budget is used, it was left (Ctrl-C), another process does it, the
     model cannot be fused; message says so to people.
@@ -51,10 +50,6 @@ class KvReport:
 
     passages: int
     with_kv: int | None
-    planned_passages: int = 0
-    planned_tokens: int = 0
-    planned_bytes: int = 0
-    room_bytes: int = 0
     encoded: int = 0
     tokens: int = 0
     stopped: Stopped = ""
@@ -104,10 +99,9 @@ def _encode(
         left_out = f"{missing.left_out} passages are {what}."
     if not total:
         return KvReport(count, whole, message=left_out)
-    planned = (total, missing.tokens, missing.nbytes, missing.room_bytes)
     if leave():
         said = _message("left", whole - total, count)
-        return KvReport(count, whole - total, *planned, stopped="left", message=said)
+        return KvReport(count, whole - total, stopped="left", message=said)
     show(KvProgress("loading", name, 0, total))
     if not engine.gate.passed:
         failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
@@ -118,7 +112,8 @@ def _encode(
 
     def shown(document: str) -> None:
         rate, seconds = pace.per_second, pace.seconds_left(left)
-        show(KvProgress("encoding", name, done, total, *planned[1:], document, rate, seconds))
+        plan = missing.tokens, missing.nbytes, missing.room_bytes
+        show(KvProgress("encoding", name, done, total, *plan, document, rate, seconds))
 
     shown(passages[missing.node_ids[0]])
     begun = time.monotonic()
@@ -134,7 +129,7 @@ def _encode(
         stopped = "left"
     with_kv = whole - total + done  # of equal passages one is encoded
     message = " ".join(filter(None, (_message(stopped, with_kv, count), left_out)))
-    return KvReport(count, with_kv, *planned, encoded, tokens, stopped, message)
+    return KvReport(count, with_kv, encoded, tokens, stopped, message)
 
 
 def _message(stopped: Stopped, with_kv: int, count: int) -> str:

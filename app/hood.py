@@ -5,7 +5,7 @@ It is made when the answer is there, and kept with it as JSON. Pure, but for `me
 
 import sys
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing"}  # by t
 TEXT_CHARACTERS = 80
 NO_PROFILE = "this model was never measured on this device: `ragblend doctor --profile` does it"
 TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")
-COUNTS = ("prompt", "reused", "recomputed", "fresh", "missing", "generated")
 
 
 def breakdown_of(
@@ -48,7 +47,7 @@ def breakdown_of(
         "method": report.method,
         "ratio": report.ratio,
         "segments": segments_of(prompt, report.served, labels),
-        "tokens": {name: getattr(report.tokens, name) for name in COUNTS},
+        "tokens": asdict(report.tokens),
         "retrieve_ms": round(retrieve_ms, 2),
         "ttft_ms": round(retrieve_ms + report.timings.ttft_ms, 2),
         **{name: round(getattr(report.timings, name), 2) for name in TIMES},

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ Embeddings = NDArray[np.float32]
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
 DAMAGED = "What was kept of it is damaged on the disk. Run `ragblend store repair`, or ingest it again."
-ORDERS = {"name": "path", "newest": "updated_at DESC, path"}
 log = logging.getLogger("ragblend")
 # `stale` lists node ids whose vectors and KV are still to be removed: written in the transaction that replaces
 # the chunks, and emptied once Chroma and the KV store have let go, so that a crash in between leaks nothing.
@@ -153,7 +152,6 @@ class Library(Database):
         state: str | None = None,
         offset: int = 0,
         limit: int = 50,
-        order: Literal["name", "newest"] = "name",
     ) -> DocumentPage:
         """Some documents whose path has all words of the search, folded; those of one state, or of all."""
         where, values = "collection = ?", list[Any]([collection])
@@ -165,7 +163,7 @@ class Library(Database):
             values.append(word)
         counts = self.counts_by_state(collection)
         total = sum(counts.values()) if state is None else counts.get(state, 0)
-        query = f"SELECT id FROM documents WHERE {where} ORDER BY {ORDERS[order]}"
+        query = f"SELECT id FROM documents WHERE {where} ORDER BY path"
         if search.strip():  # looked through once, for the rows and for how many there are
             ids = self.column(query, *values)
             shown, total = ids[offset : offset + limit], len(ids)

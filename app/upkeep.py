@@ -1,8 +1,9 @@
-"""Is everything in place? And making again what can be made: Chroma's index and KV, from the registry."""
+"""Is everything in place, and how much? And making again what can be made: Chroma's index and KV, from the registry."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.documents import Document, content_digest, document_id
 from ragblend.app.encoding import KvProgress, encode_missing
@@ -12,6 +13,9 @@ from ragblend.app.progress import silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
+
+if TYPE_CHECKING:
+    from ragblend.kvstore.store import KVStore
 
 Note = Callable[[str], None]
 
@@ -40,17 +44,17 @@ class Repaired:
     lost: tuple[str, ...]
 
 
-def check(workspace: Workspace, collections: Sequence[str] = ()) -> list[Finding]:
+def check(workspace: Workspace, collection: str | None = None) -> list[Finding]:
     """Everything that is wrong, from reading all of the registry, the KV store and the index.
 
-    collections: whose index, by default the workspace's own. Where the registry's file itself is damaged nothing else
+    collection: whose index; None: that of every one. Where the registry's file itself is damaged nothing else
     is looked at.
     """
     findings = check_library(workspace.library)
     if workspace.library.damage:
         return findings
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
-    return findings + check_index(workspace, collections)
+    return findings + check_index(workspace, collection)
 
 
 def check_library(library: Library) -> list[Finding]:
@@ -60,12 +64,12 @@ def check_library(library: Library) -> list[Finding]:
     return [Finding("library", f"{each.path}: {DAMAGED}") for each in library.damaged_documents()]
 
 
-def check_index(workspace: Workspace, collections: Sequence[str] = ()) -> list[Finding]:
-    """Where the index of these collections, or that of words, and the registry disagree about what there is."""
+def check_index(workspace: Workspace, collection: str | None = None) -> list[Finding]:
+    """Where the index of that collection or of all, or that of words, and the registry disagree about what there is."""
     findings = []
     if damage := workspace.library.words_damage():
         findings.append(Finding("index", f"that of words: {damage}"))
-    for each in _opened(workspace, collections):
+    for each in _opened(workspace, collection):
         findings += _check_vectors(each)
     return list(dict.fromkeys(findings))  # collections share Chroma's files, and what is wrong with these
 
@@ -85,9 +89,10 @@ def _check_vectors(workspace: Workspace) -> list[Finding]:
     return [Finding("index", f"{name}: {len(nodes)} {said}; {advice}") for nodes, said in found if nodes]
 
 
-def _opened(workspace: Workspace, collections: Sequence[str]) -> list[Workspace]:
-    """One for each of these collections of the home; by default that one."""
-    return [workspace.workspaces.of(name) for name in collections] or [workspace]
+def _opened(workspace: Workspace, collection: str | None) -> list[Workspace]:
+    """Of that collection of the home, or of every one."""
+    spaces = workspace.workspaces
+    return [spaces.of(name) for name in ([collection] if collection else spaces.names())]
 
 
 def repair(
@@ -95,15 +100,15 @@ def repair(
     note: Note,
     progress: Callable[[KvProgress], None] = silent,
     leave: Callable[[], bool] = lambda: False,
-    collections: Sequence[str] = (),
+    collection: str | None = None,
 ) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
 
-    leave: as in `encode_missing`; collections: as in `check`. Raises LibraryError where the registry's file itself is
+    leave: as in `encode_missing`; collection: as in `check`. Raises LibraryError where the registry's file itself is
     damaged: it cannot be built from anything else.
     """
     library = workspace.library
-    spaces = {each.settings.collection: each for each in _opened(workspace, collections)}
+    spaces = {each.settings.collection: each for each in _opened(workspace, collection)}
     library.index_words()  # first: a passage whose words it has otherwise could not be taken out
     damaged_here = [each for each in library.damaged_documents() if each.collection in spaces]
     lost = tuple(each.path for each in damaged_here if not _restored(spaces[each.collection], each))
@@ -149,3 +154,24 @@ def _restored(workspace: Workspace, document: Document) -> bool:
         workspace.library.remove(document.id)
     ingest_file(workspace, path)
     return True
+
+
+def stats_value(kv: "KVStore") -> dict[str, Any]:
+    """What `store stats --json` says of the store: the whole, and for each tier what it holds and how it did.
+
+    A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
+    """
+    from ragblend.kvstore.uses import Counts
+
+    whole, here, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
+    tiers: dict[str, Any] = {}
+    for tier, totals in kv.totals_by_tier().items():
+        now = asdict(here[tier]) if tier in here else {}
+        process = {"this_process": asdict(counts.get(tier, Counts()))}
+        tiers[tier] = now | asdict(totals) | process
+    held = {"entries": whole.entries, "bytes": whole.bytes, "budget_bytes": whole.budget_bytes}
+    value = held | {"policy": kv.policy, "tiers": tiers}
+    if kv.remote is not None:
+        kv.remote.check()
+        value["remote"] = asdict(kv.remote.stats())
+    return value

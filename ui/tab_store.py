@@ -7,7 +7,6 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app import upkeep
-from ragblend.app.cli_store import stats_value
 from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
@@ -77,7 +76,7 @@ class StoreTab:
         with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
             takes = engine.token_bytes
         held = workspaces.count_documents(), workspaces.count_passages()
-        return views.store.overview(stats_value(engine.store), *held, takes)
+        return views.store.overview(upkeep.stats_value(engine.store), *held, takes)
 
     def set_budget(self, gib: float) -> Updates:
         try:
@@ -92,7 +91,7 @@ class StoreTab:
     def check(self) -> Iterator[Updates]:
         yield {self.message: problem("Reading everything that is stored …", "info")}
         try:
-            found = upkeep.check(self._workspace, self._desk.workspaces.names())
+            found = upkeep.check(self._workspace)
             yield {self.message: views.store.findings(found)}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}
@@ -103,9 +102,7 @@ class StoreTab:
         try:
             with workspaces.writing():
                 # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
-                done = upkeep.repair(
-                    workspaces.first, silent, leave=lambda: True, collections=workspaces.names()
-                )
+                done = upkeep.repair(workspaces.first, silent, leave=lambda: True)
             self._desk.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}
         except RagBlendError as error:

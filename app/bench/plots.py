@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.records import Row
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 WHERE_COLOURS = {
     "retrieve": "#c7c7c7",
     "stall": "#d62728",

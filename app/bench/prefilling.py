@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -122,6 +121,9 @@ def check_extra() -> None:
 def environment(engine: "Engine") -> dict[str, Any]:
     """Model, device, processor and versions, as plain JSON values."""
     import torch
+    import transformers
+
+    import ragblend
 
     device = engine.device
     return {
@@ -133,8 +135,8 @@ def environment(engine: "Engine") -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "ragblend": _version("ragblend"),
+        "transformers": transformers.__version__,
+        "ragblend": ragblend.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
@@ -160,10 +162,3 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragblend.app.bench.records import Row
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-Row = dict[str, Any]
 MEBIBYTE = 1 << 20
 FEWEST_PROMPTS = 60  # of fewer the report says that they settle nothing
 UNDEFINED = "–"

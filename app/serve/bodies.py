@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragblend.engine.prompt import ToolCall
-from ragblend.integrations.backend import Turn
+from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.parameters import PER_CALL
 from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
@@ -131,9 +131,7 @@ class ChatBody(Options):
 
     def turns(self) -> list[Turn]:
         """Raises UsageError for what the model cannot read."""
-        turns = [_turn(number, message) for number, message in enumerate(self.messages)]
-        # A template would print an empty turn.
-        return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
+        return checked_turns([_turn(number, message) for number, message in enumerate(self.messages)])
 
 
 class CompletionBody(Options):

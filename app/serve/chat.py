@@ -19,7 +19,7 @@ from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.tools import Said
-from ragblend.integrations.backend import kv_statistics, logprobs, usage
+from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, TimedOut
 from ragblend.integrations.threads import in_thread
 
@@ -270,9 +270,8 @@ def calls_of(said: Said) -> list[dict[str, Any]]:
 def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
-    counts = [usage(each.result.report) for each in chosen]
     prompt = sum(report.tokens.prompt for report in firsts.values())
-    completion = sum(count["completion_tokens"] for count in counts)
+    completion = sum(each.result.report.tokens.generated for each in chosen)
     total = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.app.cli import app
-from ragblend.app.cli_store import stats_value
+from ragblend.app.upkeep import stats_value
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey

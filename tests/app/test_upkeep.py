@@ -66,20 +66,20 @@ def test_a_repair_that_is_left_says_what_has_kv_and_loads_no_model(filled):
 
 def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(filled, tmp_path):
     (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
-    letters, names = filled.workspaces.of("letters"), ["default", "letters"]
+    letters = filled.workspaces.of("letters")
     ingest(letters, [tmp_path / "letter.txt"])
     truth = [each.index.node_ids() for each in (filled, letters)]
-    assert check(filled, names) == []
+    assert check(filled) == []
     letters.index.delete(sorted(truth[1]))
     with filled.library.transaction() as sql:
         sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
-    words, missing = check(filled, names)
+    words, missing = check(filled)
     assert words.message.startswith("that of words")
     assert missing.message.startswith("letters: 1 passages") and "--collection letters" in missing.message
-    assert check(filled) == [words]
-    done = repair(filled, lambda text: None, collections=names)
+    assert check(filled, "default") == [words]
+    done = repair(filled, lambda text: None)
     assert (done.vectors, done.passages, done.with_kv) == (5, 5, 5)
-    assert check(filled, names) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
+    assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
 
 
 def test_a_damaged_document_of_another_collection_is_restored(filled, open_workspace, tmp_path):
@@ -87,21 +87,21 @@ def test_a_damaged_document_of_another_collection_is_restored(filled, open_works
     ingest(filled.workspaces.of("letters"), [tmp_path / "letter.txt"])
     flip_in(filled.library, filled.library.find("letters", "letter.txt"), "text")
     again = open_workspace()
-    assert [each.part for each in check(again, ["default", "letters"])].count("library") == 1
-    assert repair(again, lambda text: None, collections=["default", "letters"]).restored == 1
-    assert check(again, ["default", "letters"]) == []
+    assert [each.part for each in check(again)].count("library") == 1
+    assert repair(again, lambda text: None).restored == 1
+    assert check(again) == []
 
 
 def test_an_index_that_no_collection_can_be_read_from_is_named_once_and_made_again(filled, tmp_path):
     """All collections share Chroma's files."""
     (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
-    letters, names = filled.workspaces.of("letters"), ["default", "letters"]
+    letters = filled.workspaces.of("letters")
     ingest(letters, [tmp_path / "letter.txt"])
     truth = [each.index.node_ids() for each in (filled, letters)]
     (filled.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
-    assert [finding.part for finding in check(filled, names)] == ["index"]
-    repair(filled, lambda text: None, collections=names)
-    assert check(filled, names) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
+    assert [finding.part for finding in check(filled)] == ["index"]
+    repair(filled, lambda text: None)
+    assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
 
 
 @pytest.mark.parametrize("field", ["text", "embedding", "location"])

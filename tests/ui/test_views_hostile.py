@@ -21,13 +21,13 @@ from ragblend.app.removal import Removed
 from ragblend.app.settings import Cost
 from ragblend.app.upkeep import Finding, Repaired
 from ragblend.app.watching import Watched
+from ragblend.engine.config import TokenCounts
 from ragblend.ui import views
 from ragblend.ui.views import markdown, problem
 
 
 def compared(method, text, ratio=None, kl=0.02):
-    tokens = {"prompt": 100, "reused": 80, "recomputed": 10}
-    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, tokens, text)
+    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, TokenCounts(100, 80, 10), text)
 
 
 def drawn(text):
@@ -66,7 +66,7 @@ def drawn(text):
     yield "library.deleted", [Removed(text, 3, 500)]
     yield ("compare.looking",)
     full, left = (compared(name, text) for name in ("full", text))
-    yield "compare.comparison", Comparison("q", 100, 3, text, full, (left, full)), False
+    yield "compare.comparison", Comparison(100, 3, text, full, (left, full)), False
     yield "store.overview", stats(text), 2, 7, 5000
     yield "store.hit_rates", [(1.0, 1, 1), (2.0, 5, 1)]
     yield "store.findings", [Finding("kv", text)]
