@@ -34,8 +34,8 @@ class EngineConfig:
     device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
     (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
-    remote: URL of a store that other machines share, see docs/shared-store.md; loader_threads: reads in flight; url: of
-    the vLLM server that has the model (None: it is loaded here).
+    remote: URL of a store that other machines share, see docs/shared-store.md; url: of the vLLM server that has the
+    model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -49,7 +49,6 @@ class EngineConfig:
     kv_codec: str | None = None
     usd_per_gb_month: tuple[tuple[str, float], ...] = ()
     remote: str | None = None
-    loader_threads: int = 2
     url: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,13 +73,6 @@ class EngineConfig:
                 )
         if self.remote is not None:
             Place.of(self.remote)
-        if self.loader_threads < 1:
-            raise UsageError(f"the loader needs at least one thread, not {self.loader_threads}")
-
-    @property
-    def prices(self) -> dict[str, float]:
-        """USD for a GB and month, by tier."""
-        return USD_PER_GB_MONTH | dict(self.usd_per_gb_month)
 
 
 @dataclass(frozen=True)
@@ -129,6 +121,7 @@ class DecodeOptions:
             ),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "from 0 to 20, or None for none"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits"),
         ):
             if not sound:
                 raise UsageError(f"{name} must be {wanted}, not {getattr(self, name)}")

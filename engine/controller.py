@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import StoreError, UsageError
+from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.policy import PrefillProfile
 
 RATIO_STEPS = 1 << 10
@@ -74,8 +75,12 @@ class DeviceProfile:
         return replace(self, tiers=(*others, Tier(name, bytes_per_s, math.inf)))
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        """In the place of an older one. Raises StoreError where the disk takes none, and the older one stays."""
+        try:
+            make_private_folder(path.parent)
+            replace_durably(path, json.dumps(asdict(self), indent=1))
+        except OSError as error:
+            raise StoreError(f"writing the profile {path}: {error.strerror}; check the disk") from error
 
     @classmethod
     def read(cls, path: Path) -> "DeviceProfile | None":

@@ -226,10 +226,10 @@ class Engine:
         For when it is known what will be asked about, and not yet what: chunks of the last retrieval, say.
         """
 
-        def passages() -> list[tuple[int, ...]]:
-            return [chunk.token_ids or () for chunk in self.tokenize(Prompt(chunks)).chunks]
+        def tokenized() -> Sequence[Chunk]:
+            return self.tokenize(Prompt(chunks)).chunks
 
-        self.runtime.chores.add(partial(self._nodes.prefetch, passages), ("prefetch", *chunks))
+        self.runtime.chores.add(partial(self._nodes.prefetch, tokenized), ("prefetch", *chunks))
 
     # --- prompts
 

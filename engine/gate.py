@@ -236,7 +236,7 @@ def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
 
 
 def kept_verdict(
-    folder: Path, fingerprint: str, device: str, judge: Callable[[], GateVerdict]
+    folder: Path, fingerprint: str, device: str, layers: int, judge: Callable[[], GateVerdict]
 ) -> GateVerdict:
     """The verdict that is on file for this model on such a device, whose attention is another one than others'; or a
     new one, which is put there.
@@ -245,7 +245,9 @@ def kept_verdict(
     try:
         found = json.loads(file.read_text())
         checks = tuple(Check(**check) for check in found.pop("checks"))
-        return GateVerdict(checks=checks, layouts=tuple(found.pop("layouts")), **found)
+        verdict = GateVerdict(checks=checks, layouts=tuple(found.pop("layouts")), **found)
+        if set(verdict.layouts) <= set(LAYOUTS) and len(verdict.layouts) in (0, layers):
+            return verdict
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     try:

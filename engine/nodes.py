@@ -11,9 +11,11 @@ from functools import partial
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.order import Claim
 from ragblend.engine.prompt import Chunk
+from ragblend.engine.recovery import twice
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn
+from ragblend.engine.tokenizing import NodeIds
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
@@ -45,19 +47,20 @@ class Nodes:
             named = zip(node_ids, passages, keys, strict=True)
             self._bury(self._runtime.nodes.put_many(self._scope, named))
 
-    def find(self, chunks: Sequence[Chunk]) -> dict[str, TokenIds]:
+    def find(self, chunks: Sequence[Chunk]) -> NodeIds:
         """Token ids of the chunks that are named by node id alone. Raises UnknownChunkError for one never encoded."""
-        found = {}
+        found: NodeIds = {}
         for chunk in chunks:
             if chunk.token_ids is not None or chunk.text is not None or chunk.node_id is None:
                 continue
-            ids = self._runtime.nodes.get(self._scope, chunk.node_id)
+            collection = chunk.collection or self._collection
+            ids = self._runtime.nodes.get(self._runtime.scope(collection), chunk.node_id)
             if ids is None:
                 raise UnknownChunkError(
-                    f"no chunk with the node id {chunk.node_id!r} was encoded in the collection {self._collection!r} "
+                    f"no chunk with the node id {chunk.node_id!r} was encoded in the collection {collection!r} "
                     f"of {self._runtime.home}; encode it first, or pass its text as well: Chunk(text, node_id)"
                 )
-            found[chunk.node_id] = ids
+            found[chunk.collection, chunk.node_id] = ids
         return found
 
     def forget(self, node_ids: Sequence[str]) -> int:
@@ -127,7 +130,8 @@ class Nodes:
         """The tokens encoded; none where others had encoded them."""
         if self.fetched(key, passage, encoder.prefix, name):
             return 0
-        self.keep(key, self._compute_in_turn(encoder, passage), name)
+        made = twice(self._runtime, lambda _: self._compute_in_turn(encoder, passage), None)
+        self.keep(key, made, name)
         return len(passage)
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -181,7 +185,8 @@ class Nodes:
                     if computed is not None:
                         writing, computed = writer.submit(self._written, computed), None
                     due = time.monotonic() + PATIENCE_S
-                    chunk = self._compute_behind(encoder, asked.passage, leave, due)
+                    compute = partial(self._compute_behind, encoder, asked.passage, leave, due)
+                    chunk = twice(runtime, lambda _, compute=compute: compute(), None)
                     if writing is not None:
                         yield writing.result()
                     writing, computed = None, _Computed(asked, chunk)
@@ -201,13 +206,18 @@ class Nodes:
 
     def encode_later(self, chunk: Chunk, due: float) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""
-        passage, prefix = chunk.encoded_ids, self._runtime.canonical_prefix
+        runtime = self._runtime
+        if runtime.loaded_now is None:  # it was closed behind the answer that wanted this
+            return
+        passage, prefix = chunk.encoded_ids, runtime.canonical_prefix
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
         if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
-            made = self._compute_behind(_Encoder(self._runtime, prefix), passage, lambda: False, due)
-            self.keep(key, made, chunk.node_id)
+            encoder = _Encoder(runtime, prefix, loads=False)
+            with contextlib.suppress(Cancelled):
+                made = self._compute_behind(encoder, passage, lambda: runtime.loaded_now is None, due)
+                self.keep(key, made, chunk.node_id)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
         """Store a node of the knowledge tree for that chunk. It goes when the chunk's node does.
@@ -227,14 +237,15 @@ class Nodes:
             self.enter([chunk.node_id], [chunk.encoded_ids], [key])
         return self.claim(chunk.node_id, chunk.encoded_ids, key)
 
-    def prefetch(self, passages: Callable[[], Sequence[TokenIds]]) -> None:
-        """Load the model if it is not there yet, and have the disk read the passages' KV."""
+    def prefetch(self, tokenized: Callable[[], Sequence[Chunk]]) -> None:
+        """Load the model if it is not there yet, and have the disk read the chunks' KV."""
         runtime = self._runtime
         if not runtime.judged().passed:
             return
         prefix = runtime.canonical_prefix
-        for passage in passages():
-            runtime.store.will_need(runtime.key_of(prefix, passage, self._collection))
+        for chunk in tokenized():
+            collection = chunk.collection or self._collection
+            runtime.store.will_need(runtime.key_of(prefix, chunk.token_ids or (), collection))
 
     def _to_encode(self, node_id: str, prefix: TokenIds, taken_bytes: int = 0) -> "_Asked | None":
         """None for a node that is there no more or has KV. Raises PromptTooLongError.
@@ -342,14 +353,16 @@ class _Computed:
 
 
 class _Encoder:
-    """Encodes behind one prefix with the model that is loaded: another one if it was closed meanwhile."""
+    """Encodes behind one prefix with the model that is loaded. loads: another one if it was closed meanwhile."""
 
-    def __init__(self, runtime: Runtime, prefix: TokenIds) -> None:
-        self._runtime, self.prefix = runtime, prefix
+    def __init__(self, runtime: Runtime, prefix: TokenIds, loads: bool = True) -> None:
+        self._runtime, self.prefix, self._loads = runtime, prefix, loads
         self._made: ChunkEncoder | None = None
 
     def encode(self, passage: TokenIds, turn: Turn, leave: Leave = lambda: False) -> ChunkKV:
-        """In that turn with the device. Raises Cancelled when it, or leave(), says so."""
+        """In that turn with the device. Raises Cancelled when it, or leave(), says so, or the model is gone."""
+        if not self._loads and self._runtime.loaded_now is None:
+            raise Cancelled("the model was let go")
         decoder = self._runtime.decoder  # may have to be loaded, which takes as long as it takes
         turn.between_layers()  # from here on a hang is seen
         if self._made is None or not self._made.is_of(decoder):

@@ -118,6 +118,8 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
 
     def made() -> ChunkKV:
         with runtime.queue.turn(background=True, claim=patient()) as turn:
+            if runtime.loaded_now is None:
+                raise Cancelled("the model was let go")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:

@@ -248,7 +248,7 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
     decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
     # What a session holds is no reason to recompute more of the chunks that are new.
     held = sum(span.length for span in spans if span.held)
-    share = 1 - held / plan.stored_tokens if held and policy.fixed_ratio is None else 1.0
+    share = 1.0 if policy.fixed_ratio is not None else max(0.0, 1 - held / max(1, plan.stored_tokens))
     return replace(plan, ratio=decision.ratio * share), decision
 
 

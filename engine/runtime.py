@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from ragblend.engine import model
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.constrained import token_grammars
-from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.controller import USD_PER_GB_MONTH, DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import (
     TransferStream,
@@ -41,6 +41,7 @@ from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
 _TYPICAL_TOKENS = 512
+READERS = 2  # reads in flight
 T = TypeVar("T")
 _runtimes: dict[tuple[Any, ...], "Runtime"] = {}
 _sharing = threading.Lock()
@@ -86,7 +87,9 @@ class Runtime:
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # that hold a context
         self._budgets: dict[str, int] = {}
+        self.prices = dict(USD_PER_GB_MONTH)  # by tier
         self._remote: str | None = None
+        self._store_policy: str | None = None
         self._digests = home / "models" / "digests.json"
         self._adopt(config)
 
@@ -103,15 +106,20 @@ class Runtime:
             return _runtimes[key]
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Budgets, codec and shared store from now on (None: as before). What is too much goes with a tier's next puts.
+        """Budgets, codec, prices, policy and shared store from now on (None: as before). What is too much goes with a
+        tier's next puts.
 
-        A tier that an open store does not have is there when it is opened again; so is another shared store.
+        A tier that an open store does not have is there when it is opened again; so is another policy or shared store.
         """
         budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
         wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
         with self._light:
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
             self._remote = config.remote or self._remote
+            self._store_policy = config.store_policy or self._store_policy
+            self.prices |= dict(config.usd_per_gb_month)
+            if config.usd_per_gb_month:
+                vars(self).pop("profile", None)  # which has them in it
             if config.kv_codec is not None:
                 self.codec = codec_named(config.kv_codec)
             if "store" in vars(self):
@@ -130,6 +138,8 @@ class Runtime:
                 parts["readers"].shutdown()
             for name in {"store", "nodes"} & set(parts):
                 parts[name].close()
+            for session in list(self.sessions):  # of no use to a model that is loaded anew
+                session.forget()
 
     @property
     def loaded_now(self) -> LoadedModel | None:
@@ -222,7 +232,11 @@ class Runtime:
         else:
             ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
             verdict = kept_verdict(
-                folder, self.fingerprint.digest, decoder.device.type, lambda: run_gate(decoder, ids)
+                folder,
+                self.fingerprint.digest,
+                decoder.device.type,
+                decoder.geometry.layers,
+                lambda: run_gate(decoder, ids),
             )
             decoder.layouts = list(verdict.layouts) or decoder.layouts
             if not verdict.shows_attention:
@@ -285,13 +299,13 @@ class Runtime:
 
     @light
     def store(self) -> KVStore:
-        policy, disk = self.config.store_policy, self._budgets.get("disk")
+        disk, policy = self._budgets.get("disk"), self._store_policy
         return KVStore.open(self.home / "kv", disk, self._tiers(), policy, self._token_cost, self._remote)
 
     def _tiers(self) -> list[MemoryTier]:
         """Above the disk."""
         memory, device = self._budgets.get("memory"), self._budgets.get("device")
-        return memory_tiers(self.device, memory, device, self.config.store_policy)
+        return memory_tiers(self.device, memory, device, self._store_policy)
 
     @light
     def nodes(self) -> NodeIndex:
@@ -311,7 +325,7 @@ class Runtime:
     @once
     def readers(self) -> ThreadPoolExecutor:
         """The loader's threads."""
-        return ThreadPoolExecutor(self.config.loader_threads, thread_name_prefix="ragblend-loader")
+        return ThreadPoolExecutor(READERS, thread_name_prefix="ragblend-loader")
 
     @once
     def transfers(self) -> TransferStream:
@@ -330,7 +344,7 @@ class Runtime:
         """What was measured, now or earlier; None before that, or if the file is of no use."""
         try:
             found = DeviceProfile.read(self.profile_path)
-            return found.priced(self.config.prices) if found else None
+            return found.priced(self.prices) if found else None
         except UsageError as error:
             log.warning("%s", error)
             return None

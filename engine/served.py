@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -218,7 +218,8 @@ class ServedNodes(Nodes):
     def encode_later(self, chunk: Chunk, due: float) -> None:
         key = self._key_of(chunk.encoded_ids, self._runtime.canonical_prefix)
         if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
-            self._encoded(chunk.encoded_ids, key, chunk.node_id)
+            with suppress(Cancelled):  # whoever ends the process does not wait for a server
+                self._encoded(chunk.encoded_ids, key, chunk.node_id, lambda: self._runtime.chores.hurried)
 
     def _encoded(
         self, passage: TokenIds, key: ChunkKey, node_id: str | None, leave: Leave | None = None

@@ -13,6 +13,10 @@ OPENING = "Passages:\n\n"
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
 
+NodeIds = dict[
+    tuple[str | None, str], tuple[int, ...]
+]  # token ids by collection (None: the engine's) and node id
+
 
 class Tokenizing:
     """A tokenizer of transformers, used segment by segment."""
@@ -38,7 +42,7 @@ class Tokenizing:
         """Ids of the control tokens that the text holds when it is read as a literal, in order."""
         return [i for i in self.literal_ids(text) if i in self._control_ids]
 
-    def prompt(self, prompt: Prompt, node_ids: dict[str, tuple[int, ...]]) -> Prompt:
+    def prompt(self, prompt: Prompt, node_ids: NodeIds) -> Prompt:
         """The prompt with ids in every segment. node_ids: token ids of the chunks that are named by node id alone."""
         segments: list[Segment] = []
         for _, group in groupby(prompt.segments, key=_is_text):
@@ -62,7 +66,7 @@ class Tokenizing:
         first = next((ids[0] for s in segments if (ids := s.token_ids)), None)
         return () if first == bos else (bos,)
 
-    def _segment_ids(self, segment: Segment, node_ids: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def _segment_ids(self, segment: Segment, node_ids: NodeIds) -> tuple[int, ...]:
         if segment.token_ids is not None:
             return segment.token_ids
         if isinstance(segment, Literal):
@@ -70,7 +74,7 @@ class Tokenizing:
         if segment.text is not None:
             return tuple(self.passage_ids(segment.text))
         assert segment.node_id is not None
-        return node_ids[segment.node_id]
+        return node_ids[segment.collection, segment.node_id]
 
     def _side_by_side(self, run: list[Segment]) -> Literal:
         """A template's literals and verbatim ones, read as the one text that they are: a token may span two of them.

@@ -13,29 +13,6 @@ from ragblend.engine.selection.base import FIXED, Policy
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
 GROUP = "ragblend.policies"
-# What there was, and what to write now. Why each went: docs/methods.md.
-OLD_METHODS = {
-    "heads": "write `epic`, which without parameters is the same",
-    "a3-heads": "write `a3`, which chooses as well",
-    "transplant": "it is an oracle, which only `python -m benchmarks.quality` can run",
-}
-OLD_PARAMETERS = {
-    "shift": "`probe-shift` has the form that came nearest, `probe` has none",
-    "strength": "`probe-shift` adds 0.8 of what it foretells",
-    "firsts": "`probe-shift` spends 0.2 on the beginnings of chunks, `probe` nothing",
-    "witnesses": "`probe-shift` spends 48 rows on an even sample, `probe` none",
-    "passes": "`probe` has one, which was better at the same cost",
-    "norm": "`probe` has l2, and sums are `prophet`'s",
-    "since": "`probe` begins at 0.25 of the depth, and `prophet` at its first layer",
-    "until": "`probe` ends with the last layer, and `a3` with layer 1",
-    "heads": "`a3` has merged ones, as published",
-    "layer": "`a3` has layer 1, as published",
-    "measure": "`cacheblend` has values, and `cacheblend-k` has keys",
-    "floor_ratio": "`cacheblend` keeps 1%, where the ratio pays for no more",
-    "spread": "`cacheblend-gradual:shares=1.5/0.5` is what spread=0.5 was",
-    "last": "`epic:first=16` takes beginnings alone, as published",
-    "last_share": "`epic:first=16` takes beginnings alone, as published",
-}
 
 
 def entry_point_names() -> list[str]:
@@ -65,9 +42,7 @@ def from_package(name: str) -> Policy | None:
 
 
 def unknown(name: str, known: Sequence[str]) -> UsageError:
-    """The error for a name that nobody knows: what it is called now, or what there is, and the nearest."""
-    if name in OLD_METHODS:
-        return UsageError(f"the method {name!r} is gone: {OLD_METHODS[name]}")
+    """The error for a name that nobody knows: what there is, and the nearest."""
     return UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}")
 
 
@@ -82,8 +57,8 @@ def with_parameters(policy: Policy, method: str) -> Policy:
                 f"method {method!r}: a parameter is written name=value behind the colon; there are {names}"
             )
         if key not in there:
-            why = f"; {OLD_PARAMETERS[key]}" if key in OLD_PARAMETERS else did_you_mean(key, there)
-            raise UsageError(f"method {policy.name!r} has no parameter {key!r}; there are {names}{why}")
+            near = did_you_mean(key, there)
+            raise UsageError(f"method {policy.name!r} has no parameter {key!r}; there are {names}{near}")
         wanted[key] = _value(method, key, value, there[key])
     try:
         return _replaced(policy, wanted | {"name": method})

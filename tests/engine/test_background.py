@@ -5,10 +5,12 @@ import threading
 
 import pytest
 from benches import make_prompt, make_text
+from waiting import until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.order import Claim
+from ragblend.engine.session import Session
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -276,6 +278,26 @@ def test_nothing_is_begun_before_the_answer_is_out(fresh):
     assert idle and all(idle)
     assert fresh.engine.finish_background(60)
     assert fresh.engine.prefill(asked, method="reuse").report.misses == 0
+
+
+def test_what_is_closed_behind_an_answer_stays_closed(fresh):
+    """What its prompt had missed was encoded after that, on a model that was loaded anew for it."""
+    engine, session = fresh.engine, Session()
+    closing = threading.Thread(target=engine.close)
+
+    def show(_):
+        if not closing.ident:
+            closing.start()
+            until(lambda: engine.runtime.queue.wanted)
+
+    asked = make_prompt(TEXTS)
+    with engine.stream(asked, max_new_tokens=6, session=session) as stream:
+        for piece in stream:
+            show(piece)
+    closing.join(60)
+    assert engine.finish_background(60)
+    assert engine.runtime.loaded_now is None and "nodes" not in vars(engine.runtime)
+    assert session.tokens == 0
 
 
 def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):

@@ -1,5 +1,6 @@
 """The loading controller against a pipeline that is simulated layer by layer, and through the engine."""
 
+import errno
 import json
 from dataclasses import asdict
 
@@ -8,7 +9,7 @@ from benches import PREFIX, make_prompt, make_text
 from test_device import StagedTransfers
 
 from ragblend import Engine
-from ragblend.engine import prefill
+from ragblend.engine import controller, prefill
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     USD_PER_GB_MONTH,
@@ -23,7 +24,7 @@ from ragblend.engine.controller import (
     ttft_ms,
 )
 from ragblend.engine.runtime import Runtime
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.policy import PrefillProfile
 
 LAYERS = 20
@@ -165,6 +166,19 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
         Tier("disk", 0.0, 1.0)
 
 
+def test_a_full_disk_keeps_the_profile_that_is_there(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    profile().save(path)
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(controller, "replace_durably", full)
+    with pytest.raises(StoreError, match="No space left"):
+        profile().save(path)
+    assert DeviceProfile.read(path) == profile()
+
+
 def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     engine: Engine = fresh.engine
     engine.encode(TEXTS)
@@ -196,6 +210,11 @@ def test_an_engine_is_priced_as_it_is_opened(fresh):
     assert again.tier("memory").usd_per_gb_month == 0.01
     assert again.tier("memory").bytes_per_s == measured.tier("memory").bytes_per_s
     assert again.tier("disk") == measured.tier("disk")
+    where = {"model": str(fresh.folder), "home": fresh.engine.home, "device": "cpu", "dtype": "float32"}
+    later = Engine.open(**where, usd_per_gb_month={"memory": 0.02}, store_policy="lru")
+    assert later is fresh.engine and later.runtime.profile.tier("memory").usd_per_gb_month == 0.02
+    later.close()
+    assert later.store.policy == "lru", "when it is opened again"
 
 
 def test_every_tier_of_a_staged_device_is_measured_through_its_stream(fresh, monkeypatch):

@@ -278,9 +278,11 @@ def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_pa
     assert len(judged) == 1
     one.engine.close()
     (file,) = (tmp_path / "h" / "models").glob("gate-*")
-    file.write_text("{")
-    assert one.engine.gate == verdict
-    assert len(judged) == 2
+    for number, broken in enumerate(("{", file.read_text().replace('"half"', '"hald"', 1)), start=2):
+        file.write_text(broken)  # of another layout keys would be moved as if it were the usual one
+        assert one.engine.gate == verdict
+        assert len(judged) == number
+        one.engine.close()
 
 
 def test_a_gate_that_could_not_be_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):

@@ -1,47 +1,12 @@
-"""Methods by name: parameters, what there was and is called otherwise now, and what other packages add."""
+"""Methods by name: parameters, and what other packages add."""
 
 import importlib
 import sys
 
 import pytest
 
-from ragblend.engine.selection import BLIND, METHODS, method_names, naming, policy_named
+from ragblend.engine.selection import BLIND, METHODS, method_names, policy_named
 from ragblend.kvstore.errors import UsageError
-
-OLD = [
-    ("heads", "`epic`"),
-    ("a3-heads", "`a3`"),
-    ("transplant:by=epic", "benchmarks.quality"),
-    ("probe:shift=linear", "`probe-shift`"),
-    ("probe:shift=none", "`probe` has none"),
-    ("probe-shift:strength=1", "0.8"),
-    ("probe-shift:firsts=0", "0.2"),
-    ("probe-shift:witnesses=0", "48"),
-    ("probe:passes=2", "has one"),
-    ("probe:norm=sum", "`prophet`"),
-    ("probe:since=0.5", "0.25"),
-    ("probe:until=0.5", "last layer"),
-    ("a3:heads=each", "merged"),
-    ("a3:layer=2", "layer 1"),
-    ("cacheblend:measure=keys", "`cacheblend-k`"),
-    ("cacheblend:floor_ratio=0", "1%"),
-    ("cacheblend-gradual:spread=0.5", "shares=1.5/0.5"),
-    ("epic:last=4", "epic:first=16"),
-    ("epic:last_share=0.5", "epic:first=16"),
-]
-
-
-@pytest.mark.parametrize(("method", "successor"), OLD)
-def test_an_old_name_says_what_to_write_now(method, successor):
-    with pytest.raises(UsageError) as raised:
-        policy_named(method)
-    assert successor in str(raised.value)
-
-
-def test_every_old_name_is_in_that_list():
-    methods, parameters = {method.partition(":")[0] for method, _ in OLD}, " ".join(name for name, _ in OLD)
-    assert set(naming.OLD_METHODS) <= methods
-    assert all(f":{name}=" in parameters for name in naming.OLD_PARAMETERS)
 
 
 @pytest.mark.parametrize(

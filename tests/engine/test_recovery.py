@@ -100,6 +100,22 @@ def test_a_prompt_that_is_only_read_has_a_second_try_too(asked, loads, monkeypat
     assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
 
 
+def test_a_passage_that_is_encoded_has_a_second_try_too(asked, loads, monkeypatch):
+    engine, _ = asked
+    new, later = make_text(90), make_text(91)
+    engine.enter([later], ["later"])
+    with monkeypatch.context() as once:
+        break_layer(once, 1, MemoryError)
+        assert engine.encode([new]).encoded == 1
+        left = break_layer(once, 1, MemoryError)
+        assert list(engine.encode_nodes(["later"])) == [engine.count_tokens(later)]
+    assert not left and len(loads) == 2
+    assert engine.prefill(make_prompt([new, later]), method="reuse").report.misses == 0
+    break_layer(monkeypatch, 1, MemoryError, times=2)
+    with pytest.raises(DeviceError, match="twice"):
+        engine.encode([make_text(92)])
+
+
 def test_what_the_reader_raises_is_his(asked, loads):
     engine, expected = asked
 

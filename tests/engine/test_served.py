@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import vllm_fake
 from benches import make_prompt, make_text
+from waiting import until
 
 from ragblend.engine.completions import Completions
 from ragblend.engine.engine import Engine
@@ -141,6 +142,25 @@ def test_missing_passages_are_encoded_behind_the_canonical_prefix(opened):
     assert encode["prompt"] == [*prefix, *passage, passage[-1]]
     wish = encode["kv_transfer_params"]
     assert wish["encode"] is True and wish["spans"] == [[len(prefix), len(prefix) + len(passage)]]
+
+
+def test_who_closes_waits_for_no_server(opened, monkeypatch):
+    engine, _ = opened
+    engine.generate(make_prompt(TEXTS[:1]))
+    engine.finish_background()
+    begun, post = threading.Event(), engine.runtime.server.post
+
+    def silent(path, body, leave, *more):
+        if "encode" not in body["kv_transfer_params"]:
+            return post(path, body, leave, *more)
+        begun.set()
+        until(leave)
+        raise Cancelled("it was left")
+
+    monkeypatch.setattr(engine.runtime.server, "post", silent)
+    engine.generate(make_prompt(TEXTS[1:2]))
+    assert begun.wait(60)
+    engine.close()
 
 
 def test_passages_are_encoded_by_the_server_and_named_here(opened):

@@ -52,6 +52,14 @@ def test_only_what_is_new_is_computed(fresh):
     assert second.report.recomputed_fraction < 0.2
 
 
+def test_a_prompt_of_which_all_is_held_is_read_again(fresh):
+    session = Session()
+    for segments in ([Literal("", (5,))], [Literal("The harbour master kept two ledgers."), QUESTION]):
+        first = answered(fresh, segments, session)
+        assert answered(fresh, segments, session).token_ids == first.token_ids
+        session.forget()
+
+
 def test_a_context_that_went_another_way_is_used_as_far_as_it_is_the_same(fresh):
     fresh.engine.encode(TEXTS)
     session = Session()
@@ -114,7 +122,16 @@ def test_a_chunk_of_another_collection_is_found_there(fresh):
     other = Engine.open(
         str(fresh.folder), home=fresh.engine.home, device="cpu", dtype="float32", collection="other"
     )
-    other.encode([TEXTS[0]])
+    other.encode([TEXTS[0]], ["one"])
+    fresh.engine.encode([TEXTS[1]], ["one"])
+    for collection, text in (("other", TEXTS[0]), (None, TEXTS[1])):
+        named, told = Chunk(node_id="one", collection=collection), Chunk(text, collection=collection)
+        assert (
+            fresh.engine.tokenize(Prompt([named])).token_ids
+            == fresh.engine.tokenize(Prompt([told])).token_ids
+        )
+    both = [Chunk(node_id="one", collection="other"), QUESTION, Chunk(node_id="one")]
+    assert fresh.engine.prefill(Prompt([Literal("Passages: "), *both])).report.hits == 2
     mine = Prompt([Literal("Passages: "), Chunk(TEXTS[0]), QUESTION])
     theirs = Prompt([Literal("Passages: "), Chunk(TEXTS[0], collection="other"), QUESTION])
     assert fresh.engine.prefill(theirs).report.hits == 1

@@ -164,6 +164,7 @@ def test_the_canonical_prefix_is_what_stands_before_the_first_passage(tokenizer)
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
         ({"top_k": -1}, "top_k must be 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"seed": 2**64}, "seed must be a number of 64 bits"),
     ],
 )
 def test_options_that_make_no_sense_are_named_before_anything_is_computed(option, said):
