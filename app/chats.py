@@ -184,10 +184,16 @@ class Chats(Database):
         text: str,
         sources: Sequence[Source] = (),
         report: dict[str, Any] | None = None,
+        answers: int | None = None,
     ) -> Message:
-        """Append a message; on disk when this returns. Raises LibraryError if the conversation is gone."""
+        """Append a message; on disk when this returns. Raises LibraryError if its conversation or question is gone.
+
+        answers: the message that was asked, which may have been replaced since.
+        """
         chat, moment = self.get(chat_id), now()
         with self.transaction() as sql:
+            if answers is not None:
+                self.message(answers)
             key = sql.execute(
                 "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
                 (chat_id, role, storable(text), _sources_json(sources), _json(report or {}), moment),
@@ -198,13 +204,15 @@ class Chats(Database):
                 (title, moment, chat_id),
             )
         assert key is not None
-        if sources and self._known is not None:  # after it is stored: whoever removes now sees it, or is seen
-            self._forget_removed_in(chat_id, self._known)
-            self.erase_log()
-        return self.message(key)
+        added = self.message(key)
+        self._see_removed(added)
+        return self.message(key) if sources else added
 
-    def set_report(self, message_id: int, report: dict[str, Any]) -> Message:
-        self.execute("UPDATE messages SET report = ? WHERE id = ?", _json(report), message_id)
+    def add_to_report(self, message_id: int, more: dict[str, Any]) -> Message:
+        """Beside what the report says by now. Raises LibraryError if the message is gone."""
+        with self.transaction() as sql:
+            report = self.message(message_id).report | more
+            sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
     def rewrite(self, message: Message) -> Message:
@@ -220,7 +228,15 @@ class Chats(Database):
                 "UPDATE messages SET text = ?, sources = ?, report = ? WHERE id = ?",
                 (storable(message.text), _sources_json(rows), _json(report), message.id),
             )
+        if UNFINISHED not in report:
+            self._see_removed(message)
         return self.message(message.id)
+
+    def _see_removed(self, message: Message) -> None:
+        """After it is stored: whoever removes a passage now sees that it is here, or is seen."""
+        if message.sources and self._known is not None:
+            self._forget_removed_in(message.chat_id, self._known)
+            self.erase_log()
 
     def end_unfinished(self, chat_id: int | None = None) -> int:
         """Mark what a killed program had come to, in one conversation or all, as interrupted. Returns how many answers.

@@ -14,8 +14,9 @@ from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Message
 from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment
 from ragblend.engine.prompt import Message as PromptMessage
+from ragblend.engine.scheduler import Cancel
 from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
@@ -101,10 +102,11 @@ def fit(
     messages: Sequence[Message],
     question: str,
     found: Sequence[Source],
+    cancel: Cancel | None = None,
 ) -> Context:
     """The most that fits: all turns since the last cut, fewer if need be, then fewer passages, the best ones kept.
 
-    room: tokens of the window beside the answer. Raises PromptTooLongError if the question alone is too long.
+    room: tokens of the window beside the answer. Raises Cancelled, and PromptTooLongError for too long a question.
     """
     turns = past_turns(messages)
     # Where the last context began: what was left out once stays out.
@@ -112,15 +114,28 @@ def fit(
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
     def sized() -> tuple[Prompt, list[Source], int]:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("The question was called off.")
         sources = numbered(best, messages, kept)
         prompt = build(engine, words, kept, question, sources)
         return prompt, sources, len(prompt.token_ids)
 
+    def refilled() -> tuple[Prompt, list[Source], int]:
+        """Without the fewest of the oldest turns. By halves, as a client may bring thousands."""
+        nonlocal kept
+        everything, least, most = kept, 0, len(kept)
+        while least < most:
+            kept = everything[(middle := (least + most) // 2) :]
+            if sized()[2] > REFILL_SHARE * room:
+                least = middle + 1
+            else:
+                most = middle
+        kept = everything[least:]
+        return sized()
+
     prompt, sources, tokens = sized()
     if tokens > room:
-        while kept and tokens > REFILL_SHARE * room:
-            kept = kept[1:]
-            prompt, sources, tokens = sized()
+        prompt, sources, tokens = refilled()
     while tokens > room:
         if not best:
             window = engine.context_window

@@ -157,8 +157,8 @@ class Conversations:
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
         prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
-        report = answer.report | full_prefill(prefilled.report.timings.prefill_ms, "measured")
-        return self._chats.set_report(message_id, report).report
+        measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")
+        return self._chats.add_to_report(message_id, measured).report
 
     def stop_all(self) -> None:
         """Stop every answer that is under way, and wait until the device is free."""
@@ -213,7 +213,7 @@ class Conversations:
                     yield Asked(asked, None, words, notice, retrieve_ms, settings)
                     continue
             room = self.engine.context_window - settings.answer_tokens
-            context = fit(self.engine, room, words, messages, asked.text, found)
+            context = fit(self.engine, room, words, messages, asked.text, found, options.cancel)
             notices = " ".join(text for text in (notice, context.notice) if text) or None
             yield Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
 

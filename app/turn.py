@@ -67,7 +67,8 @@ class Turn(Closing):
         if stream is not None and chats is not None:
             with suppress(RagBlendError):  # it can be shown all the same; `_keep` says why it is not kept
                 report = self._report({UNFINISHED: True})
-                self._begun = chats.add(self.question.chat_id, "assistant", "", self.sources, report)
+                to = self.question
+                self._begun = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
 
     @property
     def message(self) -> Message:
@@ -197,7 +198,9 @@ class Turn(Closing):
                 if self._chats is not None and self._begun is not None:
                     ended = self._chats.rewrite(replace(ended, id=self._begun.id))
                 elif self._chats is not None:
-                    ended = self._chats.add(chat_id, "assistant", text, sources, ended.report)
+                    ended = self._chats.add(
+                        chat_id, "assistant", text, sources, ended.report, self.question.id
+                    )
             except RagBlendError as error:
                 said = f"{ended.report.get('notice') or ''} This answer was not kept: {error}".strip()
                 ended = replace(ended, report=ended.report | {"notice": said})

@@ -130,8 +130,7 @@ class Nodes:
         """The tokens encoded; none where others had encoded them."""
         if self.fetched(key, passage, encoder.prefix, name):
             return 0
-        made = twice(self._runtime, lambda _: self._compute_in_turn(encoder, passage), None)
-        self.keep(key, made, name)
+        self.keep(key, self._again(partial(self._compute_in_turn, encoder, passage)), name)
         return len(passage)
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -186,7 +185,7 @@ class Nodes:
                         writing, computed = writer.submit(self._written, computed), None
                     due = time.monotonic() + PATIENCE_S
                     compute = partial(self._compute_behind, encoder, asked.passage, leave, due)
-                    chunk = twice(runtime, lambda _, compute=compute: compute(), None)
+                    chunk = self._again(compute)
                     if writing is not None:
                         yield writing.result()
                     writing, computed = None, _Computed(asked, chunk)
@@ -269,6 +268,10 @@ class Nodes:
         """Whether this KV is wanted still: its node was not deleted."""
         with self._runtime.use.turn():
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
+
+    def _again(self, compute: Callable[[], ChunkKV]) -> ChunkKV:
+        """Where the device fails, once more on a model that is loaded anew. Raises DeviceError."""
+        return twice(self._runtime, lambda _: compute(), None)
 
     def _compute_behind(self, encoder: "_Encoder", passage: TokenIds, leave: Leave, due: float) -> ChunkKV:
         """Encode a passage when nobody needs the device; from `due` on in turn with those who do.

@@ -231,7 +231,8 @@ class ChatTab:
         chats = self._desk.chats
         try:
             if event.act == "open-chat":
-                return self._open(request, int(event.id))
+                listed = {self.chats: self._chats(int(event.id), search, limit)}
+                return self._open(request, int(event.id)) | listed
             if event.act == "more-chats":
                 return {
                     self.limit: limit + CHATS_PER_PAGE,
@@ -243,7 +244,7 @@ class ChatTab:
                 chats.delete(int(event.id))
                 self._desk.conversations.forget(int(event.id))
                 if int(event.id) == chat_id:
-                    return self._open(request, None)
+                    return self._open(request, None) | {self.chats: self._chats(None, search, limit)}
         except RagBlendError as error:
             gr.Warning(str(error))
         return {self.chats: self._chats(chat_id, search, limit)}

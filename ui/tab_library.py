@@ -132,12 +132,16 @@ class LibraryTab:
         chosen = gr.update(choices=workspaces.names(), value=name)
         return {self.collection: chosen, self.new_name: "", self.message: said}
 
-    def remove_collection(self, collection: str, *view: Any) -> Updates:
+    def remove_collection(
+        self, collection: str, search: str, state: str, offset: int, event: gr.EventData
+    ) -> Updates:
+        """The one that the button names: another may be chosen already."""
         desk, shown = self._desk, collection
         try:
-            removed, _ = desk.remove_collection(collection)
+            removed, _ = desk.remove_collection(str(event.id))
             message = views.library.deleted(removed)
-            shown = desk.workspaces.settings.collection
+            if collection == event.id:
+                shown = desk.workspaces.settings.collection
         except RagBlendError as error:
             message = problem(str(error))
         chosen = gr.update(choices=desk.workspaces.names(), value=shown)

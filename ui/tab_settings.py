@@ -188,6 +188,8 @@ class SettingsTab:
 
     def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
         """Save, after a hub model is here; what is saved works, or is not saved."""
+        from ragblend.engine.device import pick_device
+
         workspaces = self._desk.workspaces
         try:
             changes, price = self._priced(dict(zip(self._form, values, strict=True)))
@@ -201,6 +203,8 @@ class SettingsTab:
                 if must_be_fetched(reranker):
                     yield from self._fetched(reranker)
                 find_reranker(reranker)
+            if device := changes.get("device"):
+                pick_device(device)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
             way_back = before if model != before else None

@@ -49,7 +49,7 @@ class StoreTab:
                 repair = gr.Button("Repair", elem_id="rb-repair", scale=0, min_width=120)
             self.message = drawn("rb-store-message", acts=False)
         tab.select(None, None, self.message, js=EMPTY)
-        tab.select(self.refresh, None, [self.overview, self.rates, self.budget], **QUICK)
+        tab.select(self.refresh, None, [self.overview, self.rates, self.budget, self.message], **QUICK)
         set_budget.click(self.set_budget, [self.budget], [self.message, self.overview], **QUICK)
         check.click(self.check, None, [self.message], **QUEUED)
         repair.click(self.repair, None, [self.message, self.overview], **QUEUED)

@@ -111,6 +111,7 @@ class MessageBody(Body):
     audio: Any = None
     function_call: None = None
     reasoning_content: Any = None
+    parsed: Any = None  # by OpenAI's client, of its own
 
 
 class ChatBody(Options):

@@ -38,7 +38,9 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """What a client is answered. retry_s: after how many seconds it may try again."""
+    """What a client is answered. retry_s: after how many seconds it may try again; is_final: it need not, although its
+    library would.
+    """
 
     def __init__(
         self,
@@ -47,9 +49,11 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_s: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_s = status, message, code, param, retry_s
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_s, self.is_final = retry_s, is_final
 
     def to_json(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -58,6 +62,8 @@ class ApiError(Exception):
     @property
     def response(self) -> Response:
         headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        if self.is_final:
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return json_response(self.to_json(), self.status, headers)

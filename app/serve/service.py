@@ -135,7 +135,8 @@ class Service:
         """408 where the client said how long; 504 where it is our limit."""
         seconds = self.allowed_s(told)
         said = f"No whole answer within {seconds:g} seconds; allow more, or fewer max_tokens."
-        return ApiError(408 if told is not None and told <= self.limits.answer_s else 504, said, "timeout")
+        status = 408 if told is not None and told <= self.limits.answer_s else 504
+        return ApiError(status, said, "timeout", is_final=True)
 
     def count(self, report: Report) -> None:
         """How the tokens of an answer's prompt were served; that there is one says that all is well again."""

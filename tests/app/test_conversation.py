@@ -1,17 +1,26 @@
 """A conversation: the context grows at its end, numbers stay, what does not fit is said, what was said is kept."""
 
 import json
+import threading
 
 import pytest
 
 from ragblend.app import retrieval
-from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats
+from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats, Message
 from ragblend.app.conversation import AskOptions, Conversations
+from ragblend.app.database import now
 from ragblend.app.desk import Desk
 from ragblend.app.hood import has_breakdown
 from ragblend.app.ingest import ingest
 from ragblend.app.retrieval import nearest
-from ragblend.kvstore.errors import LibraryError, PromptTooLongError, RagBlendError, SettingsError, UsageError
+from ragblend.kvstore.errors import (
+    Cancelled,
+    LibraryError,
+    PromptTooLongError,
+    RagBlendError,
+    SettingsError,
+    UsageError,
+)
 
 SKY, BOATS = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
 
@@ -228,6 +237,69 @@ def test_a_document_deleted_while_it_is_cited_is_not_stored_again(talks, chats, 
     list(pieces)
     assert [source.text == DELETED_TEXT for source in chats.messages(chat)[1].sources] == [True, False]
     assert gone.text not in json.dumps(chats.export_json(chat))
+
+
+def test_a_document_of_an_earlier_turn_that_is_deleted_meanwhile_is_not_stored_again(
+    talks, chats, chat, engine
+):
+    gone = asked(talks, chat, SKY).sources[0]
+    engine.reply = ("As said ", "[1].")
+    turn = talks.ask(chat, BOATS, AskOptions(top_k=1))
+    pieces = iter(turn)
+    next(pieces)
+    assert gone.text in str(turn.present)
+    chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
+    chats._known = lambda nodes: set(nodes) - {gone.node_id}
+    list(pieces)
+    assert [s.number for s in turn.message.sources if s.text == DELETED_TEXT] == [1]
+    assert gone.text not in json.dumps(chats.export_json(chat))
+    assert gone.text[:40] not in json.dumps(chats.export_json(chat))
+
+
+def test_a_document_that_is_deleted_while_its_answer_is_measured_is_not_stored_again(
+    talks, chats, chat, engine
+):
+    answer = asked(talks, chat, SKY)
+    gone = answer.sources[0]
+    engine.on_prefill = lambda: chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
+    assert talks.measure_full(answer.id)["full_prefill_ms"] == 1234.5
+    assert gone.text not in json.dumps(chats.export_json(chat))
+
+
+def test_an_answer_whose_question_was_replaced_is_in_nobodys_conversation(talks, chats, chat, engine):
+    """Edited while the older question was still being searched for."""
+    asked(talks, chat, SKY)
+    first, tokenize = chats.messages(chat)[0], engine.tokenize
+
+    def edited_meanwhile(prompt):
+        engine.tokenize = tokenize
+        with talks.edit(first.id, "How hot are ovens?", AskOptions(top_k=2)) as turn:
+            list(turn)
+        return tokenize(prompt)
+
+    engine.tokenize = edited_meanwhile
+    older = talks.ask(chat, BOATS, AskOptions(top_k=2))
+    list(older)
+    assert "was not kept" in older.message.report["notice"]
+    assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
+
+
+def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, monkeypatch):
+    earlier = [
+        Message(0, 0, role, f"{role} says {number} in a few words", now())
+        for number in range(2000)
+        for role in ("user", "assistant")
+    ]
+    tokenized, tokenize = [], engine.tokenize
+    monkeypatch.setattr(engine, "tokenize", lambda prompt: tokenized.append(1) or tokenize(prompt))
+    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
+    assert len(tokenized) < 16
+    room = engine.context_window - talks.settings.answer_tokens
+    assert 0.5 * room < len(ready.prompt.token_ids) <= 0.6 * room
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(Cancelled):
+        talks.prepare(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
 
 
 def test_editing_replaces_the_branch(talks, chats, chat, engine):

@@ -88,7 +88,9 @@ def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, co
     basis = {CHAT: named | {"messages": HI}, TEXT: named, "/v1/responses": named}
     body = json.dumps(basis.get(path, {}) | change).encode()
     with served.client() as client:
-        check(client.post(path, content=body, headers={"content-type": "application/json"}), status, code)
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        check(answer, status, code)
+        assert (answer.headers.get("x-should-retry") == "false") == (code == "timeout")
         streams = client.post(
             path, content=body[:-1] + b', "stream": true}', headers={"content-type": "application/json"}
         )

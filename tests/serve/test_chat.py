@@ -28,6 +28,12 @@ def test_an_answer_is_the_engines_own(served) -> None:
     assert answer["model"] == served.service.model
 
 
+def test_what_openais_client_made_of_an_answer_may_be_sent_back(served) -> None:
+    parsed = {"role": "assistant", "content": "{}", "refusal": None, "parsed": {"a": 1}, "annotations": []}
+    messages = [{"role": "user", "content": "Who?"}, parsed, {"role": "user", "content": "And who?"}]
+    assert served.chat(messages=messages).status_code == 200
+
+
 def test_a_stream_says_the_same_and_tells_its_usage_at_its_end(served) -> None:
     whole = served.chat("Tell me more.", method="full").json()
     chunks = events(

@@ -132,6 +132,9 @@ def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, serv
     exported = page.request.get(server.address + page.get_attribute("#rb-export a >> nth=1", "href"))
     assert "Who designed the causeway?" in json.dumps(exported.json())
     page.hover(".rb-chat")
+    page.click(".rb-chat [data-act=delete-chat]")  # and not confirmed
+    page.wait_for_selector(".rb-chat [data-act=delete-chat].asking")
+    page.wait_for_selector(".rb-chat [data-act=delete-chat].asking", state="detached")
     mine.confirm(".rb-chat [data-act=delete-chat]", ".rb-welcome")
     page.fill("#rb-chat-search input, #rb-chat-search textarea", "")
     page.wait_for_function("!document.querySelector('#rb-chats').textContent.includes('Masons')")

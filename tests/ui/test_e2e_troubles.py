@@ -152,6 +152,33 @@ def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
     page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
 
 
+def test_a_click_is_for_what_was_pressed(quiet, open_page) -> None:
+    """A list that is drawn anew under the pointer has other rows in the same buttons."""
+    mine = open_page(quiet)
+    page = mine.page
+    page.wait_for_selector("#rb-hello .rb-welcome")
+    page.evaluate(
+        """() => {
+          window.sent = [];
+          const list = document.createElement("div");
+          list.style.cssText = "position: fixed; top: 0; left: 0; z-index: 999";
+          const row = (id) => `<button data-act="cancel-job" data-id="${id}">row</button>`;
+          list.innerHTML = ["1", "2", "3"].map(row).join("");
+          document.body.append(list);
+          window.ragblend.bind(list, (kind, data) => window.sent.push(data.id));
+          window.rows = (ids) => [...list.children].forEach((each, place) => { each.dataset.id = ids[place] || ""; });
+        }"""
+    )
+    for rows, pressed, expected in ((["2", "3"], 1, ["2"]), (["1", "3"], 1, []), (["1", "2", "3"], 2, ["3"])):
+        page.evaluate("() => { window.sent = []; window.rows(['1', '2', '3']); }")
+        page.locator("body > div > [data-act=cancel-job]").nth(pressed).hover()
+        page.mouse.down()
+        page.evaluate("(ids) => window.rows(ids)", rows)
+        page.mouse.up()
+        page.wait_for_timeout(50)
+        assert page.evaluate("() => window.sent") == expected, rows
+
+
 def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_folder):
     """Chosen from the list, saved, and the one before it named as the way back; a gone one keeps the old one."""
     running = quiet

@@ -79,6 +79,14 @@ def test_a_reranker_that_is_not_there_is_not_saved(tab) -> None:
     assert (tab.in_file.reranker, tab.in_file.top_k) == (None, before.top_k)
 
 
+def test_a_device_that_is_not_there_is_not_saved(tab, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = tab.workspaces.settings
+    assert "cuda" in tab.save(device="cuda", top_k=3)
+    assert tab.workspaces.settings == before
+    assert (tab.in_file.device, tab.in_file.top_k) == (before.device, before.top_k)
+
+
 def test_an_emptied_field_is_no_reranker(tab, reranker) -> None:
     tab.save(reranker=reranker)
     assert "Saved" in tab.save(reranker=" ")

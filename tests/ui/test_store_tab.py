@@ -11,6 +11,7 @@ from serverless import built
 from waiting import idle, until
 
 from ragblend.app.ingest import ingest
+from ragblend.kvstore.errors import UsageError
 from ragblend.ui.context import Context
 from ragblend.ui.tab_store import StoreTab
 
@@ -21,7 +22,7 @@ class Tab:
     def __init__(self, desk):
         self.desk, self.engine = desk, desk.workspaces.first.engine
         self.engine.store = desk.workspaces.first.store
-        with gr.Blocks(), gr.Tab() as tab:
+        with gr.Blocks() as self.blocks, gr.Tab() as tab:
             self.tab = StoreTab(Context(desk), tab)
 
     def last_said(self, steps):
@@ -48,6 +49,19 @@ def test_every_collection_is_checked_and_repaired(tab) -> None:
     assert "2 vectors indexed" in tab.last_said(tab.tab.repair())
     assert index.node_ids() == nodes
     assert "Everything is sound." in tab.last_said(tab.tab.check())
+
+
+def test_why_nothing_can_be_shown_is_said(tab, monkeypatch) -> None:
+    def refuses(name):
+        raise UsageError("this machine has no cuda")
+
+    refreshed = next(
+        fn for fn in tab.blocks.fns.values() if fn.fn is not None and fn.fn.__name__ == "refresh"
+    )
+    monkeypatch.setattr(type(tab.desk.workspaces.first), "engine", property(refuses))
+    said = tab.tab.refresh()
+    assert "no cuda" in said[tab.tab.message]
+    assert set(said) <= set(refreshed.outputs)
 
 
 def test_a_repair_leaves_the_encoding_to_the_queue(tab) -> None:

@@ -25,12 +25,13 @@
 
   function bind(root, trigger) {
     root.addEventListener("click", (event) => {
-      const element = event.target.closest("[data-act]");
+      const element = meant(event.target.closest("[data-act]"), root);
       if (!element || !root.contains(element) || element.disabled) return;
       event.preventDefault();
       const act = element.dataset.act;
       if (local[act]) return void local[act](element, trigger);
       if (element.dataset.confirm && !element.classList.contains("asking")) return void ask(element);
+      if (element.rbEnd) setTimeout(element.rbEnd);
       if (act === "cite") choose(element);
       if (act === "cite" || act === "hood" || act === "measure") reveal();
       send(trigger, element);
@@ -42,25 +43,33 @@
   let pressed = null;
   addEventListener("pointerdown", (event) => {
     const element = event.button === 0 ? event.target.closest("button") : null;
-    pressed = element && { element, root: element.closest("[id]"), x: event.clientX, y: event.clientY };
+    pressed = element && { element, said: said(element), root: element.closest("[id]"), x: event.clientX, y: event.clientY };
   }, true);
   addEventListener("pointerup", (event) => {
+    setTimeout(() => { pressed = null; }); // behind the click, if there is one
     const { element, root, x, y } = pressed || {};
-    pressed = null;
     if (!element || element.contains(event.target) || Math.hypot(event.clientX - x, event.clientY - y) > 4) return;
-    const drawn = () => [...(root || document).querySelectorAll("[data-act]")].find((each) => same(each, element));
-    (element.isConnected ? element : drawn())?.click();
+    (element.isConnected ? element : meant(element, root || document))?.click();
   }, true);
-  const same = (one, other) => JSON.stringify(one.dataset) === JSON.stringify(other.dataset);
+  const said = (element) => JSON.stringify(element.dataset);
+  // What was pressed: rows that are drawn anew take over the buttons of others.
+  function meant(element, root) {
+    if (!element || pressed?.element !== element || (element.isConnected && said(element) === pressed.said)) return element;
+    return [...root.querySelectorAll("[data-act]")].find((each) => said(each) === pressed.said);
+  }
 
   // A second click within four seconds confirms; nothing opens, nothing moves.
   function ask(element) {
     const before = element.innerHTML;
-    const end = () => { if (element.classList.contains("asking")) { element.classList.remove("asking"); element.innerHTML = before; } };
+    clearTimeout(element.rbTimer);
+    element.rbEnd = () => {
+      clearTimeout(element.rbTimer);
+      delete element.rbEnd; // a third click asks again
+      if (element.classList.contains("asking")) { element.classList.remove("asking"); element.innerHTML = before; }
+    };
     element.classList.add("asking");
     element.textContent = element.dataset.confirm;
-    element.addEventListener("click", () => setTimeout(end), { once: true }); // a third one asks again
-    setTimeout(end, 4000);
+    element.rbTimer = setTimeout(element.rbEnd, 4000);
   }
 
   function choose(element) {
@@ -126,6 +135,7 @@
   }
 
   // --- keys ---------------------------------------------------------------------------------------------------
+  const EDITED = ".rb-turn form, .rb-chat input"; // which Escape closes, and nothing else
   const box = () => one("#rb-question textarea");
   const visible = (element) => element && element.offsetParent !== null;
 
@@ -135,7 +145,7 @@
       event.preventDefault();
       event.stopImmediatePropagation();
       clickWhenReady("#rb-send");
-    } else if (event.key === "Escape" && visible(button("#rb-stop"))) {
+    } else if (event.key === "Escape" && !event.isComposing && !event.target.closest?.(EDITED) && visible(button("#rb-stop"))) {
       button("#rb-stop").click();
     } else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
       const search = [...document.querySelectorAll(".rb-search input, .rb-search textarea")].find(visible);
