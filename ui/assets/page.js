@@ -83,10 +83,19 @@
     if (panel && innerWidth < 1100) setTimeout(() => panel.scrollIntoView({ behavior: "smooth", block: "start" }), 350);
   }
 
-  function openEditor(button, trigger) {
+  let editing = null; // the open editor: a transcript that is drawn anew takes it away, with what was typed
+  function keepEditing() {
+    if (!editing || editing.form.isConnected) return;
+    const { id, trigger, area } = editing, button = one(`[data-act=edit-open][data-id="${CSS.escape(id)}"]`);
+    editing = null;
+    if (button) openEditor(button, trigger, area.value);
+  }
+
+  function openEditor(button, trigger, typed) {
     const turn = button.closest(".rb-turn"), text = one(".rb-text", turn);
     const form = document.createElement("form");
-    const area = Object.assign(document.createElement("textarea"), { value: text.dataset.raw, rows: 3 });
+    const area = Object.assign(document.createElement("textarea"), { value: typed ?? text.dataset.raw, rows: 3 });
+    editing = { id: button.dataset.id, trigger, form, area };
     area.setAttribute("aria-label", "Edit the question");
     const buttons = document.createElement("div");
     const cancel = Object.assign(document.createElement("button"), { type: "button", className: "rb-button outlined", textContent: "Cancel" });
@@ -95,7 +104,7 @@
     form.append(area, buttons);
     const shown = [...turn.children];
     shown.forEach((child) => { child.hidden = true; child.style.display = "none"; });
-    const close = () => { form.remove(); shown.forEach((child) => { child.hidden = false; child.style.display = ""; }); };
+    const close = () => { editing = null; form.remove(); shown.forEach((child) => { child.hidden = false; child.style.display = ""; }); };
     cancel.onclick = close;
     form.onsubmit = (event) => {
       event.preventDefault();
@@ -252,6 +261,7 @@
     let isNew = true;
     new MutationObserver(() => {
       if (isNew && one("#rb-hello .rb-welcome")) { isNew = false; takeUpAgain(); }
+      keepEditing();
       const list = one("#rb-scroll");
       if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
       document.querySelectorAll(SCROLLING).forEach((each) => { // text that is cut off must be within the keyboard's reach
