@@ -204,9 +204,8 @@ class Chats(Database):
                 (title, moment, chat_id),
             )
         assert key is not None
-        added = self.message(key)
-        self._see_removed(added)
-        return self.message(key) if sources else added
+        self._see_removed(chat_id, sources)
+        return self.message(key)
 
     def add_to_report(self, message_id: int, more: dict[str, Any]) -> Message:
         """Beside what the report says by now. Raises LibraryError if the message is gone."""
@@ -229,13 +228,13 @@ class Chats(Database):
                 (storable(message.text), _sources_json(rows), _json(report), message.id),
             )
         if UNFINISHED not in report:
-            self._see_removed(message)
+            self._see_removed(message.chat_id, message.sources)
         return self.message(message.id)
 
-    def _see_removed(self, message: Message) -> None:
-        """After it is stored: whoever removes a passage now sees that it is here, or is seen."""
-        if message.sources and self._known is not None:
-            self._forget_removed_in(message.chat_id, self._known)
+    def _see_removed(self, chat_id: int, sources: Sequence[Source]) -> None:
+        """After these are stored: whoever removes a passage now sees that it is here, or is seen."""
+        if sources and self._known is not None:
+            self._forget_removed_in(chat_id, self._known)
             self.erase_log()
 
     def end_unfinished(self, chat_id: int | None = None) -> int:

@@ -5,6 +5,7 @@ store, and all of it from memory while the conversation goes on (`engine/session
 from the oldest turn on, far enough that it does not happen again with every question.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -120,22 +121,17 @@ def fit(
         prompt = build(engine, words, kept, question, sources)
         return prompt, sources, len(prompt.token_ids)
 
-    def refilled() -> tuple[Prompt, list[Source], int]:
-        """Without the fewest of the oldest turns. By halves, as a client may bring thousands."""
+    def fits_without(oldest: int) -> bool:
         nonlocal kept
-        everything, least, most = kept, 0, len(kept)
-        while least < most:
-            kept = everything[(middle := (least + most) // 2) :]
-            if sized()[2] > REFILL_SHARE * room:
-                least = middle + 1
-            else:
-                most = middle
-        kept = everything[least:]
-        return sized()
+        kept = everything[oldest:]
+        return sized()[2] <= REFILL_SHARE * room
 
     prompt, sources, tokens = sized()
     if tokens > room:
-        prompt, sources, tokens = refilled()
+        # By halves: a client may bring thousands of turns, and the prompt is tokenized each time.
+        everything = kept
+        kept = everything[bisect_left(range(len(everything)), True, key=fits_without) :]
+        prompt, sources, tokens = sized()
     while tokens > room:
         if not best:
             window = engine.context_window

@@ -184,8 +184,7 @@ class Nodes:
                     if computed is not None:
                         writing, computed = writer.submit(self._written, computed), None
                     due = time.monotonic() + PATIENCE_S
-                    compute = partial(self._compute_behind, encoder, asked.passage, leave, due)
-                    chunk = self._again(compute)
+                    chunk = self._again(partial(self._compute_behind, encoder, asked.passage, leave, due))
                     if writing is not None:
                         yield writing.result()
                     writing, computed = None, _Computed(asked, chunk)

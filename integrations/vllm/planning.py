@@ -62,8 +62,7 @@ class Plan:
     @property
     def step_rows(self) -> float:
         """Rows of all layers that the step computes in which it is fused: of passages that are encoded, and its own."""
-        encoded = sum(len(match.whole) for match in self.encoded)
-        return encoded + self.computed_tokens - encoded * (1 - self._ratio)
+        return self.computed_tokens + self._ratio * sum(len(match.whole) for match in self.encoded)
 
     def saves(self, computed_tokens: int) -> bool:
         """Whether fusing, from the first token on, is less work where vLLM has the first so many tokens' KV."""
