@@ -103,7 +103,6 @@ def test_without_documents_the_samples_are_taken(home) -> None:
     [
         ("foo", (), "method 'foo' is unknown; there are full, "),
         ("probe:foo=1", (), "method 'probe' has no parameter 'foo'"),
-        ("transplant", (), "which only `python -m benchmarks.quality` can run"),
         ("probe", ("--minutes", "-3"), "--minutes is -3; "),
         ("probe", ("--minutes", "0"), "--minutes is 0; "),
         ("probe", ("--minutes", "nan"), "--minutes is nan; "),

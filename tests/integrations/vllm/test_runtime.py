@@ -188,6 +188,7 @@ def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
 
 
 def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
+    pytest.importorskip("vllm")
     from ragblend.integrations.vllm.scheduling import SchedulerSide
 
     side, evicted = SchedulerSide.__new__(SchedulerSide), []
