@@ -62,14 +62,14 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
 
 def packed_loop(engine: "Engine") -> "tuple[FewRows, PackedWeights]":
     """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
-    from ragblend.engine.few_rows import FewRows, pack_weights
+    from ragblend.engine.few_rows import FewRows, pack_weights, rows_of
 
     runtime, packed = engine.runtime, dict[str, Any]()
     runtime.choice.is_open = False
     if not engine.gate.passed or not FewRows.knows(runtime.decoder):
         raise SystemExit("this model's layers are none that the loop knows")
     pack_weights(runtime.decoder, packed, rounds=runtime.has_quantized_weights)
-    return FewRows(runtime.decoder, packed), packed
+    return rows_of(runtime.decoder, packed), packed
 
 
 def spent(work: Callable[[], object]) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_l
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.app.bench.data import Question, load
+from ragblend.engine.device import device_name
 from ragblend.engine.eightbit import EightBit
 from ragblend.engine.few_rows import FewRows, PackedWeights, Read
 from ragblend.engine.fourbit import FourBit
@@ -43,9 +44,10 @@ def in_turns(ways: dict[str, Callable[[], Logits]]) -> tuple[dict[str, list[floa
     for _ in range(REPEATS):
         for name, way in ways.items():
             begun = time.perf_counter()
-            found = way()
+            found = torch.cat(way())
+            float(found[-1, -1])  # waits for the device
             times[name].append(time.perf_counter() - begun)
-            told[name] = torch.cat(found)
+            told[name] = found
     return times, told
 
 
@@ -118,6 +120,7 @@ def diverging(engine: Engine, exact: Engine, ways: dict[str, Steps], questions: 
 def main(
     model: Model = "default",
     home: AnyHome = None,
+    device: str = "cpu",
     dtype: str | None = None,
     context: Annotated[str, typer.Option(help="Tokens in front of the answer.")] = "500,3000",
     streams: Annotated[str | None, typer.Option(help="How many at once: 1,2,4,8, say.")] = None,
@@ -125,7 +128,7 @@ def main(
     limit: Limit = 20,
 ) -> None:
     """Measure, and print a line for each case."""
-    engine = Engine.open(model, home=home, device="cpu", dtype=dtype)
+    engine = Engine.open(model, home=home, device=device, dtype=dtype)
     runtime = engine.runtime
     rows, packed = packed_loop(engine)
     ways: dict[str, Steps] = {"model": ModelSteps(runtime.loaded.model), "rows": rows}
@@ -133,12 +136,13 @@ def main(
         f"{sum(each.nbytes for each in packed.values() if isinstance(each, kind)) / 1e6:.0f} MB of {bits} bits"
         for bits, kind in ((4, FourBit), (8, EightBit))
     )
-    print(f"{engine.model_name}, {engine.dtype}, {torch.get_num_threads()} threads, {sizes}")
+    where = f"{torch.get_num_threads()} threads" if device == "cpu" else device_name(runtime.device)
+    print(f"{engine.model_name}, {engine.dtype}, {where}, {sizes}")
     if data is None:
         for line in by_context(engine, ways, rows, counts(context), counts(streams) if streams else []):
             print(line, flush=True)
         return
-    exact = Engine.open(model, home=home, device="cpu", dtype="float32")
+    exact = Engine.open(model, home=home, device=device, dtype="float32")
     exact.runtime.choice.is_open = False
     four: PackedWeights = {name: each for name, each in packed.items() if isinstance(each, FourBit)}
     ways |= {

@@ -4,11 +4,15 @@
     python -m benchmarks.measure_gpu tiny --device cpu             # another shape, to try this file itself
 
 Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on the disk; a
-timeline of each, in which copies and layers lie above each other. Speed does not depend on what the weights are, and
-quality is not looked at. Needs the default model installed, for its tokenizer. Not yet run on a GPU by the authors.
+timeline of each, in which copies and layers lie above each other; then tokens of an answer, by the model's own forward
+and by recorded rows. Speed does not depend on what the weights are, and quality is not looked at. Needs the default
+model installed, for its tokenizer.
 """
 
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
 }
 TINY = LLAMA_3_8B | {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 4}
+REPEATS, CONTEXTS = 5, "500,8192"
 TTFT = (
     "bench ttft --chunks 8 --tokens 1024 --methods full,reuse,cacheblend,probe-shift --ratios 0.05,0.15 "
     "--caches memory,warm,cold --no-memory"
@@ -43,14 +48,47 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def bounds(device: str) -> str:
+    """One line about what the device could do: bytes into it from pinned memory and within it, and products."""
+    import torch
+
+    on_cuda, big = device != "cpu", 1 << 28
+    host = torch.empty(big, dtype=torch.uint8, pin_memory=on_cuda)
+    there, other = (torch.empty(big, dtype=torch.uint8, device=device) for _ in range(2))
+    square = torch.randn(4096, 4096, device=device).bfloat16()
+
+    def seconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(REPEATS + 1):
+            if on_cuda:
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            work()
+            if on_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times[1:])
+
+    into = big / seconds(lambda: there.copy_(host, non_blocking=True)) / 1e9
+    within = 2 * big / seconds(lambda: other.copy_(there)) / 1e9
+    products = 2 * 4096**3 / seconds(lambda: square @ square) / 1e12
+    name = torch.cuda.get_device_name() if on_cuda else "cpu"
+    return f"{name}, torch {torch.__version__}: {into:.0f} GB/s into it, {within:.0f} within, {products:.0f} TFLOP/s"
+
+
 def main(folder: str, *more: str) -> int:
-    """Make the model, then run `ragblend bench ttft` on it; more: that command's own options."""
-    make_model(Path(folder), TINY if "cpu" in more else LLAMA_3_8B)
+    """Make the model, run `ragblend bench ttft` on it, and decode; more: that command's own options."""
+    device, home = "cpu" if "cpu" in more else "cuda", f"{folder}-home"
+    make_model(Path(folder), TINY if device == "cpu" else LLAMA_3_8B)
+    print(bounds(device), flush=True)
+    from benchmarks import measure_decode
     from ragblend.app.cli import main as ragblend
 
-    return ragblend(
-        [*TTFT.split(), "--model", folder, "--home", f"{folder}-home", "--output", f"{folder}-ttft", *more]
-    )
+    given = ["--model", folder, "--home", home, "--output", f"{folder}-ttft"]
+    if code := ragblend([*TTFT.split(), *given, *more]):
+        return code
+    measure_decode.main(folder, Path(home), device, context=CONTEXTS)
+    return 0
 
 
 if __name__ == "__main__":

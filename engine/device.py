@@ -24,6 +24,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
+MOST_READERS = 8
 MOST_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
 _loading = threading.Lock()
 
@@ -102,6 +103,13 @@ def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     return found
 
 
+def device_name(device: torch.device) -> str:
+    """What is measured once for: a card's name, or what a processor can do."""
+    if device.type == "cuda":
+        return "-".join(torch.cuda.get_device_name(device).split())
+    return str(torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else device.type
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that weights may take on that device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
@@ -139,6 +147,47 @@ def _fastest_s(device: torch.device, work: Callable[[], object], repeats: int = 
     return min(times)
 
 
+def reads_at_once(device: torch.device) -> int:
+    """How many threads read stored KV: on a CPU its cores are the compute's; before an accelerator they are free, and
+    one reads and checks a few gigabytes a second, of which it could take fifty.
+    """
+    return 2 if device.type == "cpu" else min(MOST_READERS, max(2, (os.cpu_count() or 1) // 2))
+
+
+def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
+    """What has the device do again what `work` has it do, with the same memory; where it can in one call (CUDA graphs).
+
+    Nothing is done yet on CUDA, and everything that `work` makes is there as long as what is returned.
+    """
+    if device.type != "cuda":
+        return work
+    with torch.cuda.device(device):
+        few = torch.ones(2, 2, device=device)
+        few @ few  # makes this thread's handles, which cannot be made below
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            # Of this thread alone: loaders go on. And not by `torch.cuda.graph`, which first empties torch's cache.
+            graph.capture_begin(pool=_recordings(device).pool(), capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay
+
+
+@functools.cache
+def _recordings(device: torch.device) -> Any:
+    # The memory of all of them, which are played one at a time and keep nothing in it, belongs to this one.
+    graph, few = torch.cuda.CUDAGraph(), torch.ones(2, 2, device=device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        few.mul_(1)
+        graph.capture_end()
+    return graph
+
+
 def default_budgets(device: torch.device) -> tuple[int, int]:
     """Bytes of KV to keep in host memory and on the device, where nobody said.
 
@@ -169,9 +218,8 @@ def memory_tiers(
 class TransferStream:
     """The CPU: host memory is device memory, so nothing is staged."""
 
-    staged = (
-        False  # whether the loader reads into `staging` memory, from where `deliver` takes it to the device
-    )
+    staged = False  # whether KV has to be copied to the device
+    keeps_reads = True  # whether a copy that is queued keeps what it reads
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -180,11 +228,11 @@ class TransferStream:
         """Called by the computing thread when the buffers have been made, before any delivery into them."""
 
     def staging(self, like: Tensor) -> Tensor:
-        """Where the loader reads to before `deliver`; here the destination itself."""
-        return like
+        """Memory of the host that is copied from."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def deliver(self, copies: Callable[[], None]) -> Any:
-        """Run copies (and moves) beside the compute, from a loader's thread; returns a ticket for `arrive`."""
+        """Queue copies (and moves) beside the compute; returns a ticket for `arrive`."""
         copies()
         return None
 
@@ -266,22 +314,10 @@ class CudaTransfers(TransferStream):
 
 
 class MpsTransfers(TransferStream):
-    """Apple's GPU: one stream, and one thread, the computing one, which queues copies before the layer that needs them.
-
-    Two threads that use it at once end the process (pytorch issue 197805), and a copy does not keep alive what it reads
-    (189690).
-    """
+    """Apple's GPU: one stream, in which a copy does not keep alive what it reads (pytorch issue 189690)."""
 
     staged = True
-
-    def staging(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-
-    def deliver(self, copies: Callable[[], None]) -> Any:
-        return copies
-
-    def arrive(self, ticket: Any) -> None:
-        ticket()
+    keeps_reads = False
 
     def finish(self) -> None:
         self.synchronize()

@@ -1,16 +1,19 @@
-"""A decoder's layers over a few rows, by our own loop on the CPU: what a token of an answer costs.
+"""A decoder's layers over a few rows, by our own loop: what a token of an answer costs.
 
 One row through transformers' layers takes as long in calls and small operations as in products, and torch's attention
 kernel reads the keys of one row four times slower than memory gives them. Here a layer is 25 operations, attention is
 two batched products over the cache's own buffers, and weights that lie on sixteen levels are read as such
-(`fourbit.py`), others as eight bits (`eightbit.py`).
+(`fourbit.py`), others as eight bits (`eightbit.py`). On CUDA, where calls take longer than all else, they are recorded
+once for each answer (`RecordedRows`).
 
 The layers known are those of Llama, Qwen 2 and Qwen 3: normed, rotated by halves, gated. Whether a model that
 looks like one is one is measured (`steps.py`), so nothing is taken on trust.
 """
 
 import inspect
+import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
@@ -21,18 +24,20 @@ from torch.nn.functional import rms_norm
 
 from ragblend.engine.cache import FusedCache, FusedLayer
 from ragblend.engine.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
-from ragblend.engine.device import available_bytes
+from ragblend.engine.device import available_bytes, recorded
 from ragblend.engine.eightbit import EightBit, eight_bit
 from ragblend.engine.fourbit import FourBit, four_bit, multiplies_four_bit
 from ragblend.engine.order import MOST_BEGUN
 from ragblend.engine.rope import HALF
 from ragblend.kvstore.errors import Cancelled
 
+log = logging.getLogger("ragblend")
 MOST_OF_FREE_MEMORY = 0.25
 Product = Callable[[Tensor], Tensor]
 Packed = FourBit | EightBit
 PackedWeights = dict[str, Packed | None]  # by layer and name, and the output layer's; None: it stays as it is
 HEAD = "head"
+DEVICES = "cpu", "cuda"
 Read = tuple[FusedCache, Sequence[int]]  # what a cache is to read next
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION, _HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
@@ -68,19 +73,19 @@ class RowLayer:
 class Places:
     """Where an answer's next rows go in each layer, and which of its buffers' rows they do not see.
 
-    Made once for all layers that hold as much.
+    positions (count,): theirs in the sequence. Made once for all layers that hold as much.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, positions: Tensor) -> None:
+        self.positions, self.count = positions, positions.numel()
         self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def of(self, held: FusedLayer, group: int) -> tuple[Tensor, Tensor]:
         """Rows (count,) of its buffers, with room for them, and addends (1, group * count or 1, capacity) of scores."""
         begin, capacity = held.keys.shape[2], held.made_room(self.count)
         if (begin, capacity) not in self._made:
-            at = torch.arange(begin, begin + self.count)
-            unseen = torch.arange(capacity) > at[:, None]
+            at = self.positions - held.evicted
+            unseen = torch.arange(capacity, device=at.device) > at[:, None]
             addends = held.keys.new_zeros(unseen.shape).masked_fill_(unseen, -math.inf)
             self._made[begin, capacity] = at, (addends if self.count == 1 else addends.repeat(group, 1))[None]
         return self._made[begin, capacity]
@@ -101,10 +106,10 @@ class FewRows:
 
     @staticmethod
     def knows(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
-        """Whether the decoder is on the CPU, and its layers look like those that are known."""
+        """Whether the decoder is where this was tried, and its layers look like those that are known."""
         if not isinstance(decoder, TransformersDecoder):
             return False
-        known = decoder.device.type == "cpu" and set(decoder.layer_types) == {FULL}
+        known = decoder.device.type in DEVICES and set(decoder.layer_types) == {FULL}
         known = known and set(decoder.layouts) == {HALF} and regime_tokens(decoder.config) is None
         return known and all(_is_known(layer, decoder) for layer in decoder.layers)
 
@@ -127,19 +132,95 @@ class FewRows:
             raise
 
     def _passed(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
-        decoder, counts = self.decoder, [len(token_ids) for _, token_ids in reads]
-        writes = [Places(count) for count in counts]
-        hidden = decoder.embed(torch.tensor([token for _, token_ids in reads for token in token_ids]))[0]
+        counts = [len(token_ids) for _, token_ids in reads]
+        ids = torch.tensor([token for _, token_ids in reads for token in token_ids])
         places = [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-        cos, sin = decoder.rotary(FULL, torch.tensor([each for place in places for each in place]), hidden)
+        positions = torch.tensor([each for place in places for each in place])
+        where, caches = self.decoder.device, [cache for cache, _ in reads]
+        logits = self.through(caches, ids.to(where), positions.to(where), counts)
+        return list(logits.split(counts))
+
+    def through(
+        self, caches: Sequence[FusedCache], ids: Tensor, positions: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        """Tokens ids (R,), of which so many are each cache's next, at positions (R,) -> logits (R, vocab) float32."""
+        decoder, places = self.decoder, [Places(each) for each in positions.split(list(counts))]
+        hidden = decoder.embed(ids)[0]
+        cos, sin = decoder.rotary(FULL, positions, hidden)
         sin[..., : sin.shape[-1] // 2].neg_()  # by halves: they are swapped, and the first is taken off
         rotary = cos[0, :, None], sin[0, :, None]
         for number, part in enumerate(self.layers):
-            held = [cache.fused[number] for cache, _ in reads]
-            hidden = hidden + _attended(part, held, writes, part.before(hidden), rotary)
+            held = [cache.fused[number] for cache in caches]
+            hidden = hidden + _attended(part, held, places, part.before(hidden), rotary)
             gate, up = part.gated(part.between(hidden)).chunk(2, -1)
             hidden = hidden + part.down(part.activation(gate) * up)
-        return list(decoder.head(hidden[None], self.head).split(counts))
+        return decoder.head(hidden[None], self.head)
+
+
+class RecordedRows(FewRows):
+    """The same; what one answer's next rows have the device do is recorded, as long as its buffers are the same."""
+
+    def __init__(self, decoder: TransformersDecoder, found: PackedWeights) -> None:
+        super().__init__(decoder, found)
+        self._records = True
+        self._recordings: weakref.WeakKeyDictionary[FusedCache, dict[int, _Recording]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def _passed(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
+        if len(reads) > 1 or len(reads[0][1]) not in (1, 1 + self.guessed) or not self._records:
+            return super()._passed(reads, begins)
+        ((cache, token_ids),), (begin,), count = reads, begins, len(reads[0][1])
+        for held in cache.fused:
+            held.made_room(count)
+        buffers = tuple((held.key_buffer.data_ptr(), held.evicted) for held in cache.fused)
+        recordings = self._recordings.setdefault(cache, {})
+        if count not in recordings or recordings[count].buffers != buffers:
+            recordings.pop(count, None)  # its memory serves the next
+            try:
+                recordings[count] = self._recorded(cache, begin, count, buffers)
+            except RuntimeError as error:
+                log.warning("rows cannot be recorded here, and are computed call by call: %s", error)
+                self._records = False
+                cache.truncate(begin - cache.prompt_tokens)
+                return super()._passed(reads, begins)
+        found = recordings[count]
+        found.ids.copy_(torch.tensor(list(token_ids)))
+        found.positions.copy_(torch.arange(begin, begin + count))
+        found.play()
+        for held in cache.fused:
+            held.set_length(begin - held.evicted + count)
+        return [found.logits.clone()]
+
+    def _recorded(self, cache: FusedCache, begin: int, count: int, buffers: tuple[Any, ...]) -> "_Recording":
+        device, of = self.decoder.device, weakref.ref(cache)
+        ids = torch.zeros(count, dtype=torch.int64, device=device)
+        positions = torch.arange(begin, begin + count, device=device)
+        head: Any = self.decoder.model.lm_head
+        logits = torch.empty(count, head.weight.shape[0], device=device)
+
+        def once() -> None:
+            held = of()
+            assert held is not None, "played by whoever has it"
+            logits.copy_(self.through([held], ids, positions, [count]))
+
+        return _Recording(buffers, ids, positions, logits, recorded(device, once))
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """play: reads ids (R,) at positions (R,), writes logits (R, vocab) float32. buffers: those that it writes to."""
+
+    buffers: tuple[Any, ...]
+    ids: Tensor
+    positions: Tensor
+    logits: Tensor
+    play: Callable[[], object]
+
+
+def rows_of(decoder: TransformersDecoder, found: PackedWeights) -> FewRows:
+    """What is fastest where that decoder is."""
+    return (FewRows if decoder.device.type == "cpu" else RecordedRows)(decoder, found)
 
 
 def _attended(
@@ -217,8 +298,11 @@ def pack_weights(
     """Look at all weights that found lacks, and add them: in four bits where they lie on sixteen levels, else, where it
     rounds, in eight.
 
-    Nothing is added where memory does not allow a second copy. Raises Cancelled when leave() says so.
+    Nothing is added where memory does not allow a second copy, or the device has no such products. Raises Cancelled
+    when leave() says so.
     """
+    if decoder.device.type != "cpu":
+        return
     named: dict[str, Any] = {}
     for number, layer in enumerate(decoder.layers):
         for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP)):

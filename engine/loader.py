@@ -12,11 +12,16 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
 from ragblend.engine.device import TransferStream
 from ragblend.engine.plan import Span
-from ragblend.engine.rope import move_keys_
+from ragblend.engine.rope import UNROTATED, move_keys_, rotate_
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.codec import RAW
+from ragblend.kvstore.codec import Part, Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
+
+# Layers whose files are read before the device is given them: what they take is pinned.
+READ_AHEAD = 4
+QUEUED_AHEAD = 2  # layers that are given to the device before it comes to them
+Fill = Callable[[], object]  # fills a chunk's place in one layer
 
 
 class LostChunk(Exception):
@@ -30,9 +35,8 @@ class LostChunk(Exception):
 class LayerLoader:
     """Reads every span's layers in the order of use, in threads; `wait(layer)` is called by the compute.
 
-    On the CPU the reads go straight into the fused buffers, and the computing thread moves the keys when it needs them:
-    both cores compute, so a thread that moved them beside it would only take its place. Elsewhere each read is copied
-    and moved beside the compute, as soon as it has landed.
+    This one is the CPU's: reads go straight into the fused buffers, and the computing thread moves the keys when it
+    needs them: both cores compute, so a thread that moved them beside it would only take its place.
     """
 
     def __init__(
@@ -47,30 +51,36 @@ class LayerLoader:
     ) -> None:
         self._spans = list(spans)
         self._cache, self._decoder, self._transfers = cache, decoder, transfers
-        self._recorder, self._moves_keys = recorder, moves_keys
+        self._pool, self._recorder, self._moves_keys = pool, recorder, moves_keys
         self._reads: dict[int, list[Future[Any]]] = {}
         self._done: set[int] = set()
-        transfers.begin()
         for layer in range(cache.geometry.layers):
             for span in self._spans:
                 assert span.reader is not None
                 span.reader.expect(layer)
-            self._reads[layer] = [
-                pool.submit(self._read, number, span, layer) for number, span in enumerate(self._spans)
-            ]
+        self._begin()
+
+    def _begin(self) -> None:
+        for layer in range(self._cache.geometry.layers):
+            self._submit(layer, self._spans)
+
+    def _submit(self, layer: int, spans: Sequence[Span]) -> None:
+        self._reads[layer] = [
+            self._pool.submit(self._read, number, span, layer) for number, span in enumerate(spans)
+        ]
 
     def wait(self, layer: int) -> None:
         """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it cannot be read."""
         if layer in self._done:
             return
         self._done.add(layer)
-        with self._recorder.part("stall", layer, stream="device"):
-            for ticket in [read.result() for read in self._reads[layer]]:
-                self._transfers.arrive(ticket)
-        if not self._transfers.staged:
-            with self._recorder.part("move", layer):
-                for span in self._spans:
-                    self._move(span, layer)
+        with self._recorder.part("stall", layer):
+            for read in self._reads[layer]:
+                read.result()
+        with self._recorder.part("move", layer):
+            for span in self._spans if self._moves_keys else ():
+                keys, _ = self._cache.span(layer, span.start, span.stop)
+                move_keys_(keys, span.delta, self._decoder.rope(layer))
 
     def pace(self) -> None:
         """Between two layers: the device is not left far behind."""
@@ -88,45 +98,137 @@ class LayerLoader:
         self._reads.clear()  # an error among them holds this, and with it all of the cache
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
-        """In a loader's thread: one chunk's layer; the ticket of its delivery."""
+        """In a thread: one chunk's layer."""
+        assert span.reader is not None
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
-            fill = self._fetched(span, layer, keys, values)
-        if not self._transfers.staged:
-            return None
+            try:
+                span.reader.read_layer(layer, keys, values)
+            except (CorruptBlobError, RemoteError) as error:
+                raise LostChunk(span, error) from error
 
-        def copies() -> None:
-            with self._recorder.part("copy", layer, number, "copy"):
+
+class StagedLoader(LayerLoader):
+    """Before an accelerator: threads read files, and the computing thread queues copies and moves, a layer at a time,
+    ahead of the layer that it queues.
+
+    Threads that queued them themselves took the interpreter from it, at every call of hundreds.
+    """
+
+    def _begin(self) -> None:
+        self._from_files = [span for span in self._spans if not _reader(span).in_memory]
+        moved = [span for span in self._spans if self._moves_keys and span.delta]
+        self._moves = _Moves(moved, self._decoder) if moved else None
+        self._tickets: list[Any] = []  # by layer, of those that the device was given
+        self._fills: list[Fill] = []
+        self._next = 0  # the layer that will be waited for
+        self._transfers.begin()
+        for layer in range(min(READ_AHEAD, self._cache.geometry.layers)):
+            self._submit(layer, self._from_files)
+
+    def wait(self, layer: int) -> None:
+        if layer in self._done:
+            return
+        self._done.add(layer)
+        self._next = layer + 1
+        with self._recorder.part("stall", layer, stream="device"):
+            while len(self._tickets) <= layer:
+                self._queue()
+            self._transfers.arrive(self._tickets[layer])
+
+    def pace(self) -> None:
+        super().pace()
+        while len(self._tickets) < min(self._next + QUEUED_AHEAD, self._cache.geometry.layers):
+            if not all(read.done() for read in self._reads[len(self._tickets)]):
+                return
+            self._queue()
+
+    def _queue(self) -> None:
+        """Give the device its next layer."""
+        layer = len(self._tickets)
+        reads = iter([read.result() for read in self._reads[layer]])
+        fills = [
+            self._filled(span, layer) if _reader(span).in_memory else next(reads) for span in self._spans
+        ]
+        self._tickets.append(self._transfers.deliver(partial(self._copied, layer, fills)))
+        self._reads[layer] = []
+        if not self._transfers.keeps_reads:
+            self._fills += fills
+        if layer + READ_AHEAD < self._cache.geometry.layers:
+            self._submit(layer + READ_AHEAD, self._from_files)
+
+    def finish(self) -> None:
+        super().finish()
+        self._fills.clear()
+
+    def _copied(self, layer: int, fills: Sequence[Fill]) -> None:
+        with self._recorder.part("copy", layer, stream="copy"):
+            for fill in fills:
                 fill()
-                self._move(span, layer)
+            if self._moves is not None:
+                self._moves.move(layer, self._cache.fused[layer].key_buffer[0])
 
-        return self._transfers.deliver(copies)
+    def _filled(self, span: Span, layer: int) -> Fill:
+        keys, values = self._cache.span(layer, span.start, span.stop)
+        return partial(_reader(span).read_layer, layer, keys, values)
 
-    def _fetched(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> Callable[[], object]:
-        """Have the layer in memory; what then fills keys and values with it, where the transfer stream says."""
-        reader, staging = span.reader, self._transfers.staging
-        assert reader is not None
-        try:
-            if not self._transfers.staged:
-                reader.read_layer(layer, keys, values)
-                return lambda: None
-            if reader.in_memory:
-                return partial(reader.read_layer, layer, keys, values)
-            if reader.codec is RAW:
-                host_keys, host_values = staging(keys), staging(values)
-                reader.read_layer(layer, host_keys, host_values)
-                held = HeldChunk(reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values])
-                return partial(held.read_layer, 0, keys, values)
-            # Half the bytes cross to the device, and are unpacked there.
-            nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
-            packed = staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-            reader.read_packed(layer, packed)
-            unpack, geometry = reader.codec.unpack, reader.geometry
-            return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
-        except (CorruptBlobError, RemoteError) as error:
-            raise LostChunk(span, error) from error
+    def _read(self, number: int, span: Span, layer: int) -> Fill:
+        """In a thread: one chunk's layer into memory; what then fills its place, where the transfer stream says."""
+        reader, staging = _reader(span), self._transfers.staging
+        keys, values = self._cache.span(layer, span.start, span.stop)
+        with self._recorder.part("load", layer, self._spans.index(span)):
+            try:
+                if isinstance(reader, Part):
+                    host_keys, host_values = staging(keys), staging(values)
+                    reader.read_layer(layer, host_keys, host_values)
+                    held = HeldChunk(
+                        reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values]
+                    )
+                    return partial(held.read_layer, 0, keys, values)
+                # As it is packed: half the bytes cross to the device, and are unpacked there.
+                nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
+                packed = staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+                reader.read_packed(layer, packed)
+            except (CorruptBlobError, RemoteError) as error:
+                raise LostChunk(span, error) from error
+        unpack, geometry = reader.codec.unpack, reader.geometry
+        return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
 
-    def _move(self, span: Span, layer: int) -> None:
-        if self._moves_keys:
-            keys, _ = self._cache.span(layer, span.start, span.stop)
-            move_keys_(keys, span.delta, self._decoder.rope(layer))
+
+class _Moves:
+    """Keys of several spans, moved together: a call for each span would take as long as its copy."""
+
+    def __init__(self, spans: Sequence[Span], decoder: Decoder) -> None:
+        self._decoder = decoder
+        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        deltas = torch.cat([torch.full((span.length,), float(span.delta)) for span in spans])
+        self._rows, deltas = places.to(decoder.device), deltas.to(decoder.device)
+        angles = {kind: deltas[:, None] * inv_freq for kind, inv_freq in decoder.ropes.items()}
+        self._angles = {kind: (each.cos(), each.sin()) for kind, each in angles.items()}
+
+    def move(self, layer: int, keys: Tensor) -> None:
+        """Those of a layer's buffer (H, capacity, D)."""
+        rope = self._decoder.rope(layer)
+        if rope.layout != UNROTATED:
+            moved = keys.index_select(1, self._rows)
+            rotate_(moved, *self._angles[self._decoder.layer_types[layer]], rope)
+            keys.index_copy_(1, self._rows, moved)
+
+
+def layer_loader(
+    spans: Sequence[Span],
+    cache: FusedCache,
+    decoder: Decoder,
+    transfers: TransferStream,
+    pool: ThreadPoolExecutor,
+    recorder: Recorder,
+    moves_keys: bool = True,
+) -> LayerLoader:
+    """The one for that device, begun; moves_keys: to where the spans stand."""
+    kind = StagedLoader if transfers.staged else LayerLoader
+    return kind(spans, cache, decoder, transfers, pool, recorder, moves_keys)
+
+
+def _reader(span: Span) -> Source:
+    assert span.reader is not None
+    return span.reader

@@ -22,6 +22,7 @@ from ragblend.engine.device import (
     memory_tiers,
     pick_device,
     pick_dtype,
+    reads_at_once,
     transfer_stream,
 )
 from ragblend.engine.files import tokenizer_digest
@@ -41,7 +42,6 @@ from ragblend.kvstore.store import KVStore
 
 log = logging.getLogger("ragblend")
 _TYPICAL_TOKENS = 512
-READERS = 2  # reads in flight
 T = TypeVar("T")
 _runtimes: dict[tuple[Any, ...], "Runtime"] = {}
 _sharing = threading.Lock()
@@ -325,7 +325,7 @@ class Runtime:
     @once
     def readers(self) -> ThreadPoolExecutor:
         """The loader's threads."""
-        return ThreadPoolExecutor(READERS, thread_name_prefix="ragblend-loader")
+        return ThreadPoolExecutor(reads_at_once(self.device), thread_name_prefix="ragblend-loader")
 
     @once
     def transfers(self) -> TransferStream:

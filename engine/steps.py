@@ -1,8 +1,8 @@
 """The seam behind which the tokens of an answer are computed, and what is chosen there.
 
-The model's own forward serves every model. `FewRows` is several times faster on a CPU and knows the layers of most
-families. Which one serves a model is measured once, in the background: the second has to say what the first says, and
-in less time. Until that is known the first one serves.
+The model's own forward serves every model. `FewRows` is several times faster and knows the layers of most families.
+Which one serves a model is measured once, in the background: the second has to say what the first says, and in less
+time. Until that is known the first one serves.
 """
 
 import json
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.decoder import Decoder
+from ragblend.engine.device import device_name, transfer_stream
 from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights
+from ragblend.engine.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights, rows_of
 from ragblend.engine.fourbit import FourBit
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
@@ -95,8 +96,15 @@ def measure_steps(
 ) -> StepsVerdict:
     """Read some text by both, its last tokens one by one, in turns. Raises Cancelled when leave() says so.
 
-    By the processor's time of this thread, which does half of the work on two cores: others' work does not count.
+    On a CPU by its time of this thread, which does half of the work on two cores: others' work does not count.
     """
+    transfers = transfer_stream(decoder.device)
+    seconds = time.perf_counter if transfers.staged else time.thread_time
+
+    def clock() -> float:
+        transfers.synchronize()
+        return seconds()
+
     ids, last = list(token_ids[:-MEASURED_TOKENS]), token_ids[-MEASURED_TOKENS:]
     cache = FusedCache(decoder.geometry, len(ids), MEASURED_TOKENS, decoder.device)
     for held in cache.fused:
@@ -106,12 +114,12 @@ def measure_steps(
 
     def read(steps: Steps) -> tuple[Tensor, float]:
         cache.truncate()
-        logits, begun = [], time.thread_time()
+        logits, begun = [], clock()
         for token in last:
             if leave():
                 raise Cancelled("somebody needs the device")
             logits.append(steps.run(cache, [token]))
-        return torch.cat(logits).log_softmax(-1), time.thread_time() - begun
+        return torch.cat(logits).log_softmax(-1), clock() - begun
 
     (expected, _), (found, _) = read(model), read(rows)  # warms up
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
@@ -131,7 +139,7 @@ class Choice:
 
     def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool) -> None:
         # The order in which weights are packed is the processor's and torch's.
-        on = f"{torch.backends.cpu.get_cpu_capability()}-{torch.__version__}-v{VERSION}"
+        on = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._ratios: tuple[float, ...] = ()
         self._packed: PackedWeights = {}
@@ -147,10 +155,17 @@ class Choice:
             kept = json.loads(self._file.read_text())
             verdict = StepsVerdict(kept["divergence"], tuple(kept["ratios"]))
             if verdict.takes_rows:
-                if not has_room(self._weights.stat().st_size):
-                    raise MemoryError(f"too little for {self._weights}")
-                self.steps = FewRows(decoder, _load(self._weights, kept["checksum"]))
+                self.steps = rows_of(decoder, self._kept(kept["checksum"]) if self._packs else {})
             self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
+
+    @property
+    def _packs(self) -> bool:
+        return self._decoder.device.type == "cpu"
+
+    def _kept(self, checksum: int) -> PackedWeights:
+        if not has_room(self._weights.stat().st_size):
+            raise MemoryError(f"too little for {self._weights}")
+        return _load(self._weights, checksum)
 
     @property
     def _weights(self) -> Path:
@@ -161,7 +176,7 @@ class Choice:
         self.is_open = False  # what fails here would fail after every answer
         try:
             pack_weights(self._decoder, self._packed, self._rounds, leave)
-            rows = FewRows(self._decoder, self._packed)
+            rows = rows_of(self._decoder, self._packed)
             measured = measure_steps(self._decoder, rows, token_ids, leave)
         except Cancelled:
             self.is_open = True
@@ -174,11 +189,11 @@ class Choice:
         self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
         if verdict.takes_rows:
             self.steps = rows
-        if not packed:  # for want of memory: another process may have it
+        if self._packs and not packed:  # for want of memory: another process may have it
             return
         with suppress(OSError, SafetensorError):  # a full disk, say: then it is measured in each process
             make_private_folder(self._file.parent)
-            checksum = _save(packed, self._weights) if verdict.takes_rows else 0
+            checksum = _save(packed, self._weights) if packed and verdict.takes_rows else 0
             kept = json.dumps(asdict(verdict) | {"checksum": checksum}, indent=1, sort_keys=True)
             replace_durably(self._file, kept)
 

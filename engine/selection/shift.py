@@ -71,7 +71,11 @@ class Run:
 
     @cached_property
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
-        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128)."""
+        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128).
+
+        On a CPU, so that what lies between the products fits into its cache. An accelerator takes all chunks as one,
+        for there calls cost more; what lies between them is computed, and nothing is near it.
+        """
         found, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
         for (begin, end), (first, last) in zip(
             self.chunks, torch.searchsorted(self.fitted, edges).tolist(), strict=True
@@ -80,7 +84,13 @@ class Run:
             apart = (rows[:, None] - self.fitted[first:last]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
             found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
-        return found
+        if not found or not as_one(self.fitted.device):
+            return found
+        begin, end = self.chunks[0][0], self.chunks[-1][1]
+        gains = torch.ones(end - begin, self.fitted.numel(), dtype=self.dtype, device=self.fitted.device)
+        for chunk, those, gain in found:
+            gains[chunk.start - begin : chunk.stop - begin, those] = gain
+        return [(slice(begin, end), slice(0, self.fitted.numel()), gains)]
 
     def similarity(self, change: "Change") -> "Similarity":
         """By what this layer stored, or one of the SHARED_LAYERS - 1 before it where many rows are fitted."""
@@ -123,10 +133,7 @@ class KernelShift:
     """The delta predictor of `probe-shift`; any policy may have it."""
 
     def deltas(self, change: Change) -> Iterator[Delta]:
-        """What to add in one layer; nothing where fewer than two rows were computed, which tell no distance.
-
-        Chunk by chunk, so that what lies between the products fits into a processor's cache.
-        """
+        """What to add in one layer; nothing where fewer than two rows were computed, which tell no distance."""
         run = change.run
         if run.computed.numel() < 2:
             return
@@ -136,18 +143,18 @@ class KernelShift:
         padded = pad((trust * observed).to(run.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
         weights = similarity.inverse @ padded  # (C, F)
         of_keys = change.keys.shape[0] * change.keys.shape[-1]
-        for (begin, _), near in zip(run.chunks, similarity.near, strict=True):
+        for (rows, _, _), near in zip(run.nearness, similarity.near, strict=True):
             added = near @ weights  # (n, F)
             keys, values = added[:, :of_keys], added[:, of_keys:]
-            yield Delta(begin, _by_head(keys, change.keys), _by_head(values, change.values))
+            yield Delta(rows.start, _by_head(keys, change.keys), _by_head(values, change.values))
 
 
 @dataclass(frozen=True)
 class Similarity:
     """How rows resemble the fitted ones, by what `layer` stored for them.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: of each chunk s(i, C) (n, C). C is an even number, and the last may be of
-    zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `Run.nearness`. C is an even number, and the
+    last may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
     """
 
     layer: int
@@ -262,6 +269,11 @@ def _flat(*parts: Tensor) -> Tensor:
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:
     """(n, H D) -> (H, n, D), as a view."""
     return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
+
+
+def as_one(device: torch.device) -> bool:
+    """Whether chunks are shifted together."""
+    return device.type != "cpu"
 
 
 def evenly_spread(rows: Tensor, count: int) -> Tensor:

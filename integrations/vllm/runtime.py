@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.config import EngineConfig, resolve_home
 from ragblend.engine.decoder import Decoder
+from ragblend.engine.device import reads_at_once
 from ragblend.engine.gate import GateVerdict
 from ragblend.engine.hub import is_hub_id
 from ragblend.engine.model import LoadedModel
-from ragblend.engine.runtime import READERS, Runtime, once
+from ragblend.engine.runtime import Runtime, once
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.kvstore.errors import UnsupportedModelError
 from ragblend.kvstore.memory import MemoryTier
@@ -43,7 +44,7 @@ class VllmRuntime(Runtime):
     @once
     def readers(self) -> ThreadPoolExecutor:
         """The loader's threads, on all cores that vLLM was given: it reserves one for connectors."""
-        return ThreadPoolExecutor(READERS, thread_name_prefix="ragblend-loader", initializer=_unbind)
+        return ThreadPoolExecutor(reads_at_once(self.device), "ragblend-loader", initializer=_unbind)
 
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
         """Have the model through that decoder, of which the gate has said that."""

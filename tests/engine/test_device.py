@@ -10,7 +10,7 @@ from benches import make_prompt, make_text
 from ragblend.engine import device
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.device import MpsTransfers, TransferStream, pick_device, pick_dtype
-from ragblend.engine.loader import LayerLoader
+from ragblend.engine.loader import StagedLoader
 from ragblend.engine.model import load
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import DeviceError, UsageError
@@ -19,7 +19,7 @@ TEXTS = [make_text(seed) for seed in range(4)]
 
 
 class StagedTransfers(TransferStream):
-    """As on CUDA: reads land in memory of their own, are delivered by the loader's threads, and awaited by ticket."""
+    """As on CUDA: reads land in memory of their own, are delivered by the computing thread, and awaited by ticket."""
 
     staged = True
 
@@ -28,16 +28,16 @@ class StagedTransfers(TransferStream):
         self.calls: list[str] = []
         self.arrived: list[object] = []
         self.delivered: list[object] = []
-        self.threads: set[str] = set()
+        self.threads: set[int] = set()
 
     def begin(self):
         self.calls.append("begin")
 
     def staging(self, like):
-        return torch.full(like.shape, torch.nan, dtype=like.dtype)
+        return torch.full(like.shape, torch.nan if like.is_floating_point() else 255, dtype=like.dtype)
 
     def deliver(self, copies):
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.get_ident())
         copies()
         self.delivered.append(ticket := object())
         self.calls.append("deliver")
@@ -75,10 +75,10 @@ def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
     engine, transfers, _ = staged
     engine.prefill(make_prompt(TEXTS), method="reuse")
     layers = engine.runtime.decoder.geometry.layers
-    assert len(transfers.delivered) == layers * len(TEXTS)
-    assert set(map(id, transfers.arrived)) == set(map(id, transfers.delivered))
+    assert len(transfers.delivered) == layers, "all chunks of a layer at once"
+    assert transfers.arrived == transfers.delivered
     assert (transfers.calls[0], transfers.calls[-1]) == ("begin", "finish")
-    assert all(name.startswith("ragblend-loader") for name in transfers.threads)
+    assert transfers.threads == {threading.get_ident()}, "others would take the interpreter from it"
     assert transfers.calls.count("pace") == layers, "the host may not queue a whole prompt"
 
 
@@ -91,36 +91,43 @@ def test_waiting_for_a_layer_is_told_by_the_devices_clock(staged):
     assert {event.track for event in stalls} == {"device"}
 
 
-class AppleTransfers(MpsTransfers):
-    """Its own, but for the device, which is not there."""
+def test_files_are_read_a_few_layers_ahead(staged, monkeypatch):
+    """What they take until it is copied is pinned memory: a prompt's whole KV would be a gigabyte."""
+    engine, transfers, _ = staged
+    read, most = [], []
 
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-        self.threads = set()
+    def watched(reader, layer, packed, own=ChunkReader.read_packed):
+        read.append(layer)
+        most.append(max(read) - len(transfers.delivered))
+        own(reader, layer, packed)
 
-    def deliver(self, copies):
-        return super().deliver(lambda: (self.threads.add(threading.get_ident()), copies()))
+    monkeypatch.setattr(ChunkReader, "read_packed", watched)
+    monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD", 2)
+    engine.prefill(make_prompt(TEXTS), method="reuse")
+    layers = engine.runtime.decoder.geometry.layers
+    assert sorted(read) == sorted(list(range(layers)) * len(TEXTS)) and layers > 2
+    assert max(most) < 2
 
 
-def test_an_apple_device_is_used_by_the_computing_thread_alone(staged, monkeypatch):
-    """What its copies read stays until they are done: they do not hold it themselves."""
+def test_apples_copies_are_kept_until_they_are_done(staged, monkeypatch):
+    """They do not hold what they read themselves."""
     engine, _, expected = staged
-    transfers, finished = AppleTransfers(), []
-    clear = LayerLoader.finish
+    finished = []
+    clear = StagedLoader.finish
 
     def finish(self):
-        held = [read for reads in self._reads.values() for read in reads]
+        held = len(self._fills)
         monkeypatch.setattr(
-            torch.mps, "synchronize", lambda: finished.append(bool(held) and bool(self._reads))
+            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._fills))
         )
         clear(self)
+        assert not self._fills
 
-    monkeypatch.setattr(LayerLoader, "finish", finish)
+    monkeypatch.setattr(StagedLoader, "finish", finish)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
-    monkeypatch.setattr(engine.runtime, "transfers", transfers)
+    monkeypatch.setattr(engine.runtime, "transfers", MpsTransfers(torch.device("cpu")))
     for method in METHODS:
         assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
-    assert transfers.threads == {threading.get_ident()}
     assert finished[0] is True
 
 
@@ -197,6 +204,13 @@ def test_kv_in_memory_gives_the_same_bits_and_is_not_staged(fresh_bench_for, mon
         assert torch.equal(engine.prefill(prompt, method=method).logits, first[method]), method
     assert engine.finish_background(30)
     assert engine.store.stats_by_tier()["memory"].hits >= memory.hits + len(TEXTS) * len(METHODS)
+
+
+def test_files_are_read_by_threads_that_the_compute_does_not_need(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert [device.reads_at_once(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [2, 8, 8]
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert device.reads_at_once(torch.device("cuda")) == 2
 
 
 def test_budgets_of_memory_where_nobody_said():

@@ -93,6 +93,20 @@ def delta_of(change):
     return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
+def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
+    """Before an accelerator, where memory between them holds whatever it holds."""
+    engine, prompt = stored.engine, make_prompt(TEXTS)
+    alone = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
+    calls = []
+    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: calls.append(device) or True)
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
+    torch.use_deterministic_algorithms(False)
+    assert calls and largest_error(together, alone) < 1e-4
+    assert largest_error(engine.prefill(prompt, method="probe", ratio=ratio).logits, alone) > 1e-3
+
+
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
 def test_a_row_much_larger_than_all_others_leaves_numbers(size):
     """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""

@@ -1,8 +1,10 @@
 """How the tokens of an answer are computed: both ways say the same, and the faster one is taken only if it does."""
 
 import copy
+import gc
 import resource
 import threading
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -12,9 +14,10 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
+from ragblend.engine import few_rows
 from ragblend.engine import steps as steps_module
 from ragblend.engine.eightbit import EightBit, eight_bit
-from ragblend.engine.few_rows import FewRows, pack_weights
+from ragblend.engine.few_rows import FewRows, RecordedRows, pack_weights
 from ragblend.engine.fourbit import FourBit, four_bit
 from ragblend.engine.grammar import Grammar, json_grammar
 from ragblend.engine.lookup import Lookup
@@ -75,11 +78,12 @@ def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
     assert FewRows.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
 
 
+@pytest.mark.parametrize("loop", [FewRows, RecordedRows])
 @pytest.mark.parametrize("kind", KNOWN)
-def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind):
+def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind, loop):
     """One by one, several at once, and beyond the room of the buffers, twice."""
     told, caches = [], []
-    for steps_of in (lambda decoder: ModelSteps(decoder.model), lambda decoder: FewRows(decoder, {})):
+    for steps_of in (lambda decoder: ModelSteps(decoder.model), lambda decoder: loop(decoder, {})):
         prefilled, decoder = prefilled_for(kind)
         steps = steps_of(decoder)
         logits = [steps.run(prefilled.cache, [token]) for token in ANSWER]
@@ -89,6 +93,54 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
         caches.append([part.clone() for held in prefilled.cache.fused for part in (held.keys, held.values)])
     assert largest_error(told[1], told[0]) < 1e-4
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
+
+
+def recordings_of(monkeypatch):
+    """What is recorded is played as it is; how often something was."""
+    made = []
+    monkeypatch.setattr(few_rows, "recorded", lambda device, work: made.append(device) or work)
+    return made
+
+
+def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
+    """And again where its buffers are others; what the recordings hold goes with the answer."""
+    made = recordings_of(monkeypatch)
+    (one, decoder), (other, _) = prefilled_for("llama"), prefilled_for("llama")
+    rows, expected = RecordedRows(decoder, {}), FewRows(decoder, {})
+    for token in ANSWER * 3:
+        for prefilled in (one, other):
+            rows.run(prefilled.cache, [token])
+    assert len(made) == 2, "two answers in turns"
+    rows.run(one.cache, [1] * (1 + rows.guessed))
+    rows.run(one.cache, [1, 2])  # rare: computed as it is
+    rows.run_together([(one.cache, [3]), (other.cache, [3])])
+    assert len(made) == 3
+    for held in one.cache.fused:
+        held.made_room(2 * held.key_buffer.shape[2])
+    found = rows.run(one.cache, [4])
+    assert len(made) == 4
+    one.cache.truncate(one.cache.get_seq_length() - one.cache.prompt_tokens - 1)
+    assert torch.allclose(found, expected.run(one.cache, [4]), atol=1e-5)
+    gone = weakref.ref(one.cache)
+    del one, prefilled
+    gc.collect()
+    assert gone() is None and len(rows._recordings) == 1
+
+
+def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, caplog):
+    """A failure in the middle has left some layers a row longer than others."""
+    (mine, decoder), (own, _) = prefilled_for("llama"), prefilled_for("llama")
+    rows, expected, tried = RecordedRows(decoder, {}), FewRows(decoder, {}), []
+
+    def fails(device, work):
+        tried.append(1)
+        mine.cache.fused[0].set_length(mine.cache.get_seq_length() + 1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(few_rows, "recorded", fails)
+    for token in ANSWER:
+        assert torch.equal(rows.run(mine.cache, [token]), expected.run(own.cache, [token]))
+    assert len(tried) == 1 and "are computed call by call" in caplog.text
 
 
 def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefilled_for):
