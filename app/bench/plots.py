@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench.records import Row
+from ragblend.app.bench.records import PLACES, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +88,7 @@ def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
     panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
     for axes, (case, own) in zip(panels, cases.items(), strict=True):
         _draw_bars(axes, own)
-        axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {case[2]} disk", fontsize=9)
+        axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {PLACES[case[2]]}", fontsize=9)
     beside = "load runs beside the compute; what it costs is the stall"
     panels[-1].set_xlabel(f"milliseconds to the first token ({beside})")
     panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))

@@ -19,6 +19,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 
 Row = dict[str, Any]
+PLACES = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}  # by `cache` of a row
 Key = tuple[str, str, float | None]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.bench.records import Row
+from ragblend.app.bench.records import PLACES, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -162,9 +162,6 @@ def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Ce
         said = {"better": "worse", "worse": "better"}.get(said, said)
     kind = f"{said if said != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
     return Cell(f"{ratio:.2f}", kind, f"{said}; {ends(around, 3)}")
-
-
-PLACES = {"warm": "warm disk", "cold": "cold disk", "memory": "KV in memory"}
 
 
 def _where(part: str) -> Column:

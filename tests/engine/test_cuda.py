@@ -116,7 +116,6 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
     assert engine.finish_background(60)
     choice = engine.runtime.choice
-    print("ratios", choice._ratios)
     again = Choice(engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True)
     assert isinstance(choice.steps, RecordedRows) == isinstance(again.steps, RecordedRows)
     assert len(choice._ratios) >= 5
