@@ -173,7 +173,10 @@ class RecordedRows(FewRows):
         ((cache, token_ids),), (begin,), count = reads, begins, len(reads[0][1])
         for held in cache.fused:
             held.made_room(count)
-        buffers = tuple((held.key_buffer.data_ptr(), held.evicted) for held in cache.fused)
+        buffers = tuple(
+            (held.key_buffer.data_ptr(), held.value_buffer.data_ptr(), held.key_buffer.shape, held.evicted)
+            for held in cache.fused
+        )
         recordings = self._recordings.setdefault(cache, {})
         if count not in recordings or recordings[count].buffers != buffers:
             recordings.pop(count, None)  # its memory serves the next
