@@ -26,7 +26,7 @@ from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
 MOST_READERS = 8
 MOST_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
-_loading = threading.Lock()
+_loading, _recording = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
@@ -161,29 +161,37 @@ def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], o
     """
     if device.type != "cuda":
         return work
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _recording:  # another engine may be at it
         few = torch.ones(2, 2, device=device)
         few @ few  # makes this thread's handles, which cannot be made below
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        kept, stream = _recordings(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            # Of this thread alone: loaders go on. And not by `torch.cuda.graph`, which first empties torch's cache.
-            graph.capture_begin(pool=_recordings(device).pool(), capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+        play: Callable[[], object] = _captured(work, stream, kept.pool()).replay
         torch.cuda.current_stream(device).wait_stream(stream)
-    return graph.replay
+    return play
 
 
 @functools.cache
-def _recordings(device: torch.device) -> Any:
-    # The memory of all of them, which are played one at a time and keep nothing in it, belongs to this one.
-    graph, few = torch.cuda.CUDAGraph(), torch.ones(2, 2, device=device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        graph.capture_begin(capture_error_mode="thread_local")
-        few.mul_(1)
+def _recordings(device: torch.device) -> tuple[Any, Any]:
+    """A recording that stays, since torch forgets their memory with the last of them, and the stream that all are made
+    in: libraries keep workspaces for each stream. They share memory: they are played one at a time, and keep nothing
+    there.
+    """
+    stream, few = torch.cuda.Stream(device), torch.ones(2, 2, device=device)
+    return _captured(lambda: few.mul_(1), stream, None), stream
+
+
+def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        # Of this thread alone: loaders go on. And not by `torch.cuda.graph`, which first empties torch's cache.
+        graph.capture_begin(*([pool] if pool else []), capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it says that the capture failed, and not why
+                graph.capture_end()
+            raise
         graph.capture_end()
     return graph
 

@@ -183,10 +183,13 @@ class RecordedRows(FewRows):
             try:
                 recordings[count] = self._recorded(cache, begin, count, buffers)
             except RuntimeError as error:
-                log.warning("rows cannot be recorded here, and are computed call by call: %s", error)
-                self._records = False
+                if not isinstance(error, torch.OutOfMemoryError):  # which is of this moment
+                    log.warning("rows cannot be recorded here, and are computed call by call: %s", error)
+                    self._records = False
                 cache.truncate(begin - cache.prompt_tokens)
                 return super()._passed(reads, begins)
+            while len(self._recordings) > MOST_BEGUN:  # a session's cache outlives its answer
+                self._recordings.pop(next(iter(self._recordings)))
         found = recordings[count]
         found.ids.copy_(torch.tensor(list(token_ids)))
         found.positions.copy_(torch.arange(begin, begin + count))

@@ -74,7 +74,7 @@ class Run:
         """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128).
 
         On a CPU, so that what lies between the products fits into its cache. An accelerator takes all chunks as one,
-        for there calls cost more; what lies between them is computed, and nothing is near it.
+        for there calls cost more; what lies between them is computed, or exact, and near nothing.
         """
         found, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
         for (begin, end), (first, last) in zip(
@@ -91,6 +91,15 @@ class Run:
         for chunk, those, gain in found:
             gains[chunk.start - begin : chunk.stop - begin, those] = gain
         return [(slice(begin, end), slice(0, self.fitted.numel()), gains)]
+
+    @cached_property
+    def between(self) -> Tensor:
+        """Of the rows of `nearness`, where they are one run, those that stand in none of the chunks."""
+        (rows, _, _), *others = self.nearness
+        apart = torch.ones(0 if others else rows.stop - rows.start, dtype=torch.bool)
+        for begin, end in self.chunks:
+            apart[begin - rows.start : end - rows.start] = False
+        return apart.nonzero().squeeze(1).to(self.fitted.device)
 
     def similarity(self, change: "Change") -> "Similarity":
         """By what this layer stored, or one of the SHARED_LAYERS - 1 before it where many rows are fitted."""
@@ -174,6 +183,8 @@ class Similarity:
             rows = fitted.new_zeros(len(gain), len(fitted) + odd)
             _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
             rows[:, those].mul_(gain)
+            if run.between.numel():
+                rows[run.between] = 0  # not times: what is not written yet may be no number
             near.append(rows)
         system.diagonal().add_(NOISE)
         return cls(change.layer, pad(_inverse(system).to(fitted), (0, odd, 0, odd)), near)

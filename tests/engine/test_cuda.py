@@ -7,6 +7,7 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
+from ragblend.engine.device import recorded
 from ragblend.engine.engine import Engine
 from ragblend.engine.eviction import evict
 from ragblend.engine.few_rows import FewRows, RecordedRows
@@ -89,6 +90,7 @@ def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
         for mine, own in zip(*caches, strict=True):
             read = [7 + number % 50] if number % 5 else [9, 11, 13, 15]
             assert largest_error(rows.run(mine, read), model.run(own, read)) < CLOSE, (number, read)
+    assert all(set(rows._recordings[mine]) == {1, 4} for mine in caches[0]), "something was not recorded"
     assert [mine.get_seq_length() for mine in caches[0]] == [own.get_seq_length() for own in caches[1]]
     together = rows.run_together([(mine, [3]) for mine in caches[0]])
     for one, own in zip(together, caches[1], strict=True):
@@ -111,7 +113,7 @@ def test_recorded_rows_after_an_eviction(on_cuda):
 
 
 def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
-    engine = on_cuda(dtype="bfloat16")
+    engine = on_cuda()
     options = {"max_new_tokens": 60, "method": "full"}
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
     assert engine.finish_background(60)
@@ -121,7 +123,7 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     assert len(choice._ratios) >= 5
     choice.steps = RecordedRows(engine.runtime.decoder, {})
     after = engine.generate(make_prompt(TEXTS), **options).token_ids
-    assert len(after) == len(before)
+    assert after == before and choice.steps._records
     sampled = [
         engine.generate(make_prompt(TEXTS), max_new_tokens=9, temperature=1.0, seed=4).token_ids
         for _ in range(2)
@@ -132,6 +134,16 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     session = Session()
     first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
     assert session.tokens >= len(first.prompt.token_ids)
+
+
+def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
+    device, made = on_cuda().runtime.device, torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        recorded(device, lambda: made.add_(1).sum().item())
+    play = recorded(device, lambda: made.add_(1))
+    play()
+    play()
+    assert made.tolist() == [3.0] * 4
 
 
 def test_several_at_once(on_cuda):
@@ -151,6 +163,7 @@ def test_several_at_once(on_cuda):
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(4)] == alone
+    assert engine.runtime.choice.steps._records
 
 
 def test_too_little_memory_is_told_and_given_back(on_cuda):

@@ -101,10 +101,32 @@ def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
     calls = []
     monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: calls.append(device) or True)
     torch.use_deterministic_algorithms(True)  # new memory is NaN
-    together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
-    torch.use_deterministic_algorithms(False)
+    try:
+        together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert calls and largest_error(together, alone) < 1e-4
     assert largest_error(engine.prefill(prompt, method="probe", ratio=ratio).logits, alone) > 1e-3
+
+
+def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch):
+    """An exact passage, say, or memory that nothing was written to yet; the chunks get what they get one by one."""
+    change = made_up_change()
+    middle = change.run.computed[(change.run.computed < 40) | (change.run.computed >= 60)]
+    keys, values = change.stored(slice(None))
+    keys[:, 45:55] = torch.nan
+    parts = [part[:, torch.isin(change.run.computed, middle)] for part in (change.keys, change.values)]
+    alone, together = (Run(middle, [(5, 40), (60, 105)]) for _ in range(2))
+    expected = list(KernelShift().deltas(of_stored(keys, values, alone, *parts)))
+    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: True)
+    (found,) = KernelShift().deltas(of_stored(keys, values, together, *parts))
+    assert found.start == 5 and found.keys.shape[1] == 100
+    for name in ("keys", "values"):
+        part = getattr(found, name)
+        assert not part[:, 35:55].any()
+        for delta in expected:
+            at = slice(delta.start - 5, delta.start - 5 + delta.keys.shape[1])
+            assert torch.allclose(part[:, at], getattr(delta, name), atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
