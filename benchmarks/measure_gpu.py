@@ -52,27 +52,27 @@ def bounds(device: str) -> str:
     """One line about what the device could do: bytes into it from pinned memory and within it, and products."""
     import torch
 
-    on_cuda, big = device != "cpu", 1 << 28
-    host = torch.empty(big, dtype=torch.uint8, pin_memory=on_cuda)
+    from ragblend.engine.device import device_name, transfer_stream
+
+    big, transfers = 1 << 28, transfer_stream(torch.device(device))
+    host = transfers.staging(torch.empty(big, dtype=torch.uint8, device="meta"))
     there, other = (torch.empty(big, dtype=torch.uint8, device=device) for _ in range(2))
     square = torch.randn(4096, 4096, device=device).bfloat16()
 
     def seconds(work: Callable[[], object]) -> float:
         times = []
         for _ in range(REPEATS + 1):
-            if on_cuda:
-                torch.cuda.synchronize()
+            transfers.synchronize()
             begun = time.perf_counter()
             work()
-            if on_cuda:
-                torch.cuda.synchronize()
+            transfers.synchronize()
             times.append(time.perf_counter() - begun)
         return statistics.median(times[1:])
 
     into = big / seconds(lambda: there.copy_(host, non_blocking=True)) / 1e9
     within = 2 * big / seconds(lambda: other.copy_(there)) / 1e9
     products = 2 * 4096**3 / seconds(lambda: square @ square) / 1e12
-    name = torch.cuda.get_device_name() if on_cuda else "cpu"
+    name = device_name(transfers.device)
     return f"{name}, torch {torch.__version__}: {into:.0f} GB/s into it, {within:.0f} within, {products:.0f} TFLOP/s"
 
 

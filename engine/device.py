@@ -185,7 +185,7 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         # Of this thread alone: loaders go on. And not by `torch.cuda.graph`, which first empties torch's cache.
-        graph.capture_begin(*([pool] if pool else []), capture_error_mode="thread_local")
+        graph.capture_begin(pool, "thread_local")
         try:
             work()
         except BaseException:

@@ -27,7 +27,7 @@ from ragblend.engine.decoder import Decoder, RowBlock
 from ragblend.engine.device import transfer_stream
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.fusion import Fusion
-from ragblend.engine.loader import layer_loader
+from ragblend.engine.loader import loader_of
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
@@ -218,7 +218,7 @@ class _Exam:
             transfers = transfer_stream(decoder.device)
             recorder = Recorder(transfers)
             spans = policy.spans(plan)
-            loader = layer_loader(spans, cache, decoder, transfers, pool, recorder, policy.moves_keys)
+            loader = loader_of(transfers)(spans, cache, decoder, transfers, pool, recorder, policy.moves_keys)
             logits, _ = Fusion(decoder, plan, policy, cache, loader, recorder).prefill()
         return logits, cache
 

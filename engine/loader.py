@@ -1,6 +1,6 @@
 """The layer loader: stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -56,18 +56,15 @@ class LayerLoader:
         self._done: set[int] = set()
         for layer in range(cache.geometry.layers):
             for span in self._spans:
-                assert span.reader is not None
-                span.reader.expect(layer)
+                _reader(span).expect(layer)
         self._begin()
 
     def _begin(self) -> None:
         for layer in range(self._cache.geometry.layers):
-            self._submit(layer, self._spans)
+            self._submit(layer, enumerate(self._spans))
 
-    def _submit(self, layer: int, spans: Sequence[Span]) -> None:
-        self._reads[layer] = [
-            self._pool.submit(self._read, number, span, layer) for number, span in enumerate(spans)
-        ]
+    def _submit(self, layer: int, numbered: Iterable[tuple[int, Span]]) -> None:
+        self._reads[layer] = [self._pool.submit(self._read, *each, layer) for each in numbered]
 
     def wait(self, layer: int) -> None:
         """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it cannot be read."""
@@ -99,11 +96,10 @@ class LayerLoader:
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
         """In a thread: one chunk's layer."""
-        assert span.reader is not None
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
             try:
-                span.reader.read_layer(layer, keys, values)
+                _reader(span).read_layer(layer, keys, values)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
 
@@ -116,7 +112,7 @@ class StagedLoader(LayerLoader):
     """
 
     def _begin(self) -> None:
-        self._from_files = [span for span in self._spans if not _reader(span).in_memory]
+        self._from_files = [each for each in enumerate(self._spans) if not _reader(each[1]).in_memory]
         moved = [span for span in self._spans if self._moves_keys and span.delta]
         self._moves = _Moves(moved, self._decoder) if moved else None
         self._tickets: list[Any] = []  # by layer, of those that the device was given
@@ -176,7 +172,7 @@ class StagedLoader(LayerLoader):
         """In a thread: one chunk's layer into memory; what then fills its place, where the transfer stream says."""
         reader, staging = _reader(span), self._transfers.staging
         keys, values = self._cache.span(layer, span.start, span.stop)
-        with self._recorder.part("load", layer, self._spans.index(span)):
+        with self._recorder.part("load", layer, number):
             try:
                 if isinstance(reader, Part):
                     host_keys, host_values = staging(keys), staging(values)
@@ -215,18 +211,9 @@ class _Moves:
             keys.index_copy_(1, self._rows, moved)
 
 
-def layer_loader(
-    spans: Sequence[Span],
-    cache: FusedCache,
-    decoder: Decoder,
-    transfers: TransferStream,
-    pool: ThreadPoolExecutor,
-    recorder: Recorder,
-    moves_keys: bool = True,
-) -> LayerLoader:
-    """The one for that device, begun; moves_keys: to where the spans stand."""
-    kind = StagedLoader if transfers.staged else LayerLoader
-    return kind(spans, cache, decoder, transfers, pool, recorder, moves_keys)
+def loader_of(transfers: TransferStream) -> type[LayerLoader]:
+    """The kind for that device."""
+    return StagedLoader if transfers.staged else LayerLoader
 
 
 def _reader(span: Span) -> Source:

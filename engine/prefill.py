@@ -16,7 +16,7 @@ from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, Workload, decide, ttft_ms
 from ragblend.engine.device import free_bytes
 from ragblend.engine.fusion import Fusion, Spent
-from ragblend.engine.loader import LostChunk, layer_loader
+from ragblend.engine.loader import LostChunk, loader_of
 from ragblend.engine.nodes import Nodes, TokenIds
 from ragblend.engine.order import Claim
 from ragblend.engine.paths import Computed, computed_in, grow, learn, path_of
@@ -288,7 +288,7 @@ def _compute(
     decoder, policy, spans = runtime.decoder, request.policy, request.policy.spans(plan)
     cache = FusedCache(decoder.geometry, plan.tokens, request.room_tokens, decoder.device)
     given = cache, decoder, runtime.transfers, runtime.readers, recorder, policy.moves_keys
-    loader = layer_loader(spans, *given)
+    loader = loader_of(runtime.transfers)(spans, *given)
     try:
         logits, spent = Fusion(decoder, plan, policy, cache, loader, recorder, turn).prefill()
     finally:

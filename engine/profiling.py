@@ -18,7 +18,7 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.fusion import Fusion
-from ragblend.engine.loader import layer_loader
+from ragblend.engine.loader import loader_of
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection.base import Policy, Probed
@@ -127,7 +127,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
         cache.blank(layer, torch.arange(tokens, device=decoder.device))
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
-    loader = layer_loader((), cache, decoder, transfers, runtime.readers, recorder)
+    loader = loader_of(transfers)((), cache, decoder, transfers, runtime.readers, recorder)
     Fusion(decoder, plan, Spread(count), cache, loader, recorder).prefill()
     transfers.synchronize()
     return (time.perf_counter() - begun) * 1e3
@@ -143,7 +143,7 @@ def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
         cache = FusedCache(decoder.geometry, spans[-1].stop, 0, decoder.device)
         transfers.synchronize()
         begun, recorder = time.perf_counter(), Recorder(transfers)
-        loader = layer_loader(spans, cache, decoder, transfers, runtime.readers, recorder)
+        loader = loader_of(transfers)(spans, cache, decoder, transfers, runtime.readers, recorder)
         try:
             for layer in range(decoder.geometry.layers):
                 loader.wait(layer)

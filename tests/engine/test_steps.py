@@ -95,16 +95,10 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
 
 
-def recordings_of(monkeypatch):
-    """What is recorded is played as it is; how often something was."""
-    made = []
-    monkeypatch.setattr(few_rows, "recorded", lambda device, work: made.append(device) or work)
-    return made
-
-
 def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
     """And again where its buffers are others; what the recordings hold goes with the answer."""
-    made = recordings_of(monkeypatch)
+    made = []
+    monkeypatch.setattr(few_rows, "recorded", lambda device, work: made.append(device) or work)
     (one, decoder), (other, _) = prefilled_for("llama"), prefilled_for("llama")
     rows, expected = RecordedRows(decoder, {}), FewRows(decoder, {})
     for token in ANSWER * 3:
