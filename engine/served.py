@@ -49,6 +49,7 @@ from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens
 from ragblend.kvstore.memory import MemoryTier
 
 # vLLM takes what a checkpoint's generation config says of these unless the request says otherwise.
+UNKNOWN = "the answer is whole, but which of its passages were reused is unknown and counted as none"
 _PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
@@ -388,13 +389,11 @@ class _Answer:
             if about.fingerprint is None:
                 return {"warning": about.refusal}
             told = runtime.report_of(about.name, self._label, stopped, self._session)
-            return (told or {}).get("report") or {}
+            report: dict[str, Any] | None = (told or {}).get("report")
+            return {"warning": f"{UNKNOWN}: the server knows no such answer"} if report is None else report
         except (ModelServerError, UsageError) as error:
             runtime.forget_server()
-            unknown = (
-                "the answer is whole, but which of its passages were reused is unknown and counted as none"
-            )
-            return {"warning": f"{unknown}: {error}"}
+            return {"warning": f"{UNKNOWN}: {error}"}
 
     def _take(self, choice: dict[str, Any]) -> None:
         found = choice.get("token_ids")

@@ -42,10 +42,12 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._is_pipelined = vllm_config.parallel_config.pipeline_parallel_size > 1
         if role == KVConnectorRole.SCHEDULER and (said := warning()) is not None:
             log.warning("%s", said)
-        if (why := self._begun(vllm_config, role, kv_cache_config)) is not None:
-            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", why)
+        self._refusal = self._begun(vllm_config, role, kv_cache_config)
+        if self._refusal is not None:
+            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self._refusal)
 
     def _begun(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
         """Why this side does nothing, if so."""
@@ -130,15 +132,20 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Told by vLLM before the first request, from all workers."""
-        if self._scheduler is not None:
-            refusals = [each.refusal for each in metadata.values() if isinstance(each, Verdict)]
-            self._scheduler.refusal = next(filter(None, refusals), None)
+        """Told by vLLM before the first request, from all workers; in a MultiConnector it may be another connector's.
+
+        Only workers that all consent do: what a worker does not fill would be answered from.
+        """
+        verdicts = [each for each in metadata.values() if isinstance(each, Verdict)]
+        if self._scheduler is not None and verdicts and len(verdicts) == len(metadata):
+            self._scheduler.refusal = next(filter(None, (each.refusal for each in verdicts)), None)
 
     # --- the worker's side
 
     def get_handshake_metadata(self) -> Verdict | None:
-        return None if self._worker is None else Verdict(self._worker.refusal)
+        if self._is_pipelined:  # vLLM takes none from later stages
+            return None
+        return Verdict(self._refusal if self._worker is None else self._worker.refusal)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The first moment at which there are a model and a cache, and no request: the gate's."""

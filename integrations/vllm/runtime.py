@@ -123,7 +123,8 @@ def decoder_for(
 
     if worker is None:
         raise UnsupportedModelError(
-            "vLLM's plugin of RAGBlend was not loaded (VLLM_PLUGINS must name `ragblend`, or be unset)"
+            "vLLM's plugin of RAGBlend was not loaded (VLLM_PLUGINS must name `ragblend`, or be unset), or the "
+            "connector stands in a MultiConnector, which is not supported"
         )
     runner = worker.model_runner
     paged = PagedCache(runner, vllm_config, kv_cache_config)

@@ -40,6 +40,7 @@ class SchedulerSide:
         self._reports: dict[str, dict[str, Any]] = {}
         self._told: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._orders: list[Order] = []
+        self._ordered_salts: set[str] = set()  # of this step
         self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has said yet that it can"
         _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix  # not in somebody's first request
@@ -135,7 +136,13 @@ class SchedulerSide:
         return tuple(bool(several & there) for several in keys)
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
-        """How many tokens behind the computed ones can be loaded; None: ask again in the next step."""
+        """How many tokens behind the computed ones can be loaded; None: ask again in the next step.
+
+        So who would begin in blocks that an order of this step is to fill is told: not filled, they are computed by the
+        order's own request, which may end before that.
+        """
+        if computed_tokens and request.cache_salt in self._ordered_salts:
+            return None
         plan = self._plans.get(request.request_id) if self.refusal is None else None
         if plan is None or plan.goes_on or not plan.pays(computed_tokens, self._settings.minimum_tokens):
             fused_before = {} if plan is None else {"method": plan.wish.method, "ratio": plan.wish.ratio}
@@ -151,11 +158,13 @@ class SchedulerSide:
         plan = self._plans[request.request_id]
         ids, stop = list(request.prompt_token_ids[: plan.tokens]), plan.tokens - 1  # of a session it grows
         self._loading[request.request_id] = {block for group in blocks for block in group} - {0}
+        self._ordered_salts.add(request.cache_salt)
         self._orders.append(Order(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
 
     def orders(self, idle: bool) -> Orders:
         """Those of the step that was scheduled."""
         orders, self._orders = self._orders, []
+        self._ordered_salts.clear()
         if not (self._missing and idle) or orders:
             return Orders(orders)
         (passage, collection), node_id = self._missing.popitem(last=False)

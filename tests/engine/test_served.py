@@ -91,6 +91,14 @@ def test_what_vllm_had_in_its_cache_was_reused(opened):
     assert report.hits == 1 and report.method == "full"
 
 
+def test_a_report_that_the_server_has_not_is_unknown(opened):
+    """Of several engines behind one address another one may have answered."""
+    engine, server = opened
+    server.told = None
+    report = engine.generate(ASKED).report
+    assert report.tokens.generated == 3 and "unknown" in report.warning
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -257,7 +257,7 @@ def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
 
 
 def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(empty, monkeypatch):
-    """vLLM may have given them to the next request, or scheduled a next token, before it hears of it."""
+    """vLLM may have scheduled a next token before it hears of it."""
     from ragblend.integrations.vllm import working
 
     ids, made, told = empty.ids(TEXTS[:4]), working.prefill, set()
@@ -276,7 +276,7 @@ def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(em
     monkeypatch.setattr(working, "prefill", breaks)
     one, next_one = empty.ask([ids, ids])
     assert same(one, own) and one.num_cached_tokens == len(ids) - 1 and not told
-    assert same(next_one, own) and next_one.num_cached_tokens == (len(ids) - 1) // 32 * 32, "in its blocks"
+    assert same(next_one, own) and next_one.num_cached_tokens == len(ids) - 1, "in a step of its own"
     assert one.kv_transfer_params == {"ragblend": {"error": "MemoryError: no room"}}
 
 
@@ -441,6 +441,37 @@ def test_blocks_that_were_not_filled_serve_nobody_though_their_request_is_gone(e
     empty.llm.llm_engine.step()
     [later] = empty.ask([ids])
     assert later.kv_transfer_params is not None and is_as_engine(empty, later, order, question)
+
+
+def test_who_asks_the_same_does_not_wait_for_blocks_that_a_failed_request_is_to_compute(empty, monkeypatch):
+    """It has them taken back and computes them again, step by step: and may be aborted before it has."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from ragblend.integrations.vllm import working
+
+    llm = empty.llm.llm_engine
+    core, ids = llm.engine_core.engine_core, empty.ids([TEXTS[n] for n in (2, 0, 4, 1)])
+    [own] = empty.ask([ids], [{"off": True}])
+    empty.llm.reset_prefix_cache()
+
+    def breaks(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(get_kv_transfer_group()._worker, "_longest", len(ids) // 2)
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=-1, ignore_eos=True)
+    for name in ("gone", "stays"):
+        llm.add_request(name, {"prompt_token_ids": ids}, sampling)
+    llm.step()
+    begun = len(core.scheduler.running)
+    llm.abort_request(["gone"], internal=False)
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    [answered] = [each for each in outputs if each.request_id == "stays" and each.finished]
+    assert same(answered, own)
+    assert begun == 1, "the other one waited"
 
 
 def test_a_second_turn_that_is_fused_serves_no_other_second_turn(empty):

@@ -201,6 +201,22 @@ def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
     assert evicted == [{3, 4, 7}]
 
 
+def test_only_workers_that_say_so_may_be_asked_to_fuse():
+    """None may say anything (their cache is of another kind there), or another connector's may (MultiConnector)."""
+    pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.connector import RAGBlendConnector
+    from ragblend.integrations.vllm.messages import Verdict
+
+    side = RAGBlendConnector.__new__(RAGBlendConnector)
+    side._scheduler = SimpleNamespace(refusal="nobody yet")
+    for metadata in ({}, {0: object()}, {0: Verdict(None), 1: object()}):
+        side.set_xfer_handshake_metadata(metadata)
+        assert side._scheduler.refusal == "nobody yet"
+    for verdicts, refusal in (([None, None], None), ([None, "no room"], "no room")):
+        side.set_xfer_handshake_metadata({rank: Verdict(each) for rank, each in enumerate(verdicts)})
+        assert side._scheduler.refusal == refusal
+
+
 def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
     """Computing all rows takes more memory than what had failed for want of it."""
     pytest.importorskip("vllm")
