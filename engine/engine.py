@@ -364,7 +364,7 @@ class Engine:
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
         with self.runtime.queue.turn():
-            return continue_logits(self.runtime.loaded.model, prefilled, token_ids)
+            return continue_logits(self.runtime, prefilled, token_ids)
 
     def profile(self, progress: Progress | None = None) -> DeviceProfile:
         """Measure this model on this device, and keep that for the loading controller: `ratio="auto"` needs it."""
