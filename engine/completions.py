@@ -16,7 +16,7 @@ KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
 SESSION_HEADER = "X-Session-ID"  # vLLM's router's (`--policy consistent_hash`)
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # before a token: a long prompt behind others
-_POLL_S = 0.05
+POLL_S = 0.05
 _TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's words
 Stopped = Callable[[], bool]
 
@@ -28,18 +28,23 @@ class Completions:
         self.url = url
         self._parts = urlsplit(url)
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, stopped: Stopped | None = None) -> Any:
         """The JSON at that path, which is there at once if at all."""
-        return self._whole("GET", path, None, None, CONNECT_S)
+        return self._whole("GET", path, None, stopped, CONNECT_S)
 
     def post(
-        self, path: str, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        stopped: Stopped | None = None,
+        session: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> Any:
         """What that is answered with, as JSON. Raises Cancelled when stopped() says so, and as `stream` does.
 
         session: where several servers are behind one url, a router sends what has the same to the same.
         """
-        return self._whole("POST", path, body, stopped, SILENCE_S, session)
+        return self._whole("POST", path, body, stopped, silence_s, session)
 
     def stream(
         self, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
@@ -169,7 +174,7 @@ def _hung_up(connected: socket.socket, stopped: Stopped | None) -> Iterator[None
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_POLL_S):
+        while not over.wait(POLL_S):
             if stopped():
                 with suppress(OSError):  # it has ended by itself
                     # Not an SSLSocket's own, which takes the connection from under its reader.

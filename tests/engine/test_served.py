@@ -3,7 +3,9 @@
 """
 
 import logging
+import math
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from ragblend.engine.completions import Completions
 from ragblend.engine.engine import Engine
 from ragblend.engine.gate import TEXT
 from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.served import ServedNodes
 from ragblend.kvstore.errors import (
     Cancelled,
     ModelServerError,
@@ -364,6 +367,68 @@ def test_a_report_that_does_not_come_is_cancelled_as_an_answer_is(opened):
         engine.generate(ASKED, cancel=cancel)
     assert server.left.wait(60)
     timer.join()
+
+
+class Asked(threading.Event):
+    """Of a request; looked: whether it has been asked for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.looked = threading.Event()
+
+    def is_set(self):
+        self.looked.set()
+        return super().is_set()
+
+
+def test_a_busy_server_that_is_asked_what_it_is_keeps_nobody(opened):
+    """The first question waited ten minutes, whatever its cancel and deadline said, and all others behind it."""
+    engine, server = opened
+    server.silent, ends = True, {}
+
+    def ask(name, cancel, deadline=math.inf):
+        try:
+            engine.generate(ASKED, cancel=cancel, deadline=deadline)
+        except Cancelled:
+            ends[name] = "cancelled"
+
+    first, second = Asked(), Asked()
+    asking = threading.Thread(target=ask, args=("first", first), daemon=True)
+    asking.start()
+    assert server.asking.wait(60)
+    waiting = threading.Thread(target=ask, args=("second", second), daemon=True)
+    waiting.start()
+    assert second.looked.wait(60)
+    engine.close()
+    assert asking.is_alive(), "it is not waited for"
+    second.set()
+    waiting.join(60)
+    ask("late", None, deadline=time.monotonic() + 0.2)
+    assert asking.is_alive() and ends == {"second": "cancelled", "late": "cancelled"}
+    first.set()
+    asking.join(60)
+    assert ends["first"] == "cancelled" and server.left.wait(60)
+    server.silent = False
+    after(engine, server)
+
+
+def test_a_server_that_does_not_say_what_it_is_is_given_up(opened, monkeypatch):
+    engine, server = opened
+    server.silent = True
+    monkeypatch.setattr("ragblend.engine.served.INTRODUCTION_S", 0.2)
+    with pytest.raises(ModelServerError, match="no answer from the server"):
+        engine.generate(ASKED)
+    server.silent = False
+    after(engine, server)
+
+
+def test_a_passage_that_waits_for_a_silent_server_is_given_up_by_closing(opened):
+    engine, server = opened
+    server.silent = True
+    ServedNodes(engine.runtime, "default").add_chore(engine.tokenize(ASKED).chunks[0])
+    assert server.asking.wait(60)
+    engine.close()
+    assert server.left.wait(60)
 
 
 def test_what_a_stream_says_in_the_place_of_a_status(opened):
