@@ -102,9 +102,7 @@ class Completions:
     ) -> Generator[bytes]:
         """The lines of the answer. Errors of the connection are named here, and nobody else's can get in."""
         connection, begun = self._connection(), False
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json", **_authorization()}
         if session is not None:
             headers[SESSION_HEADER] = session
         try:
@@ -121,7 +119,7 @@ class Completions:
                     yield from response
             if stopped is not None and stopped():
                 raise Cancelled("the answer was cancelled")
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:  # the last one of a host or path that is none
             if stopped is not None and stopped():
                 raise Cancelled("the answer was cancelled") from error
             raise self._gone(begun, error) from error
@@ -154,6 +152,16 @@ class Completions:
                 return PromptTooLongError(f"the server at {self.url} refuses the prompt: {said}")
             return UsageError(f"the server at {self.url} refuses the request: {said}")
         return ModelServerError(f"the server at {self.url} answers with status {status}: {said}. Is it vLLM?")
+
+
+def _authorization() -> dict[str, str]:
+    """Raises ModelServerError for a key that no header can hold, without showing it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ModelServerError(
+            f"{KEY_VARIABLE} in the environment holds characters that no API key has; set it to the server's key alone"
+        )
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _message(said: bytes) -> str:

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -321,6 +322,25 @@ def test_the_key_is_that_of_the_environment(opened, monkeypatch):
     assert "wrong" not in str(raised.value)
     monkeypatch.setenv("VLLM_API_KEY", "right")
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
+
+
+def test_a_key_that_none_can_be_is_named_and_not_shown(opened, monkeypatch):
+    """It was a traceback with the key in it."""
+    engine, server = opened
+    server.key = "right"
+    monkeypatch.setenv("VLLM_API_KEY", " right\n")
+    assert engine.generate(ASKED).token_ids == (7, 8, 9)
+    for wrong in ("sec\nret", "secret\u2026", "s\xe9cret"):
+        monkeypatch.setenv("VLLM_API_KEY", wrong)
+        with pytest.raises(ModelServerError, match=r"^(?!.*(sec|cret)).*VLLM_API_KEY") as raised:
+            engine.generate(ASKED)
+        assert "cret" not in "".join(traceback.format_exception(raised.value))
+
+
+def test_an_address_that_cannot_be_one_is_named(opened):
+    for url in ("http://gpu..local:8000", f"{opened[1].url}/\xe4"):
+        with pytest.raises(ModelServerError, match="is that its address"):
+            Completions(url).get("/v1/models")
 
 
 def test_a_server_that_dies_within_an_answer(opened):
