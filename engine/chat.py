@@ -19,8 +19,9 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     tools: shown where the template shows them (`tools.call_format` says whether it does). The template's control tokens
     are the only ones: what messages, tools and calls say is text, whoever wrote it.
     A template that refuses them (Gemma's and Mistral's know no system role, and want roles to alternate) gets them
-    folded: system words at the head of the next user message, neighbours of one role as one. A tokenizer without a
-    template is a base model's: question and answer, in words. Raises PromptError where nothing helps.
+    folded: system words at the head of the next user message, neighbours of one role as one; but no calls and tools'
+    answers, of which nothing would be left but words. A tokenizer without a template is a base model's: question and
+    answer, in words. Raises PromptError where nothing helps.
     """
     if not messages:
         raise PromptError("there is no message to answer; give at least one")
@@ -30,17 +31,17 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     messages = [replace(m, segments=tuple(map(_as_text, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(joined(_in_words(messages)))
-    try:
-        return Prompt(joined(_templated(tokenizer, messages, tools)))
-    except Exception:  # templates raise whatever they like
-        pass
-    try:
-        return Prompt(joined(_templated(tokenizer, folded(messages), tools)))
-    except Exception as error:
-        roles = ", ".join(message.role for message in messages)
-        raise PromptError(
-            f"the model's chat template cannot take messages of the roles {roles}: {error}"
-        ) from error
+    failed: Exception | None = None
+    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, folded)
+    for form in forms:
+        try:
+            return Prompt(joined(_templated(tokenizer, form(messages), tools)))
+        except Exception as error:  # templates raise whatever they like
+            failed = error
+    roles = ", ".join(message.role for message in messages)
+    raise PromptError(
+        f"the model's chat template cannot take messages of the roles {roles}: {failed}"
+    ) from failed
 
 
 def folded(messages: Sequence[Message]) -> list[Message]:
@@ -88,11 +89,26 @@ def _templated(
     for message, turn, mark in zip(messages, turns, marks, strict=True):
         if not turn["content"]:
             continue
-        before, found, rest = rest.partition(mark)
+        content: Sequence[Segment] = message.segments
+        before, found, behind = rest.partition(mark)
+        if not found:
+            before, found, behind = rest.partition(_in_json(mark))
+            content = [_quoted(segment) for segment in content]
         if not found:
             raise PromptError(f"the chat template drops messages of the role {message.role}")
-        segments += [*harmless.restored(before), *message.segments]
+        segments, rest = [*segments, *harmless.restored(before), *content], behind
     return [*segments, *harmless.restored(rest)]
+
+
+def _in_json(text: str) -> str:
+    """Inside of a string, as `tojson` writes it."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _quoted(segment: Segment) -> Segment:
+    """The same inside of a JSON string. What reads the same there stays, and what is known by its ids alone."""
+    text = _in_json(segment.text or "")
+    return segment if text == (segment.text or "") else Literal(text, None, verbatim=True)
 
 
 def _turn(message: Message, mark: str, harmless: "_Harmless") -> dict[str, Any]:
@@ -135,7 +151,7 @@ class _Harmless:
         """What a template made of the values, as JSON has them: verbatim where they stood."""
         known = "|".join(map(str, range(len(self._texts)))) or "(?!)"
         parts = re.split(f"ragblendtext({known})end", text)
-        texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._texts]
+        texts = [_in_json(text) for text in self._texts]
         return [Literal(texts[int(p)], None, True) if n % 2 else Literal(p) for n, p in enumerate(parts)]
 
 

@@ -16,7 +16,7 @@ KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
 SESSION_HEADER = "X-Session-ID"  # vLLM's router's (`--policy consistent_hash`)
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # before a token: a long prompt behind others
-_POLL_S = 0.05
+POLL_S = 0.05
 _TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's words
 Stopped = Callable[[], bool]
 
@@ -28,18 +28,23 @@ class Completions:
         self.url = url
         self._parts = urlsplit(url)
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, stopped: Stopped | None = None) -> Any:
         """The JSON at that path, which is there at once if at all."""
-        return self._whole("GET", path, None, None, CONNECT_S)
+        return self._whole("GET", path, None, stopped, CONNECT_S)
 
     def post(
-        self, path: str, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        stopped: Stopped | None = None,
+        session: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> Any:
         """What that is answered with, as JSON. Raises Cancelled when stopped() says so, and as `stream` does.
 
         session: where several servers are behind one url, a router sends what has the same to the same.
         """
-        return self._whole("POST", path, body, stopped, SILENCE_S, session)
+        return self._whole("POST", path, body, stopped, silence_s, session)
 
     def stream(
         self, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
@@ -97,9 +102,7 @@ class Completions:
     ) -> Generator[bytes]:
         """The lines of the answer. Errors of the connection are named here, and nobody else's can get in."""
         connection, begun = self._connection(), False
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json", **_authorization()}
         if session is not None:
             headers[SESSION_HEADER] = session
         try:
@@ -116,7 +119,7 @@ class Completions:
                     yield from response
             if stopped is not None and stopped():
                 raise Cancelled("the answer was cancelled")
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:  # the last one of a host or path that is none
             if stopped is not None and stopped():
                 raise Cancelled("the answer was cancelled") from error
             raise self._gone(begun, error) from error
@@ -151,6 +154,16 @@ class Completions:
         return ModelServerError(f"the server at {self.url} answers with status {status}: {said}. Is it vLLM?")
 
 
+def _authorization() -> dict[str, str]:
+    """Raises ModelServerError for a key that no header can hold, without showing it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ModelServerError(
+            f"{KEY_VARIABLE} in the environment holds characters that no API key has; set it to the server's key alone"
+        )
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def _message(said: bytes) -> str:
     """What an error says, in whichever form."""
     try:
@@ -169,7 +182,7 @@ def _hung_up(connected: socket.socket, stopped: Stopped | None) -> Iterator[None
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_POLL_S):
+        while not over.wait(POLL_S):
             if stopped():
                 with suppress(OSError):  # it has ended by itself
                     # Not an SSLSocket's own, which takes the connection from under its reader.

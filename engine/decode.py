@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.constrained import Constraint
+from ragblend.engine.decoder import regime_tokens
 from ragblend.engine.eviction import evict
 from ragblend.engine.lookup import Lookup
 from ragblend.engine.model import end_ids
@@ -97,8 +99,13 @@ def _decoded(
     halted: Callable[[], bool],
     turn: Turn,
 ) -> list[int]:
-    """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them."""
+    """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them.
+
+    Where the next one stands beyond the length up to which the RoPE's frequencies are constant, all is read anew into
+    another cache, as transformers' own `generate` does: old keys are rotated by other frequencies than new queries.
+    """
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
+    regime = regime_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, steps = list[int](), None
     lookup, guesses, rows = Lookup(0, ()), list[int](), prefilled.logits[None]
@@ -123,7 +130,33 @@ def _decoded(
             steps = runtime.choice.steps  # one for all of an answer
             lookup = Lookup(steps.guessed, (*prompt, token))
         guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]
-        rows = turn.share(steps, (cache, [token, *guesses]))
+        held = cache.get_seq_length()
+        if regime is not None and held <= regime < held + 1 + len(guesses):
+            (cache, rows), guesses = _read_anew(runtime, prompt, ids, turn), []
+        else:
+            rows = turn.share(steps, (cache, [token, *guesses]))
+
+
+def _read_anew(
+    runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: Turn
+) -> tuple[FusedCache, Tensor]:
+    """All of it by the model's own forward, in a cache of its own; the logits behind it, (1, vocab) float32.
+
+    What was evicted is there again. Raises Cancelled between layers.
+    """
+
+    def leave() -> bool:
+        turn.between_layers()
+        return False
+
+    decoder = runtime.decoder
+    cache = FusedCache(decoder.geometry, len(prompt), len(answer) + ROOM_STEP, decoder.device)
+    cache.step = Append(leave)
+    ids = torch.tensor([[*prompt, *answer]], device=decoder.device)
+    with torch.inference_mode():
+        logits = decoder.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    cache.step = Append()
+    return cache, logits[0].float()
 
 
 def _generated(
@@ -158,23 +191,27 @@ def _generated(
     return [int(i) for i in out[0, ids.shape[1] :]]
 
 
-def continue_logits(model: Any, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
+def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
     """(n, vocab) float32: the logits that predict each of the n tokens, when the ones before it are given.
 
     The cache is as before afterwards.
     """
-    logits, cache = prefilled.logits, prefilled.cache
+    model, cache, begin = runtime.loaded.model, prefilled.cache, len(prefilled.prompt.token_ids)
+    ids = torch.tensor([[*prefilled.prompt.token_ids, *token_ids[:-1]]], device=model.device)
     if cache is None:
-        ids = torch.tensor([[*prefilled.prompt.token_ids, *token_ids[:-1]]], device=model.device)
         with torch.inference_mode():
             whole: Tensor = model(ids, use_cache=False).logits[0].float()
-        return whole[len(prefilled.prompt.token_ids) - 1 :]
+        return whole[begin - 1 :]
+    end, regime = ids.shape[1], regime_tokens(runtime.model_config)
+    # Behind it all is read anew, as in an answer.
+    stop = end if regime is None else min(end, max(begin, regime))
+    rows = [prefilled.logits[None].float()]
     cache.truncate()
-    rows = [logits[None].float()]
-    if len(token_ids) > 1:
-        given = torch.tensor([list(token_ids[:-1])], device=model.device)
-        with torch.inference_mode():
-            rows.append(model(given, past_key_values=cache, use_cache=True).logits[0].float())
+    with torch.inference_mode():
+        if begin < stop:
+            rows.append(model(ids[:, begin:stop], past_key_values=cache, use_cache=True).logits[0].float())
+        if stop < end:
+            rows.append(model(ids, use_cache=False, logits_to_keep=end - stop).logits[0].float())
     cache.truncate()
     return torch.cat(rows)
 

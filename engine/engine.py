@@ -301,8 +301,8 @@ class Engine:
         client: the device's time is fair between them; deadline: of `time.monotonic`; past it nothing is begun.
         """
         chosen = DecodeOptions.of(options)
-        request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
-        request = replace(request, session=session)
+        given = prompt, method, ratio, chosen.seed, chosen.max_new_tokens
+        request = replace(self._request(*given, cancel, deadline), session=session)
         return self._answer(request, chosen, on_text, cancel, client, deadline)
 
     def stream(
@@ -346,8 +346,8 @@ class Engine:
                 for prompt in prompts:
                     if cancel.is_set():
                         raise Cancelled("the request was cancelled while passages were looked for")
-                    request = self._request(prompt, method, ratio, chosen.seed, chosen.max_new_tokens)
-                    request = replace(request, session=session)
+                    given = prompt, method, ratio, chosen.seed, chosen.max_new_tokens
+                    request = replace(self._request(*given, cancel), session=session)
                     speculation.offer(request)
                 if request is None:
                     raise UsageError("no prompt came; yield one at least, the last one being answered")
@@ -364,7 +364,7 @@ class Engine:
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
         with self.runtime.queue.turn():
-            return continue_logits(self.runtime.loaded.model, prefilled, token_ids)
+            return continue_logits(self.runtime, prefilled, token_ids)
 
     def profile(self, progress: Progress | None = None) -> DeviceProfile:
         """Measure this model on this device, and keep that for the loading controller: `ratio="auto"` needs it."""
@@ -431,8 +431,16 @@ class Engine:
         return twice(self.runtime, work, on_text, cancel)
 
     def _request(
-        self, prompt: Prompt, method: str | Policy, ratio: float | str, seed: int | None, new_tokens: int = 64
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        seed: int | None,
+        new_tokens: int = 64,
+        cancel: threading.Event | None = None,
+        deadline: float = math.inf,
     ) -> Request:
+        """cancel, deadline: for where it has to be asked elsewhere what the model is (`served.py`)."""
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.checked(ratio)
         tokenized = self.tokenize(prompt)

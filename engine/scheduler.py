@@ -296,12 +296,9 @@ class Chores:
         """Have it done, unless the same waits; name: of what is the same, and left where too much waits."""
         with self._changed:
             waiting = [each for each, _ in self._queue]
-            if (name or chore) in waiting or (name and len(waiting) >= MOST_WAITING):
-                return
-            self._queue.append((name or chore, chore))
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
+            if (name or chore) not in waiting and not (name and len(waiting) >= MOST_WAITING):
+                self._queue.append((name or chore, chore))
+            self._begin()
 
     def drop(self, of: Callable[[Hashable], bool]) -> None:
         """Forget what has not begun and has such a name."""
@@ -314,18 +311,29 @@ class Chores:
             return any(isinstance(chore, partial) and chore.func is work for _, chore in self._queue)
 
     def finish(self, timeout_s: float | None = None, hurried: bool = False) -> bool:
-        """Wait until nothing is left to do; False if that took too long."""
+        """Wait until nothing is left to do; False if that took too long, or cannot be begun."""
         with self._changed:
             self.hurried = hurried
+            self._begin()
             done = self._changed.wait_for(lambda: not self._running, timeout_s)
             self.hurried = False
-            return done
+            return done and not self._queue
 
     def end(self) -> None:
         """Forget what has not begun, and wait for what has."""
         with self._changed:
             self._queue.clear()
         self.finish(hurried=True)
+
+    def _begin(self) -> None:
+        """With the lock in hand. Where no thread can be had, what waits does so until this is called again."""
+        if self._running or not self._queue:
+            return
+        try:
+            threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
+            self._running = True
+        except RuntimeError as error:
+            log.warning("work in the background waits for a thread: %s", error)
 
     def _run(self) -> None:
         while True:

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ragblend.engine.completions import Completions
+from ragblend.engine.completions import POLL_S, SILENCE_S, Completions, Stopped
 from ragblend.engine.config import (
     DEFAULT_METHOD,
     DEFAULT_RATIO,
@@ -39,7 +39,7 @@ from ragblend.engine.nodes import Leave, Nodes, Progress, TokenIds
 from ragblend.engine.prefill import Request
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Missing, Prefilled, Result, TokenLogprob
-from ragblend.engine.runtime import Runtime, T, log, once
+from ragblend.engine.runtime import Runtime, log
 from ragblend.engine.selection import Policy
 from ragblend.engine.speculation import Speculation
 from ragblend.engine.text import TextStream, text_of
@@ -48,6 +48,7 @@ from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedMode
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens
 from ragblend.kvstore.memory import MemoryTier
 
+INTRODUCTION_S = 30.0  # of silence while a server is asked what it is: a token, which may stand behind others
 # vLLM takes what a checkpoint's generation config says of these unless the request says otherwise.
 UNKNOWN = "the answer is whole, but which of its passages were reused is unknown and counted as none"
 _PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -67,28 +68,42 @@ class About:
     refusal: str | None = None
 
 
-class asked(once[T]):
-    """What the server is asked for once: whoever needs only what is here does not wait for it."""
-
-    lock = "_asking"
-
-
 class ServedRuntime(Runtime):
     """The parts of an engine whose model is elsewhere: tokenizer, store and nodes are here. No weights are read."""
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         super().__init__(config, home)
         assert config.url is not None
-        self.server, self._asking = Completions(config.url), threading.RLock()
+        self.server, self._asking = Completions(config.url), threading.Lock()
+        self._about: About | None = None
 
     def _tiers(self) -> list[MemoryTier]:
         return []  # no KV is read here; and asking a device what is free takes some hundred MB of it
 
-    @asked
+    @property
     def about(self) -> About:
-        """Asked at the first need. Raises ModelServerError where another model is served, or nothing answers."""
+        """As `introduced` has it."""
+        return self.introduced()
+
+    def introduced(self, stopped: Stopped | None = None) -> About:
+        """What the server is: asked once, at the first need, by one while others wait.
+
+        Whoever needs only what is here does not wait for it. Raises ModelServerError where another model is served, or
+        nothing answers, and Cancelled when stopped() says so.
+        """
+        while (known := self._about) is None:
+            if stopped is not None and stopped():
+                raise Cancelled("the request was cancelled before it was known what the server is")
+            if self._asking.acquire(timeout=POLL_S):
+                try:
+                    self._about = self._about or self._asked(stopped)
+                finally:
+                    self._asking.release()
+        return known
+
+    def _asked(self, stopped: Stopped | None) -> About:
         try:
-            found = self._introduced()
+            found = self._introduction(stopped)
         except (KeyError, TypeError, AttributeError) as error:  # JSON of another kind
             raise ModelServerError(
                 f"what answers at {self.server.url} is no vLLM that is known here ({type(error).__name__}: {error})"
@@ -97,11 +112,11 @@ class ServedRuntime(Runtime):
             log.warning("prompts are computed by vLLM alone: %s", found.refusal)
         return found
 
-    def _introduced(self) -> About:
-        card = self._card(self.server.get("/v1/models"))
-        self._check_tokenizer(card["id"])
+    def _introduction(self, stopped: Stopped | None) -> About:
+        card = self._card(self.server.get("/v1/models", stopped))
+        self._check_tokenizer(card["id"], stopped)
         found = About(str(card["id"]), int(card["max_model_len"]))
-        told = self.report_of(found.name, "")
+        told = self.report_of(found.name, "", stopped, silence_s=INTRODUCTION_S)
         if told is None:
             none = f"the vLLM at {self.server.url} has no connector of RAGBlend, or one that cannot begin (see its log)"
             return replace(found, refusal=none)
@@ -113,19 +128,19 @@ class ServedRuntime(Runtime):
         self,
         name: str,
         label: str,
-        stopped: Callable[[], bool] | None = None,
+        stopped: Stopped | None = None,
         session: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> dict[str, Any] | None:
         """What the connector says of itself, and of the request with that label; None where there is no connector."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
-        told = self.server.post("/v1/completions", body, stopped, session).get("kv_transfer_params") or {}
-        found: dict[str, Any] | None = told.get("ragblend")
+        said = self.server.post("/v1/completions", body, stopped, session, silence_s)
+        found: dict[str, Any] | None = (said.get("kv_transfer_params") or {}).get("ragblend")
         return found
 
     def forget_server(self) -> None:
-        """Ask it anew what it is, the next time: another may be there."""
-        with self._asking:
-            vars(self).pop("about", None)
+        """Ask it anew what it is, the next time: another may be there. Whoever asks just now is not waited for."""
+        self._about = None
 
     def close(self) -> None:
         super().close()
@@ -172,9 +187,10 @@ class ServedRuntime(Runtime):
             "it has (--model, model=...), or start it with the other"
         )
 
-    def _check_tokenizer(self, name: str) -> None:
+    def _check_tokenizer(self, name: str, stopped: Stopped | None) -> None:
         body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
-        if self.server.post("/tokenize", body)["tokens"] != self.tokenizing.literal_ids(TEXT):
+        said = self.server.post("/tokenize", body, stopped, silence_s=INTRODUCTION_S)
+        if said["tokens"] != self.tokenizing.literal_ids(TEXT):
             raise ModelServerError(
                 f"the tokenizer of {name} at {self.server.url} is another than that of {self.config.model} here: token "
                 "ids would mean something else there"
@@ -211,16 +227,23 @@ class ServedNodes(Nodes):
 
     def encode_missing(self, node_ids: Sequence[str], leave: Leave) -> Iterator[int]:
         for node_id in node_ids:
+            self._runtime.introduced(leave)
             asked = self._to_encode(node_id, self._runtime.canonical_prefix)
             if asked is not None and asked.room_bytes < asked.nbytes:
                 return
             yield 0 if asked is None else self._encoded(asked.passage, asked.key, node_id, leave)
 
     def encode_later(self, chunk: Chunk, due: float) -> None:
-        key = self._key_of(chunk.encoded_ids, self._runtime.canonical_prefix)
-        if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
-            with suppress(Cancelled):  # whoever ends the process does not wait for a server
-                self._encoded(chunk.encoded_ids, key, chunk.node_id, lambda: self._runtime.chores.hurried)
+        runtime = self._runtime
+
+        def hurried() -> bool:
+            return runtime.chores.hurried
+
+        with suppress(Cancelled):  # whoever ends the process does not wait for a server
+            runtime.introduced(hurried)
+            key = self._key_of(chunk.encoded_ids, runtime.canonical_prefix)
+            if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
+                self._encoded(chunk.encoded_ids, key, chunk.node_id, hurried)
 
     def _encoded(
         self, passage: TokenIds, key: ChunkKey, node_id: str | None, leave: Leave | None = None
@@ -301,7 +324,7 @@ class VllmEngine(Engine):
         cancel: threading.Event | None = None,
     ) -> Prefilled:
         """How the prompt is read, and how long that takes: of logits and cache there are none."""
-        request = self._request(prompt, method, ratio, seed)
+        request = self._request(prompt, method, ratio, seed, cancel=cancel)
         report = self._answer(request, DecodeOptions(max_new_tokens=1), None, cancel).report
         return Prefilled(request.prompt, torch.empty(0), None, report)
 
@@ -319,6 +342,19 @@ class VllmEngine(Engine):
 
     # --- inside
 
+    def _request(
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        seed: int | None,
+        new_tokens: int = 64,
+        cancel: threading.Event | None = None,
+        deadline: float = math.inf,
+    ) -> Request:
+        self.runtime.introduced(_stopped(cancel, deadline))
+        return super()._request(prompt, method, ratio, seed, new_tokens)
+
     def _answer(
         self,
         request: Request,
@@ -331,9 +367,12 @@ class VllmEngine(Engine):
     ) -> Result:
         """client, speculation and session say nothing here: vLLM schedules, and its prefix cache has conversations."""
         runtime, stopped = self.runtime, (cancel or threading.Event()).is_set
-        if stopped() or time.monotonic() >= deadline:
+        if _stopped(cancel, deadline)():
             raise Cancelled("the answer was cancelled before it began")
         try:
+            runtime.introduced(
+                _stopped(cancel, deadline)
+            )  # it was forgotten, where another request failed meanwhile
             result = _Answer(runtime, request, options, on_text).whole(stopped)
         except ModelServerError:
             runtime.forget_server()
@@ -343,6 +382,11 @@ class VllmEngine(Engine):
                 if chunk.token_ids:
                     ServedNodes(runtime, chunk.collection or request.collection).add_chore(chunk)
         return result
+
+
+def _stopped(cancel: threading.Event | None, deadline: float) -> Stopped:
+    """Whether a request is to be given up that has not begun."""
+    return lambda: (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline
 
 
 class _Answer:
@@ -357,7 +401,7 @@ class _Answer:
         self._text = TextStream(runtime.tokenizing.tokenizer, options.stop, options.one_sentence)
         self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
 
-    def whole(self, stopped: Callable[[], bool]) -> Result:
+    def whole(self, stopped: Stopped) -> Result:
         """Until it ends, or its text has (a stop string, a sentence): closing the stream stops the server."""
         options, ids = self._options, self._ids
         with closing(self._runtime.server.stream(self._body(), stopped, self._session)) as events:
@@ -373,7 +417,7 @@ class _Answer:
         stops = self._text.stopped or self._ended
         return Result(text, tuple(ids), self._report(stopped), self._request.prompt, stops, told)
 
-    def _report(self, stopped: Callable[[], bool]) -> Report:
+    def _report(self, stopped: Stopped) -> Report:
         """With what the connector noted."""
         told = self._told(stopped)
         report = self._clock.report(_report(self._request, told), len(self._ids))
@@ -381,11 +425,11 @@ class _Answer:
         read_ms = timings.prefill_ms or timings.ttft_ms
         return replace(report, timings=replace(timings, prefill_ms=read_ms))
 
-    def _told(self, stopped: Callable[[], bool]) -> dict[str, Any]:
+    def _told(self, stopped: Stopped) -> dict[str, Any]:
         """Streams do not carry it, so it is asked for; a server that fails then takes back no answer."""
         runtime = self._runtime
         try:
-            about = runtime.about
+            about = runtime.introduced(stopped)
             if about.fingerprint is None:
                 return {"warning": about.refusal}
             told = runtime.report_of(about.name, self._label, stopped, self._session)

@@ -9,6 +9,8 @@ SENTENCE_END = re.compile(
     r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
     r"(?<![.!?…])[.!?…]++[\"'”’)*_]*+(?=\s|$|\[\d)(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
 )
+_MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # behind a sentence: it may yet be a citation, or nothing
+_BRACKET = re.compile(r"(?<=[.!?…])[\"'”’)*_]*\[\Z")
 _UNFINISHED = "�"  # what a tokenizer prints for part of a character
 
 
@@ -39,14 +41,20 @@ class TextStream:
 
     def _end_of(self, text: str, final: bool) -> int:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if self._one_sentence and (end := _first_sentence(text)) is not None:
-            found.append(end)
+        sentence = _first_sentence(text) if self._one_sentence else None
+        is_open = sentence is not None and not final and _MAY_CITE.fullmatch(text, sentence) is not None
+        if sentence is not None and (found or not is_open):
+            found.append(sentence)
         if found:
             self.stopped = True
             return min(found)
         if final:
             return len(text)
         end = len(text.rstrip(_UNFINISHED))
+        if sentence is not None:
+            end = sentence
+        elif self._one_sentence and _BRACKET.search(text):
+            end -= 1
         for stop in self._stop:
             for length in range(min(len(stop) - 1, end), 0, -1):
                 if text[:end].endswith(stop[:length]):

@@ -36,7 +36,8 @@ class Server(ThreadingHTTPServer):
 
     answer: token ids of a stream; about: what the connector says (None: there is none); told: the report of the last
     stream; status: (code, text) for completions; breaks: end the connection after so many tokens; hold: wait there
-    until the client has gone (`left` is set then); told_status, told_late: the same two for reports;
+    until the client has gone (`left` is set then); told_status, told_late: the same two for reports; silent: whoever
+    asks what the server is waits (`asking` is set then) until he has gone, too;
     encodes: whether a passage that is to be encoded is; fails: an error that the stream says in the place
     of a first token.
     """
@@ -54,7 +55,8 @@ class Server(ThreadingHTTPServer):
         self.breaks: int | None = None
         self.hold: int | None = None
         self.told_status: tuple[int, str] | None = None
-        self.told_late = False
+        self.told_late = self.silent = False
+        self.asking = threading.Event()
         self.left, self.encodes = threading.Event(), True
         self.fails: dict | None = None
 
@@ -75,6 +77,9 @@ class Handler(BaseHTTPRequestHandler):
             server.sessions.append(self.headers["X-Session-ID"])
         if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
             return self._json({"error": {"message": "Unauthorized"}}, 401)
+        if wish.get("report") == "" and server.silent:
+            server.asking.set()
+            return self._wait()
         if wish.get("report") and server.told_late:
             return self._wait()
         if wish.get("report") and server.told_status:

@@ -43,7 +43,7 @@ def test_chunks_stay_chunks_inside_a_message(tokenizer):
 @pytest.mark.parametrize("template", [STRICT, DROPS])
 def test_a_template_that_knows_fewer_roles_gets_them_folded(tokenizer, template):
     tokenizer.chat_template = template
-    given = [message("system", "s"), message("user", "u1"), message("tool", "t"), message("user", "u2")]
+    given = [message("system", "s"), message("user", "u1"), message("notes", "t"), message("user", "u2")]
     head = "[user]" if template is STRICT else "<user>"
     tail = "[assistant]" if template is STRICT else "<assistant>"
     assert text_of(chat(tokenizer, given)) == f"{head}s\n\nu1\n\nt\n\nu2{tail}"

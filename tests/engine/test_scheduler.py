@@ -134,6 +134,35 @@ def test_what_waits_is_not_added_again_and_there_is_a_most_of_it(monkeypatch):
     assert done == ["last"]
 
 
+def test_work_for_which_no_thread_starts_waits_for_the_next(monkeypatch, caplog):
+    """Where processes may have no more threads it counted as begun for ever, and whoever ended it waited for ever."""
+    chores, done, start = Chores(), [], threading.Thread.start
+
+    def fails(thread):
+        if thread.name == "ragblend-chores":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fails)
+        chores.add(partial(done.append, 1), "one")
+        assert "can't start new thread" in caplog.text
+        assert not chores.finish(10), "something is left to do"
+    chores.add(partial(done.append, 1), "one")  # the same waits already
+    assert chores.finish(10)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fails)
+        chores.add(partial(done.append, 2))
+    assert chores.finish(10)
+    assert done == [1, 2]
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fails)
+        chores.add(partial(done.append, 3))
+        chores.end()
+    assert chores.finish(10)
+    assert done == [1, 2]
+
+
 def test_finish_says_when_it_takes_too_long():
     chores, go = Chores(), threading.Event()
     chores.add(go.wait)

@@ -3,7 +3,10 @@
 """
 
 import logging
+import math
 import threading
+import time
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -15,6 +18,7 @@ from ragblend.engine.completions import Completions
 from ragblend.engine.engine import Engine
 from ragblend.engine.gate import TEXT
 from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.served import ServedNodes
 from ragblend.kvstore.errors import (
     Cancelled,
     ModelServerError,
@@ -328,6 +332,25 @@ def test_the_key_is_that_of_the_environment(opened, monkeypatch):
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
 
 
+def test_a_key_that_none_can_be_is_named_and_not_shown(opened, monkeypatch):
+    """It was a traceback with the key in it."""
+    engine, server = opened
+    server.key = "right"
+    monkeypatch.setenv("VLLM_API_KEY", " right\n")
+    assert engine.generate(ASKED).token_ids == (7, 8, 9)
+    for wrong in ("sec\nret", "secret\u2026", "s\xe9cret"):
+        monkeypatch.setenv("VLLM_API_KEY", wrong)
+        with pytest.raises(ModelServerError, match=r"^(?!.*(sec|cret)).*VLLM_API_KEY") as raised:
+            engine.generate(ASKED)
+        assert "cret" not in "".join(traceback.format_exception(raised.value))
+
+
+def test_an_address_that_cannot_be_one_is_named(opened):
+    for url in ("http://gpu..local:8000", f"{opened[1].url}/\xe4"):
+        with pytest.raises(ModelServerError, match="is that its address"):
+            Completions(url).get("/v1/models")
+
+
 def test_a_server_that_dies_within_an_answer(opened):
     engine, server = opened
     server.answer, server.breaks = ids_of(engine, "The harbour master kept two ledgers"), 4
@@ -372,6 +395,68 @@ def test_a_report_that_does_not_come_is_cancelled_as_an_answer_is(opened):
         engine.generate(ASKED, cancel=cancel)
     assert server.left.wait(60)
     timer.join()
+
+
+class Asked(threading.Event):
+    """Of a request; looked: whether it has been asked for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.looked = threading.Event()
+
+    def is_set(self):
+        self.looked.set()
+        return super().is_set()
+
+
+def test_a_busy_server_that_is_asked_what_it_is_keeps_nobody(opened):
+    """The first question waited ten minutes, whatever its cancel and deadline said, and all others behind it."""
+    engine, server = opened
+    server.silent, ends = True, {}
+
+    def ask(name, cancel, deadline=math.inf):
+        try:
+            engine.generate(ASKED, cancel=cancel, deadline=deadline)
+        except Cancelled:
+            ends[name] = "cancelled"
+
+    first, second = Asked(), Asked()
+    asking = threading.Thread(target=ask, args=("first", first), daemon=True)
+    asking.start()
+    assert server.asking.wait(60)
+    waiting = threading.Thread(target=ask, args=("second", second), daemon=True)
+    waiting.start()
+    assert second.looked.wait(60)
+    engine.close()
+    assert asking.is_alive(), "it is not waited for"
+    second.set()
+    waiting.join(60)
+    ask("late", None, deadline=time.monotonic() + 0.2)
+    assert asking.is_alive() and ends == {"second": "cancelled", "late": "cancelled"}
+    first.set()
+    asking.join(60)
+    assert ends["first"] == "cancelled" and server.left.wait(60)
+    server.silent = False
+    after(engine, server)
+
+
+def test_a_server_that_does_not_say_what_it_is_is_given_up(opened, monkeypatch):
+    engine, server = opened
+    server.silent = True
+    monkeypatch.setattr("ragblend.engine.served.INTRODUCTION_S", 0.2)
+    with pytest.raises(ModelServerError, match="no answer from the server"):
+        engine.generate(ASKED)
+    server.silent = False
+    after(engine, server)
+
+
+def test_a_passage_that_waits_for_a_silent_server_is_given_up_by_closing(opened):
+    engine, server = opened
+    server.silent = True
+    ServedNodes(engine.runtime, "default").add_chore(engine.tokenize(ASKED).chunks[0])
+    assert server.asking.wait(60)
+    engine.close()
+    assert server.left.wait(60)
 
 
 def test_what_a_stream_says_in_the_place_of_a_status(opened):

@@ -14,22 +14,41 @@ SENTENCES = [
     ("\n The first line\nand more.", "\n The first line"),
     ('1. "Is it?" he said.', '1. "Is it?"'),
     ("It is so [1]. And so.", "It is so [1]."),
+    ("It is so. [1] And so.", "It is so. [1]"),
+    ("It is so.[1] And so.", "It is so.[1]"),
+    ('"So." [1, 2] [3] And so.', '"So." [1, 2] [3]'),
+    ("It is so. [see 1]", "It is so."),
+    ("It is so.[x] And so.", "It is so.[x] And so."),
+    ("It is so. [1", "It is so."),
+    ("It is so.[", "It is so.["),
     ("Only one, open", "Only one, open"),
     ("The end.", "The end."),
 ]
 
 
+@pytest.mark.parametrize("cut", ["by tokens", "by characters"])
 @pytest.mark.parametrize(("text", "first"), SENTENCES)
-def test_one_sentence_and_no_more(tokenizer, text, first):
+def test_one_sentence_and_no_more(tokenizer, text, first, cut):
+    """A citation behind the full stop was cut off, or begun in the stream and not in the answer."""
     stream = TextStream(tokenizer, one_sentence=True)
-    pieces = []
-    for token_id in tokenizer.encode(text):
-        pieces.append(stream.feed(token_id))
-        if stream.stopped:
-            break
+    pieces, read = [], []
+    for part in [text] if cut == "by tokens" else text:
+        for token_id in tokenizer.encode(part):
+            if not stream.stopped:
+                read.append(token_id)
+                pieces.append(stream.feed(token_id))
+    said_all = not stream.stopped
     pieces.append(stream.finish())
-    assert "".join(pieces) == first == text_of(tokenizer, tokenizer.encode(text), one_sentence=True)
-    assert stream.stopped == (first != text)
+    assert "".join(pieces) == first == text_of(tokenizer, read, one_sentence=True)
+    assert first == text_of(tokenizer, tokenizer.encode(text), one_sentence=True)
+    assert said_all == (len(first) == len(text) or text == "It is so. [1")
+
+
+def test_a_stop_string_behind_a_sentence_that_may_go_on_to_a_citation(tokenizer):
+    ids = tokenizer.encode("It is so. [1")
+    stream = TextStream(tokenizer, ["[1"], one_sentence=True)
+    assert "".join(stream.feed(i) for i in ids) == text_of(tokenizer, ids, ["[1"], True) == "It is so."
+    assert stream.stopped
 
 
 @pytest.fixture(scope="module")

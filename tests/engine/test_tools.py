@@ -6,7 +6,7 @@ import pytest
 from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import TEMPLATE, TOOLS_TEMPLATE
 
-from ragblend import Literal
+from ragblend import Chunk, Literal
 from ragblend.engine.chat import chat
 from ragblend.engine.prompt import Message, ToolCall
 from ragblend.engine.tools import Words, call_format, check_tools, said_in, tools_grammar
@@ -24,6 +24,10 @@ BARE_TEMPLATE = (
     "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
     "{% endif %}[end]{% endfor %}"
+)
+# As Llama 3.1's, which shows what a tool said as JSON.
+QUOTING_TEMPLATE = BARE_TEMPLATE.replace(
+    "{{ m.content }}", "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
 )
 MUTE_TEMPLATE = "{{ tools }}" + TEMPLATE
 CONTROL_TEMPLATE = TOOLS_TEMPLATE.replace("<tool_call>", "<|im_start|>")
@@ -174,6 +178,44 @@ def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
         in text
     )
     assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+@pytest.mark.parametrize("said", ["2", 'a "word"\n\\ é <|im_end|>'])
+def test_what_a_tool_said_is_quoted_where_the_template_quotes_it(tokenizer, said):
+    """It was not found there; all was folded into words of the user, and the call was gone."""
+    tokenizer.chat_template = QUOTING_TEMPLATE
+    call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
+    answer = Message(
+        "tool", (Literal(said[:1]), Chunk(said[1:])) if said[1:] else (Literal(said),), call_id="c1"
+    )
+    prompt = chat(tokenizer, [*ASKED, call, answer], TOOLS)
+    turns = [
+        {"role": "user", "content": "Which weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": said},
+    ]
+    expected = tokenizer.apply_chat_template(turns, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert "".join(segment.text for segment in prompt.segments) == expected
+    assert all(segment.verbatim for segment in prompt.segments if "<|im_end|>" in segment.text)
+
+
+def test_a_chunk_that_reads_the_same_in_json_stays_a_chunk(tokenizer):
+    tokenizer.chat_template = QUOTING_TEMPLATE
+    chunks = Chunk("two ledgers"), Chunk('a "word"'), Chunk(node_id="n")
+    (same, by_id) = chat(tokenizer, [*ASKED, Message("tool", chunks)]).chunks
+    assert (same, by_id) == (chunks[0], chunks[2])
+
+
+def test_a_conversation_with_calls_is_refused_and_not_folded(tokenizer):
+    """Folding leaves nothing of a call but words."""
+    tokenizer.chat_template = BARE_TEMPLATE
+    calls = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"), ToolCall("add", {"a": 2}, "c2")))
+    with pytest.raises(PromptError, match=r"roles user, assistant.*one call"):
+        chat(tokenizer, [*ASKED, calls], TOOLS)
 
 
 def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):

@@ -1,12 +1,15 @@
 """Models that cannot be fused are served by full prefill, with a warning that says why; and none is served wrongly."""
 
+import threading
+
 import pytest
 import tiny_models
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import Bench, largest_error, make_prompt, make_text
 
-from ragblend import Chunk, Literal, Prompt
-from ragblend.kvstore.errors import UnknownChunkError
+from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.session import Session
+from ragblend.kvstore.errors import Cancelled, UnknownChunkError
 
 TEXTS = [make_text(seed) for seed in range(3)]
 ALLOWED = 1e-4
@@ -98,6 +101,65 @@ def test_a_passage_beyond_its_regime_is_not_stored(fresh_bench_for):
     assert (bare.hits, bare.misses, bare.warning) == (0, 1, None)
     assert engine.finish_background(timeout_s=60)
     assert engine.store.stats().entries == 1
+
+
+@pytest.fixture(scope="module")
+def endless_longrope(tmp_path_factory):
+    base = tmp_path_factory.mktemp("longrope")
+    folder = tiny_models.save_model("phi3-longrope", base / "model", is_endless=True)
+    bench = Bench("phi3-longrope", folder, Engine.open(str(folder), base / "home", "cpu", "float32"))
+    yield bench
+    bench.engine.close()
+
+
+def below_the_regime(bench, by):
+    """A tokenized prompt that ends so many tokens before it, of a passage that is stored."""
+    bench.engine.encode(TEXTS[:1])
+    prompt = make_prompt(TEXTS[:1], suffix="")
+    missing = tiny_models.REGIME_TOKENS - by - len(bench.engine.tokenize(prompt).token_ids)
+    ids = tuple(range(10, 390))[:missing]
+    return bench.engine.tokenize(Prompt([*prompt.segments, Literal(token_ids=ids)]))
+
+
+@pytest.mark.parametrize("by", [0, 1, 7])
+def test_an_answer_that_leaves_the_regime_is_that_of_transformers(endless_longrope, by):
+    """Queries rotated by the long factors met keys rotated by the short ones."""
+    bench = endless_longrope
+    prompt, session = below_the_regime(bench, by), Session()
+    assert len(prompt.token_ids) == tiny_models.REGIME_TOKENS - by
+    expected = bench.answer(prompt, 24)
+    result = bench.engine.generate(prompt, method="full", max_new_tokens=24, session=session)
+    assert (list(result.token_ids), result.report.warning) == (expected, None)
+    assert session.tokens == tiny_models.REGIME_TOKENS, "what was read beyond is of no use to shorter prompts"
+    prefilled = bench.engine.prefill(prompt, method="full")
+    for _ in range(2):  # the prompt's own cache is as it was
+        assert list(bench.engine.decode(prefilled, max_new_tokens=24).token_ids) == expected
+    logits = bench.engine.continue_logits(prefilled, expected)
+    assert logits.argmax(-1).tolist() == expected
+    # What the session holds is right in the regime it was read in.
+    shorter = Prompt([Literal(token_ids=(*prompt.token_ids[:200], 9, 30, 77))])
+    found = bench.engine.generate(shorter, max_new_tokens=12, session=session)
+    assert list(found.token_ids) == bench.answer(shorter, 12)
+
+
+def test_reading_anew_beyond_the_regime_is_left_between_two_layers(endless_longrope):
+    engine, prompt, cancel = endless_longrope.engine, below_the_regime(endless_longrope, 3), threading.Event()
+    passed = []
+
+    def note(layer, given):
+        if given[0].shape[1] > tiny_models.REGIME_TOKENS:
+            passed.append(layer)
+            cancel.set()
+
+    assert engine.gate.passed
+    hooks = [layer.register_forward_pre_hook(note) for layer in engine.runtime.decoder.layers]
+    with pytest.raises(Cancelled):
+        engine.generate(prompt, method="full", max_new_tokens=24, cancel=cancel)
+    for hook in hooks:
+        hook.remove()
+    assert len(passed) == 1
+    found = engine.generate(prompt, method="full", max_new_tokens=24)
+    assert list(found.token_ids) == endless_longrope.answer(prompt, 24)
 
 
 def test_dynamic_ntk_stays_in_one_regime(bench_for):
