@@ -182,7 +182,7 @@ class Call:
         return self.arguments if grammar is None else self.arguments | {"grammar": grammar}
 
     def _items(self, stream: "Stream") -> Generator["str | Result", None, None]:
-        with _limited(self.timeout, stream.close), closing(stream):
+        with _limited(self.timeout, stream.stop), closing(stream):  # what is finished is still given
             words = _Words(self)
             for piece in stream:
                 yield from words.of(piece)

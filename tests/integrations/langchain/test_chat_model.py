@@ -1,6 +1,7 @@
 """ChatRAGBlend on a tiny model: every way to call it, and what it says of itself."""
 
 import asyncio
+import threading
 
 import pytest
 from langchain_core.documents import Document
@@ -15,6 +16,7 @@ from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, System
 from langchain_core.messages.content import create_text_block
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
+from waiting import SOON_S
 from watching import Watcher, engine_answer
 
 from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
@@ -229,6 +231,21 @@ def test_timeout(tiny, way):
     tiny.invoke("hello", timeout=60)  # loading takes its own time
     with pytest.raises(ModelTimeoutError, match="within timeout="):
         by_all_ways(tiny, "hello", max_tokens=1900, timeout=0.3)[way]()
+
+
+def test_a_finished_answer_is_given_to_who_takes_its_time(tiny):
+    """The time was up while the reader held a piece: the rest, which was there, was thrown away, and TimedOut said."""
+    whole = tiny.invoke("hello")
+    stream = tiny.stream("hello", timeout=3600)
+    pieces = [next(stream)]
+    [limit] = [each for each in threading.enumerate() if getattr(each, "interval", None) == 3600]
+    for each in threading.enumerate():
+        if each.name == "ragblend-stream":
+            each.join(SOON_S)
+    limit.function()  # as if the time were up
+    pieces += stream
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert pieces[-1].usage_metadata == whole.usage_metadata
 
 
 # --- bad input
