@@ -300,8 +300,9 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
 
     def _chat_request(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Request:
         passages = messages.passages if isinstance(messages, FilledMessages) else None
-        call = self._named_call(kwargs, passages)
-        make_prompt = partial(self._chat_prompt, call, messages, turns_of(messages))
+        with in_llama_index_words(passages is not None):
+            call = self._named_call(kwargs, passages)
+            make_prompt = partial(self._chat_prompt, call, messages, turns_of(messages))
         return Request(make_prompt, call, from_template=passages is not None)
 
     def _chat_prompt(self, call: Call, messages: Sequence[ChatMessage], turns: list[Turn]) -> Prompt:
