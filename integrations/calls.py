@@ -191,11 +191,21 @@ class Call:
             yield result
 
     def _checked(self, result: "Result") -> "Result":
-        if self.wanted.schema is not None and not result.stopped:
+        if result.stopped:
+            return result
+        said, most = self.said(result), len(result.token_ids)
+        if said.broken is not None:
+            log.warning(
+                "the answer reached its most tokens (%d) in a call of %s, which is not made; allow more with "
+                "max_new_tokens",
+                most,
+                said.broken_name or "a tool",
+            )
+        elif self.wanted.schema is not None:
             log.warning(
                 "the answer reached its most tokens (%d): what its JSON says last may be cut short; allow more with "
                 "max_tokens",
-                len(result.token_ids),
+                most,
             )
         return result
 

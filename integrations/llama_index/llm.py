@@ -421,6 +421,9 @@ def _chat_response(text: str, delta: str | None, known: Known | None) -> ChatRes
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*words, *calls])
     if calls:  # where LlamaIndex's streamed programs look whether there are any
         message.additional_kwargs["tool_calls"] = [_openai_call(call) for call in calls]
+    if known.said.broken is not None:
+        broken = {"name": known.said.broken_name, "arguments": known.said.broken}
+        message.additional_kwargs["invalid_tool_calls"] = [broken]
     return ChatResponse(message=message, delta=delta, raw=known.raw, logprobs=known.logprobs)
 
 

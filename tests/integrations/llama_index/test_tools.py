@@ -40,6 +40,11 @@ def double(value: int) -> int:
     return 2 * value
 
 
+def note(text: str, author: str) -> str:
+    """Writes it down."""
+    return f"{author}: {text}"
+
+
 TOOLS = [FunctionTool.from_defaults(double)]
 
 
@@ -106,6 +111,18 @@ async def test_an_agent_runs(caller_llm):
     agent = FunctionAgent(tools=TOOLS, llm=caller_llm, initial_tool_choice="double", streaming=True)
     said = await agent.run(user_msg=QUESTION, max_iterations=3)
     assert [(call.tool_name, list(call.tool_kwargs)) for call in said.tool_calls] == [("double", ["value"])]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_call_that_is_cut_off_is_told_and_not_made(caller_llm, caplog, streaming):
+    """An agent ended with an empty answer, and nobody knew why."""
+    agent = FunctionAgent(tools=[note], llm=caller_llm, initial_tool_choice="note", streaming=streaming)
+    said = await agent.run(user_msg=QUESTION, max_iterations=3)
+    assert said.tool_calls == []
+    [broken] = said.response.additional_kwargs["invalid_tool_calls"]
+    assert (broken["name"], broken["arguments"][:9]) == ("note", '{"text": ')
+    [record] = [each for each in caplog.records if each.name == "ragblend"]
+    assert "(60) in a call of note, which is not made; allow more with max_new_tokens" in record.message
 
 
 async def test_an_object_of_a_class_in_all_ways(make_llm):
