@@ -4,6 +4,9 @@ import asyncio
 import threading
 
 import pytest
+import tiny_models
+from langchain_classic.memory import ConversationTokenBufferMemory
+from langchain_core._api import LangChainDeprecationWarning
 from langchain_core.documents import Document
 from langchain_core.exceptions import (
     ContextOverflowError,
@@ -12,7 +15,14 @@ from langchain_core.exceptions import (
     ModelTimeoutError,
 )
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
 from langchain_core.messages.content import create_text_block
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
@@ -321,6 +331,36 @@ def test_tokens_are_counted_by_its_own_tokenizer(tiny):
     asked = [SystemMessage("be brief"), HumanMessage("hello")]
     assert tiny.get_num_tokens_from_messages(asked) == tiny.invoke(asked).usage_metadata["input_tokens"]
     assert tiny.model_copy(update={"custom_get_token_ids": lambda text: [7]}).get_token_ids("a") == [7]
+
+
+STRICT = (  # as Gemma's and Mistral's: the user begins, and roles alternate
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def test_parts_of_a_conversation_are_counted_as_trimming_and_memories_ask(make_tiny, tmp_path):
+    """For none of the messages, and for an end that a template refuses, it raised."""
+    model = make_tiny(model=str(tiny_models.save_model("llama", tmp_path / "strict", template=STRICT)))
+    said = [HumanMessage("hello " * 9), AIMessage("hi " * 20), HumanMessage("word\n" * 20), AIMessage("yes")]
+    assert model.get_num_tokens_from_messages([]) == 0
+    alone = [model.get_num_tokens_from_messages([HumanMessage(message.text)]) for message in said]
+    whole = model.get_num_tokens_from_messages(said)
+    assert whole <= model.get_num_tokens_from_messages(said[::-1]) == sum(alone)
+    assert model.get_num_tokens_from_messages(said[1:2]) == alone[1]
+    for told in ({"strategy": "last"}, {"strategy": "first"}, {"strategy": "last", "start_on": "human"}):
+        for allow_partial in (False, True):
+            trimmed = trim_messages(
+                said, max_tokens=whole - 10, token_counter=model, allow_partial=allow_partial, **told
+            )
+            assert trimmed
+            assert model.get_num_tokens_from_messages(trimmed) < whole - 10
+    with pytest.warns(LangChainDeprecationWarning):
+        memory = ConversationTokenBufferMemory(llm=model, max_token_limit=20, return_messages=True)
+    memory.save_context({"input": "hello"}, {"output": "word " * 300})
+    assert memory.buffer == []
 
 
 # --- stopping
