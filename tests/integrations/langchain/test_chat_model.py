@@ -165,6 +165,16 @@ def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
     assert model.invoke(f"{documents[1].page_content} {QUESTION}").response_metadata["kv"]["chunks"] == []
 
 
+def test_forgotten_documents_are_found_no_more_and_their_kv_is_gone(make_tiny, documents):
+    model = make_tiny(register_retrieved=False, learn_from_prompts=False)
+    encode_documents(documents, model, show_progress=False)
+    text = "\n\n".join(document.page_content for document in documents)
+    assert kv_of(model.invoke(text))["chunks"] == ["tides", "bell", "lamp"]
+    assert model.forget(["bell"]) > 0
+    kv = kv_of(model.invoke(text))
+    assert (kv["chunks"], kv["hits"]) == (["tides", "lamp"], 2)
+
+
 def test_roles(tiny):
     said = [
         SystemMessage("be brief"),
