@@ -83,6 +83,15 @@ def test_an_answer_without_a_call_is_an_error_where_one_is_wanted(caller_llm):
         caller_llm.get_tool_calls_from_response(said)
 
 
+def test_tools_that_a_prompt_of_ones_own_would_not_show_are_refused(caller_llm):
+    """The model was not told of the tools, and its answer held to a call of them."""
+    caller_llm.messages_to_prompt = lambda messages: "\n".join(str(message.content) for message in messages)
+    assert not caller_llm.metadata.is_function_calling_model
+    with pytest.raises(UsageError, match="messages_to_prompt"):
+        caller_llm.chat_with_tools(TOOLS, user_msg=QUESTION, tool_required=True)
+    assert caller_llm.chat([ChatMessage(QUESTION)], max_new_tokens=3).message.content
+
+
 def test_later_turns_show_calls_and_answers(caller_llm):
     call = ToolCallBlock(tool_call_id="c1", tool_name="double", tool_kwargs={"value": 4})
     history = [
