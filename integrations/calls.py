@@ -182,7 +182,7 @@ class Call:
         return self.arguments if grammar is None else self.arguments | {"grammar": grammar}
 
     def _items(self, stream: "Stream") -> Generator["str | Result", None, None]:
-        with _limited(self.timeout, stream.close), closing(stream):
+        with _limited(self.timeout, stream.stop), closing(stream):  # what is finished is still given
             words = _Words(self)
             for piece in stream:
                 yield from words.of(piece)
@@ -191,11 +191,21 @@ class Call:
             yield result
 
     def _checked(self, result: "Result") -> "Result":
-        if self.wanted.schema is not None and not result.stopped:
+        if result.stopped:
+            return result
+        said, most = self.said(result), len(result.token_ids)
+        if said.broken is not None:
+            log.warning(
+                "the answer reached its most tokens (%d) in a call of %s, which is not made; allow more with "
+                "max_new_tokens",
+                most,
+                said.broken_name or "a tool",
+            )
+        elif self.wanted.schema is not None:
             log.warning(
                 "the answer reached its most tokens (%d): what its JSON says last may be cut short; allow more with "
                 "max_tokens",
-                len(result.token_ids),
+                most,
             )
         return result
 

@@ -41,8 +41,7 @@ class Wanted:
         from ragblend.engine.tools import check_tools, named
 
         if isinstance(choice, Mapping):
-            function = choice.get("function", choice)
-            choice = function.get("name") if isinstance(function, Mapping) else None
+            choice = _in_a_word(choice)
         chosen = list(tools or ())
         names = named(chosen)
         is_forced = choice is not None and choice not in AUTO
@@ -69,6 +68,18 @@ class Wanted:
         form = engine.call_format
         answer = {} if self.schema is None else {"answer": json_rule(self.schema)}
         return tools_grammar(form, self.tools, self.is_forced, self.is_parallel, **answer)
+
+
+def _in_a_word(choice: Mapping[str, Any]) -> Any:
+    """The name of the tool, or what else a dictionary chooses. Raises UsageError for one that says neither."""
+    function = choice.get("function", choice)
+    if isinstance(function, Mapping) and function.get("name") is not None:
+        return function["name"]
+    if (kind := choice.get("type")) in (*ANY, *AUTO, "none"):
+        return kind
+    raise UsageError(
+        f"tool_choice={choice!r:.200} names no tool, and no type of auto, none, any and required"
+    )
 
 
 def schema_in(wanted: Any) -> Any:

@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
+from ragblend.integrations.backend import Turn
 from ragblend.integrations.calls import Call
 from ragblend.integrations.langchain.answers import (
     Asked,
@@ -32,7 +33,7 @@ from ragblend.integrations.langchain.tools import (
     wanted_schema,
 )
 from ragblend.integrations.tools import Wanted
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -118,10 +119,20 @@ class ChatRAGBlend(Parameters, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the prompt that these messages make, the chat template's included."""
+        """Tokens of the prompt that these messages make, the chat template's included; 0 for no message.
+
+        Where the template refuses the messages (an end of a conversation, or one backwards, of which `trim_messages`
+        and memories ask), the sum of what each takes as a prompt by itself: rather too much than too little.
+        """
+        if not messages:
+            return 0
         with framework_errors():
-            shown = openai_tools(tools or ())
-            return len(self.backend.chat_prompt(turns_of(messages), tools=shown).token_ids)
+            shown, turns = openai_tools(tools or ()), turns_of(messages)
+            try:
+                return len(self.backend.chat_prompt(turns, tools=shown).token_ids)
+            except PromptError:
+                alone = [Turn("user", turn.pieces or ("",)) for turn in turns]
+                return sum(len(self.backend.chat_prompt([turn]).token_ids) for turn in alone)
 
     def _generate(
         self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any

@@ -71,6 +71,11 @@ class Parameters(parameters.Parameters):
         asked = self if model is None else self.model_copy(update={"model": model})
         return asked._call(passages, self.model_kwargs, given)
 
+    def forget(self, ids: Sequence[str]) -> int:
+        """Forget documents that were deleted: they are found no more, and their KV goes. Returns the bytes freed."""
+        with framework_errors():
+            return self.backend.forget(ids)
+
     def get_token_ids(self, text: str) -> list[int]:
         """Ids by the model's own tokenizer; loads that, not the weights."""
         custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)

@@ -1,7 +1,7 @@
 """Reading passages ahead of the first question: a whole index, or nodes as they are ingested."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import SerializeAsAny
@@ -37,7 +37,7 @@ class EncodeNodes(TransformComponent):
 def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = True) -> int:
     """Store the KV of every node of an index; what is stored is skipped. Returns how many passages there are.
 
-    Takes the nodes from the index' docstore, or from a vector store that holds the texts itself (Chroma does). May be
+    Takes the index' nodes from its docstore, or from a vector store that holds the texts itself (Chroma does). May be
     interrupted: what is done stays. Raises UsageError for an index whose nodes cannot be listed.
     """
     return encode_nodes(nodes_of(index), llm, show_progress)
@@ -50,13 +50,12 @@ def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: boo
 
 
 def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
-    """All nodes of an index."""
-    held = list(index.docstore.docs.values())
+    """All nodes of an index, and their parents (for auto-merging), which its docstore alone holds."""
+    held, store = index.docstore.docs, getattr(index, "vector_store", None)
     if held:
-        return held
-    store = getattr(index, "vector_store", None)
+        return _still_indexed(index, held)
     if store is None:
-        return held
+        return []
     try:
         return list(store.get_nodes(None))
     except (NotImplementedError, ValueError) as error:
@@ -64,3 +63,17 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
             f"the nodes of this index cannot be listed: its docstore is empty, and {type(store).__name__} does not "
             f"list what it holds ({error}); encode the nodes in hand with `encode_nodes(nodes, llm)`"
         ) from error
+
+
+def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[BaseNode]:
+    """Without the nodes of documents that were deleted: `delete_ref_doc` leaves them in the docstore.
+
+    Parents are not in the index, but are of the same documents as their leaves. An index over a store that holds the
+    texts itself does not list what it has, unless it was told to.
+    """
+    listed = getattr(index.index_struct, "nodes_dict", None)
+    stores_text = getattr(getattr(index, "vector_store", None), "stores_text", False)
+    if listed is None or (stores_text and not getattr(index, "_store_nodes_override", False)):
+        return list(held.values())
+    documents = {held[node_id].ref_doc_id for node_id in listed.values() if node_id in held}
+    return [node for node in held.values() if node.ref_doc_id in documents]

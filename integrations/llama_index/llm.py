@@ -146,7 +146,7 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
             context_window=self.context_window or self.backend.engine.context_window,
             num_output=self.max_new_tokens,
             is_chat_model=self._chats,
-            is_function_calling_model=self._chats and self.backend.calls_tools,
+            is_function_calling_model=self._chats and self._own_prompt is None and self.backend.calls_tools,
             model_name=self.model,
         )
 
@@ -155,6 +155,12 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
         if self.is_chat_model is not None:
             return self.is_chat_model
         return self.backend.engine.tokenizer.chat_template is not None
+
+    @property
+    def _own_prompt(self) -> Callable[[Sequence[ChatMessage]], str] | None:
+        """The user's `messages_to_prompt`; None: messages are put in the model's chat template."""
+        given = self.messages_to_prompt
+        return None if given is generic_messages_to_prompt else given
 
     @property
     def last_stats(self) -> Raw | None:
@@ -300,17 +306,24 @@ class RAGBlendLLM(StructuredPrediction, Parameters, FunctionCallingLLM):
 
     def _chat_request(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Request:
         passages = messages.passages if isinstance(messages, FilledMessages) else None
-        call = self._named_call(kwargs, passages)
-        make_prompt = partial(self._chat_prompt, call, messages, turns_of(messages))
+        with in_llama_index_words(passages is not None):
+            call = self._named_call(kwargs, passages)
+            make_prompt = partial(self._chat_prompt, call, messages, turns_of(messages))
         return Request(make_prompt, call, from_template=passages is not None)
 
     def _chat_prompt(self, call: Call, messages: Sequence[ChatMessage], turns: list[Turn]) -> Prompt:
         """In the words of the user's `messages_to_prompt` if there is one, else of the model's chat template."""
-        if self.messages_to_prompt in (None, generic_messages_to_prompt):
+        written = self._own_prompt
+        if written is None:
             return call.chat_prompt(turns)
+        if call.wanted.tools:
+            raise UsageError(
+                "messages_to_prompt writes the prompt, and would not show the model the tools that it may call; leave "
+                "it out, or the tools"
+            )
         texts = [text_of(message) for message in messages]
-        marked = self.messages_to_prompt(list(map(with_text, messages, marks(len(texts)))))
-        return call.text_prompt(self.messages_to_prompt(messages), parts_of(marked, texts))
+        marked = written(list(map(with_text, messages, marks(len(texts)))))
+        return call.text_prompt(written(messages), parts_of(marked, texts))
 
     def _text_request(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Request:
         passages = prompt.passages if isinstance(prompt, FilledText) else None
@@ -420,6 +433,9 @@ def _chat_response(text: str, delta: str | None, known: Known | None) -> ChatRes
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*words, *calls])
     if calls:  # where LlamaIndex's streamed programs look whether there are any
         message.additional_kwargs["tool_calls"] = [_openai_call(call) for call in calls]
+    if known.said.broken is not None:
+        broken = {"name": known.said.broken_name, "arguments": known.said.broken}
+        message.additional_kwargs["invalid_tool_calls"] = [broken]
     return ChatResponse(message=message, delta=delta, raw=known.raw, logprobs=known.logprobs)
 
 

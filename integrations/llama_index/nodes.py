@@ -9,7 +9,7 @@ from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
 Nodes = Iterable[BaseNode | NodeWithScore]
-FORM = "#"  # between a node's id and the name of another form of it
+FORM = "#ragblend:"  # between a node's id and the name of another form of it; `page#part` may be a node
 
 
 def passage_of(node: BaseNode | NodeWithScore) -> Passage:

@@ -30,7 +30,7 @@ class StructuredPrediction(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """An object of that class. Raises UsageError for a class whose schema cannot be kept to."""
+        """An object of that class. Raises PromptError for a class whose schema cannot be kept to."""
         if not self._is_held:
             return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
         messages, told = self._asked(output_cls, prompt, llm_kwargs, prompt_args)

@@ -1,8 +1,12 @@
 """ChatRAGBlend on a tiny model: every way to call it, and what it says of itself."""
 
 import asyncio
+import threading
 
 import pytest
+import tiny_models
+from langchain_classic.memory import ConversationTokenBufferMemory
+from langchain_core._api import LangChainDeprecationWarning
 from langchain_core.documents import Document
 from langchain_core.exceptions import (
     ContextOverflowError,
@@ -11,10 +15,18 @@ from langchain_core.exceptions import (
     ModelTimeoutError,
 )
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
 from langchain_core.messages.content import create_text_block
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
+from waiting import SOON_S
 from watching import Watcher, engine_answer
 
 from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
@@ -153,6 +165,16 @@ def test_an_edited_document_is_a_miss_and_then_its_own(make_tiny, documents):
     assert model.invoke(f"{documents[1].page_content} {QUESTION}").response_metadata["kv"]["chunks"] == []
 
 
+def test_forgotten_documents_are_found_no_more_and_their_kv_is_gone(make_tiny, documents):
+    model = make_tiny(register_retrieved=False, learn_from_prompts=False)
+    encode_documents(documents, model, show_progress=False)
+    text = "\n\n".join(document.page_content for document in documents)
+    assert kv_of(model.invoke(text))["chunks"] == ["tides", "bell", "lamp"]
+    assert model.forget(["bell"]) > 0
+    kv = kv_of(model.invoke(text))
+    assert (kv["chunks"], kv["hits"]) == (["tides", "lamp"], 2)
+
+
 def test_roles(tiny):
     said = [
         SystemMessage("be brief"),
@@ -231,6 +253,21 @@ def test_timeout(tiny, way):
         by_all_ways(tiny, "hello", max_tokens=1900, timeout=0.3)[way]()
 
 
+def test_a_finished_answer_is_given_to_who_takes_its_time(tiny):
+    """The time was up while the reader held a piece: the rest, which was there, was thrown away, and TimedOut said."""
+    whole = tiny.invoke("hello")
+    stream = tiny.stream("hello", timeout=3600)
+    pieces = [next(stream)]
+    [limit] = [each for each in threading.enumerate() if getattr(each, "interval", None) == 3600]
+    for each in threading.enumerate():
+        if each.name == "ragblend-stream":
+            each.join(SOON_S)
+    limit.function()  # as if the time were up
+    pieces += stream
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert pieces[-1].usage_metadata == whole.usage_metadata
+
+
 # --- bad input
 
 
@@ -304,6 +341,36 @@ def test_tokens_are_counted_by_its_own_tokenizer(tiny):
     asked = [SystemMessage("be brief"), HumanMessage("hello")]
     assert tiny.get_num_tokens_from_messages(asked) == tiny.invoke(asked).usage_metadata["input_tokens"]
     assert tiny.model_copy(update={"custom_get_token_ids": lambda text: [7]}).get_token_ids("a") == [7]
+
+
+STRICT = (  # as Gemma's and Mistral's: the user begins, and roles alternate
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def test_parts_of_a_conversation_are_counted_as_trimming_and_memories_ask(make_tiny, tmp_path):
+    """For none of the messages, and for an end that a template refuses, it raised."""
+    model = make_tiny(model=str(tiny_models.save_model("llama", tmp_path / "strict", template=STRICT)))
+    said = [HumanMessage("hello " * 9), AIMessage("hi " * 20), HumanMessage("word\n" * 20), AIMessage("yes")]
+    assert model.get_num_tokens_from_messages([]) == 0
+    alone = [model.get_num_tokens_from_messages([HumanMessage(message.text)]) for message in said]
+    whole = model.get_num_tokens_from_messages(said)
+    assert whole <= model.get_num_tokens_from_messages(said[::-1]) == sum(alone)
+    assert model.get_num_tokens_from_messages(said[1:2]) == alone[1]
+    for told in ({"strategy": "last"}, {"strategy": "first"}, {"strategy": "last", "start_on": "human"}):
+        for allow_partial in (False, True):
+            trimmed = trim_messages(
+                said, max_tokens=whole - 10, token_counter=model, allow_partial=allow_partial, **told
+            )
+            assert trimmed
+            assert model.get_num_tokens_from_messages(trimmed) < whole - 10
+    with pytest.warns(LangChainDeprecationWarning):
+        memory = ConversationTokenBufferMemory(llm=model, max_token_limit=20, return_messages=True)
+    memory.save_context({"input": "hello"}, {"output": "word " * 300})
+    assert memory.buffer == []
 
 
 # --- stopping

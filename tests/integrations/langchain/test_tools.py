@@ -14,6 +14,8 @@ from pydantic import BaseModel, Field
 from ragblend.engine.grammar import json_grammar
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM
 from ragblend.integrations.langchain.messages import turns_of
+from ragblend.integrations.langchain.tools import openai_tools
+from ragblend.integrations.tools import Wanted
 from ragblend.kvstore.errors import UsageError
 
 QUESTION = "Who keeps the tide table?"
@@ -108,7 +110,16 @@ def test_what_is_no_schema_is_refused_where_it_is_said(tiny, arguments, said):
 
 
 @pytest.mark.parametrize(
-    "choice", ["any", "required", "double", {"type": "function", "function": {"name": "double"}}]
+    "choice",
+    [
+        "any",
+        "required",
+        "double",
+        {"type": "function", "function": {"name": "double"}},
+        {"type": "tool", "name": "double"},
+        {"type": "any"},
+        {"type": "required"},
+    ],
 )
 async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
     model = caller_llm.bind_tools([double], tool_choice=choice)
@@ -117,6 +128,15 @@ async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
     assert (said.text, call["name"], list(call["args"])) == ("", "double", ["value"])
     for other in (await model.ainvoke(QUESTION), merged(model.stream(QUESTION))):
         assert [(c["name"], c["args"]) for c in other.tool_calls] == [(call["name"], call["args"])]
+
+
+def test_none_is_wanted_in_either_form():
+    tools = openai_tools([double])
+    for choice in ("none", {"type": "none"}):
+        assert Wanted.of(tools, choice).tools == ()
+    for choice in (None, "auto", {"type": "auto"}):
+        wanted = Wanted.of(tools, choice)
+        assert (len(wanted.tools), wanted.is_forced) == (1, False)
 
 
 def test_several_calls_at_once_where_they_are_wanted(caller_llm):
@@ -173,6 +193,9 @@ def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
             "'a' cannot be kept to",
         ),
         ([double], "triple", "tool_choice names 'triple'; there are double"),
+        ([double], {"mode": "required"}, "names no tool, and no type of"),
+        ([double], {"type": "function", "function": {}}, "names no tool, and no type of"),
+        ([double], {}, "names no tool, and no type of"),
         ([], "any", "there are no tools"),
     ],
 )

@@ -1,16 +1,19 @@
 """Tools and structured prediction in LlamaIndex: what is called, held to a class, refused and cut off."""
 
 import pytest
+from llama_helpers import story_nodes
+from llama_index.core import SummaryIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
+from llama_index.core.types import PydanticProgramMode
+from pydantic import BaseModel, field_validator
 
 from ragblend.integrations.llama_index import RAGBlendLLM
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import PromptError, UsageError
 
 QUESTION = "Who keeps the tide table?"
 # Pydantic's word to LlamaIndex, whose agents look through all attributes of a model.
@@ -35,6 +38,11 @@ class Age(BaseModel):
 def double(value: int) -> int:
     """Twice the value."""
     return 2 * value
+
+
+def note(text: str, author: str) -> str:
+    """Writes it down."""
+    return f"{author}: {text}"
 
 
 TOOLS = [FunctionTool.from_defaults(double)]
@@ -75,6 +83,15 @@ def test_an_answer_without_a_call_is_an_error_where_one_is_wanted(caller_llm):
         caller_llm.get_tool_calls_from_response(said)
 
 
+def test_tools_that_a_prompt_of_ones_own_would_not_show_are_refused(caller_llm):
+    """The model was not told of the tools, and its answer held to a call of them."""
+    caller_llm.messages_to_prompt = lambda messages: "\n".join(str(message.content) for message in messages)
+    assert not caller_llm.metadata.is_function_calling_model
+    with pytest.raises(UsageError, match="messages_to_prompt"):
+        caller_llm.chat_with_tools(TOOLS, user_msg=QUESTION, tool_required=True)
+    assert caller_llm.chat([ChatMessage(QUESTION)], max_new_tokens=3).message.content
+
+
 def test_later_turns_show_calls_and_answers(caller_llm):
     call = ToolCallBlock(tool_call_id="c1", tool_name="double", tool_kwargs={"value": 4})
     history = [
@@ -105,6 +122,18 @@ async def test_an_agent_runs(caller_llm):
     assert [(call.tool_name, list(call.tool_kwargs)) for call in said.tool_calls] == [("double", ["value"])]
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_call_that_is_cut_off_is_told_and_not_made(caller_llm, caplog, streaming):
+    """An agent ended with an empty answer, and nobody knew why."""
+    agent = FunctionAgent(tools=[note], llm=caller_llm, initial_tool_choice="note", streaming=streaming)
+    said = await agent.run(user_msg=QUESTION, max_iterations=3)
+    assert said.tool_calls == []
+    [broken] = said.response.additional_kwargs["invalid_tool_calls"]
+    assert (broken["name"], broken["arguments"][:9]) == ("note", '{"text": ')
+    [record] = [each for each in caplog.records if each.name == "ragblend"]
+    assert "(60) in a call of note, which is not made; allow more with max_new_tokens" in record.message
+
+
 async def test_an_object_of_a_class_in_all_ways(make_llm):
     llm = make_llm(max_new_tokens=50)
     found = llm.structured_predict(Person, PROMPT, what="the harbour")
@@ -119,14 +148,55 @@ async def test_an_object_of_a_class_in_all_ways(make_llm):
     assert said.raw == found
 
 
-def test_what_cannot_be_kept_to_is_refused(make_llm):
-    class Raw(BaseModel):
-        data: bytes
+class Raw(BaseModel):
+    """What no JSON holds."""
 
-    with pytest.raises(UsageError, match="cannot be kept to"):
-        make_llm().structured_predict(Raw, PROMPT, what="it")
-    with pytest.raises(UsageError, match="tokens at least"):
-        make_llm(max_new_tokens=3).structured_predict(Person, PROMPT, what="it")
+    data: bytes
+
+
+@pytest.mark.parametrize(
+    ("output_cls", "limit", "why"), [(Raw, 50, "cannot be kept to"), (Person, 3, "tokens at least")]
+)
+async def test_what_cannot_be_kept_to_is_refused(make_llm, output_cls, limit, why):
+    """By no ValueError, for which a query engine would say "Empty Response"."""
+    llm = make_llm(max_new_tokens=limit)
+    ways = [
+        lambda: llm.structured_predict(output_cls, PROMPT, what="it"),
+        lambda: list(llm.stream_structured_predict(output_cls, PROMPT, what="it")),
+        lambda: llm.as_structured_llm(output_cls).complete("Tell me of it."),
+    ]
+    for mode in ("compact", "tree_summarize"):
+        engine = SummaryIndex(story_nodes()).as_query_engine(
+            llm=llm, output_cls=output_cls, response_mode=mode
+        )
+        ways.append(lambda engine=engine: engine.query(QUESTION))
+    for ask in ways:
+        with pytest.raises(PromptError, match=why):
+            ask()
+    with pytest.raises(PromptError, match=why):
+        await llm.astructured_predict(output_cls, PROMPT, what="it")
+    with pytest.raises(PromptError, match=why):
+        [each async for each in await llm.astream_structured_predict(output_cls, PROMPT, what="it")]
+    assert not issubclass(PromptError, ValueError)
+
+
+def test_a_program_whose_tool_cannot_be_kept_to_is_refused_so_too(caller_llm):
+    caller_llm.pydantic_program_mode = PydanticProgramMode.FUNCTION
+    with pytest.raises(PromptError, match="cannot be kept to"):
+        caller_llm.structured_predict(Raw, PROMPT, what="it")
+
+
+def test_an_answer_that_is_no_object_of_the_class_stays_a_value_error(make_llm):
+    """So that `Refine` goes on with the next passage."""
+
+    class Never(Person):
+        @field_validator("name")
+        @classmethod
+        def none_is_right(cls, name: str) -> str:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="the answer is no Never"):
+        make_llm(max_new_tokens=50).structured_predict(Never, PROMPT, what="it")
 
 
 def test_log_probabilities(llm):
