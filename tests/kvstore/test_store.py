@@ -77,6 +77,18 @@ def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sa
     assert steps[0].endswith(".tmp")
 
 
+def test_a_system_without_the_calls_of_posix_for_files_has_a_store(open_store, sample, same, monkeypatch):
+    """As macOS, where a put once ended in an AttributeError."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.delattr(os, "posix_fadvise")
+    store, (key, chunk) = open_store(), sample(1)
+    store.put(key, chunk)
+    store.will_need(key)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        reader.drop_page_cache()
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
 # --- budget
 
 
