@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS Entered (
     UNIQUE (collection, node_id, tokenizer)
 );
 CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS Owed (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE);
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 CREATE TABLE IF NOT EXISTS Passages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
@@ -43,13 +44,17 @@ CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_i
 CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
 # Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
-# was seen.
+# was seen. So do those of owed keys: one that is owed again is another debt.
 _REMEDY = (
     "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 )
 _KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
+# Of a table of keys, but for those that a node has (again).
+_UNUSED = (
+    "SELECT {0} FROM {1} WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = {1}.key) ORDER BY key"
+)
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,11 @@ class NodeIndex(RebuildableFile):
         """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
         return cls(path, _KIND)
 
-    def put_many(
-        self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]
-    ) -> tuple[ChunkKey, ...]:
+    def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
         """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
 
         A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
-        taken from it. Returns what is doomed now, see `doomed`.
+        taken from it, see `doomed`.
         """
         with self.transaction() as sql:
             dropped: set[str] = set()
@@ -101,7 +104,7 @@ class NodeIndex(RebuildableFile):
                     sql.execute("INSERT OR REPLACE INTO Entered VALUES (NULL, ?, ?, ?)", entered)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
-            return _doom(sql, dropped)
+            _doom(sql, dropped)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
         """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
@@ -159,8 +162,8 @@ class NodeIndex(RebuildableFile):
         with self.connection() as sql:
             return set(_chunk_keys(sql.execute(select + " WHERE collection = ?" * len(where), where)))
 
-    def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
-        """Remove nodes, for every tokenizer, and their texts. Returns what is doomed now, see `doomed`."""
+    def delete(self, collection: str, node_ids: Iterable[str]) -> None:
+        """Remove nodes, for every tokenizer, and their texts; their keys, where no other node has them, are doomed."""
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
@@ -169,33 +172,52 @@ class NodeIndex(RebuildableFile):
                 for table in ("Nodes", "Entered"):
                     sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
                 _unregister(sql, *where)
-            unused = _doom(sql, dropped)
+            _doom(sql, dropped)
         self.truncate_log()
-        return unused
 
-    def delete_collection(self, collection: str) -> tuple[ChunkKey, ...]:
+    def delete_collection(self, collection: str) -> None:
         """Remove all that any node id of the collection stands for, and every text. As `delete`."""
         with self.transaction() as sql:
             dropped = _drop_keys(sql, "collection = ?", (collection,))
             for table in ("Nodes", "Entered", "Passages"):
                 sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
-            unused = _doom(sql, dropped)
+            _doom(sql, dropped)
         self.truncate_log()
-        return unused
 
     def doomed(self) -> tuple[ChunkKey, ...]:
         """Keys that lost their last node, and whose KV the store has still to delete.
 
-        They are noted in the transaction that took the node away, until `buried` says that it is done: a kill in
-        between leaves KV that can be turned into text, and the next call finds it.
+        They are noted in the transaction that took the node away, until they were `burying`: a kill in between leaves
+        KV that can be turned into text, and the next call finds it.
         """
         with self.connection() as sql:
-            return _doom(sql, set())
+            return tuple(_chunk_keys(sql.execute(_UNUSED.format("key", "Doomed"))))
 
-    def buried(self, keys: Iterable[ChunkKey]) -> None:
-        """The store has deleted these."""
+    @contextmanager
+    def burying(self, at_most: int, shared: bool = False) -> Iterator[tuple[ChunkKey, ...]]:
+        """Some of the doomed, for the store to delete in the block: no node gets one before it ends, in any process.
+
+        shared: others may have their KV as well, so they are `owed` from then on.
+        """
         with self.transaction() as sql:
-            sql.executemany("DELETE FROM Doomed WHERE key = ?", [(key.digest,) for key in keys])
+            rows = sql.execute(_UNUSED.format("key", "Doomed") + " LIMIT ?", (at_most,)).fetchall()
+            yield tuple(_chunk_keys(rows))
+            if shared:
+                sql.executemany("INSERT OR REPLACE INTO Owed VALUES (NULL, ?)", rows)
+            sql.executemany("DELETE FROM Doomed WHERE key = ?", rows)
+        if rows:
+            self.truncate_log()
+
+    def owed(self) -> dict[ChunkKey, int]:
+        """Keys whose KV is deleted here and may be in the shared store still, each with its debt's number."""
+        with self.connection() as sql:
+            rows = sql.execute(_UNUSED.format("key, number", "Owed")).fetchall()
+        return {ChunkKey(digest): number for digest, number in rows if _DIGEST.fullmatch(digest)}
+
+    def withdrawn(self, numbers: Iterable[int]) -> None:
+        """The shared store has what was owed under these numbers no more; what is owed anew since then stays."""
+        with self.transaction() as sql:
+            sql.executemany("DELETE FROM Owed WHERE number = ?", [(number,) for number in numbers])
         self.truncate_log()
 
     # --- passages: texts that are looked for in prompts
@@ -295,14 +317,8 @@ def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) 
     return dropped
 
 
-def _doom(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
-    """Note the keys; all that are noted, but for those that a node has (again)."""
+def _doom(sql: sqlite3.Connection, keys: set[str]) -> None:
     sql.executemany("INSERT OR IGNORE INTO Doomed VALUES (?)", [(key,) for key in keys])
-    unused = (
-        "SELECT key FROM Doomed WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Doomed.key) "
-        "ORDER BY key"
-    )
-    return tuple(_chunk_keys(sql.execute(unused)))
 
 
 def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:

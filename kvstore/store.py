@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import filterfalse, product
+from itertools import filterfalse
 from pathlib import Path
 
 from ragblend.kvstore import upkeep
@@ -257,14 +257,15 @@ class KVStore(Closing):
         named = {digest: upkeep.name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
         return {digest: sizes[name] for digest, name in named.items() if name in sizes}
 
-    def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, and of all that was computed behind it; bytes freed.
+    def delete(self, keys: Collection[ChunkKey]) -> int:
+        """Remove every byte of these values, and of all that was computed behind them; bytes freed.
 
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             with self._committing() as (change, _):
-                freed = self._remove(change, below := change.below(key.digest))
+                below = list({digest: None for key in keys for digest in change.below(key.digest)})
+                freed = self._remove(change, below)
             self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
             self._ledger.truncate_log()
@@ -276,8 +277,8 @@ class KVStore(Closing):
             self.remote.withdraw(keys)
 
     def _forget_in_memory(self, digests: Sequence[str]) -> None:
-        for tier, digest in product(self.tiers, digests):
-            tier.delete(ChunkKey(digest))
+        for tier in self.tiers:
+            tier.delete([ChunkKey(digest) for digest in digests])
 
     def _remove(self, change: Change, digests: Sequence[str]) -> int:
         """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
@@ -363,7 +364,7 @@ class KVStore(Closing):
             with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
                 wanting.admit(key, source, self._ledger.entry(key.digest))
         if not self.contains(key):  # deleted meanwhile
-            wanting.delete(key)
+            wanting.delete([key])
 
     def write_uses(self, at_least: int = 64) -> None:
         """Write down what was used, for other processes to know, if so much waits; for when nobody does."""
@@ -494,8 +495,7 @@ class KVStore(Closing):
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:
-            for key in filterfalse(self.contains, tier.keys()):
-                tier.delete(key)
+            tier.delete(list(filterfalse(self.contains, tier.keys())))
         return report
 
     def _evict_some(self) -> GcReport:

@@ -170,7 +170,7 @@ def test_what_is_deleted_or_withdrawn_while_it_waits_is_not_written(redis, open_
             store.put(*sample(seed))
         store.remote.flush()  # all wait, the first of them again
         with KVStore.open(store.root, GENEROUS) as other:
-            other.delete(keys[1])
+            other.delete([keys[1]])
         with pytest.raises(RemoteError):
             store.withdraw([keys[2]])
         store.remote.when_back(back.set)
