@@ -18,7 +18,13 @@ from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn
 from ragblend.engine.tokenizing import NodeIds
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
-from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
+from ragblend.kvstore.errors import (
+    Cancelled,
+    PromptTooLongError,
+    RemoteError,
+    StoreFullError,
+    UnknownChunkError,
+)
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.remote import Wanted
@@ -227,11 +233,18 @@ class Nodes:
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
-        if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
-            encoder = _Encoder(runtime, prefix, loads=False)
-            with contextlib.suppress(Cancelled):
+        nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
+        try:
+            with runtime.use.turn():
+                runtime.store.check_room(len(passage), nbytes)
+            if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
+                encoder = _Encoder(runtime, prefix, loads=False)
                 made = self._compute_behind(encoder, passage, lambda: runtime.loaded_now is None, due)
                 self.keep(key, made, chunk.node_id)
+        except Cancelled:
+            pass
+        except StoreFullError as error:  # the next question finds out whether there is room
+            log.warning("a passage has no KV for the next question: %s", error)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
         """Store a node of the knowledge tree for that chunk. It goes when the chunk's node does.

@@ -4,6 +4,7 @@ Errors are raised only for what the caller must know: no room, no access, anothe
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, Closing, open_file
+from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
 from ragblend.kvstore.index import FOREIGN, Index
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
@@ -182,11 +183,7 @@ class KVStore(Closing):
         """The same for one that is packed, which others may have already."""
         key, tokens = blob.header.key, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
-        if blob.nbytes > self.budget_bytes:
-            raise StoreFullError(
-                f"storing {tokens} tokens takes {blob.nbytes:,} bytes, more than the budget "
-                f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
-            )
+        self._check_budget(tokens, blob.nbytes)
         cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
             if parent is not None and upkeep.name_in(index, parent) is None:
@@ -213,6 +210,20 @@ class KVStore(Closing):
             self._counters.add(evictions=evicted)
             remove_values(self.root, unnamed)
         return True
+
+    def check_room(self, tokens: int, nbytes: int) -> None:
+        """Raises StoreFullError where so much has no place, whatever is evicted: for who would compute it first."""
+        self._check_budget(tokens, nbytes)
+        disk = shutil.disk_usage(self.root)
+        if disk.total and disk.free < nbytes:  # some file systems do not say
+            raise write_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root, nbytes)
+
+    def _check_budget(self, tokens: int, nbytes: int) -> None:
+        if nbytes > self.budget_bytes:
+            raise StoreFullError(
+                f"storing {tokens} tokens takes {nbytes:,} bytes, more than the budget "
+                f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
+            )
 
     def _make_room(self, change: Change, needed_bytes: int = 0, spare: str = "") -> int:
         """Evict what is beyond the budget, the lowest values first, and none that another stands behind: how many.

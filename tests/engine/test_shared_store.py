@@ -90,6 +90,16 @@ def test_what_a_prompt_lacked_is_encoded_here_and_shared(redis, fresh_bench_for)
     assert other.engine.prefill(PROMPT).report.hits == 4
 
 
+def test_what_came_and_has_no_room_here_is_said_in_a_line(redis, fresh_bench_for, caplog):
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    here = fresh_bench_for(remote=redis.url() + PATIENT, store_budget_bytes=1000)
+    for _ in range(2):
+        assert here.engine.prefill(PROMPT).report.hits == 4
+        assert here.engine.finish_background()
+    said = [record for record in caplog.records if "shared store is not kept" in record.getMessage()]
+    assert len(said) == 2 and not any(record.exc_info for record in caplog.records)
+
+
 def test_methods_that_load_nothing_ask_nobody(redis, fresh_bench_for):
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     here = fresh_bench_for(remote=redis.url() + PATIENT)
