@@ -94,21 +94,21 @@ class NodeIndex(RebuildableFile):
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id, token_ids, key in nodes:
-                tokens, where = _pack(node_id, token_ids), (scope.collection, scope.tokenizer, node_id)
+                tokens, where = _pack(node_id, token_ids), _where(scope, node_id)
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
                 if old is None or old[0] != tokens:
                     sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
-                    entered = scope.collection, node_id, scope.tokenizer
-                    sql.execute("INSERT OR REPLACE INTO Entered VALUES (NULL, ?, ?, ?)", entered)
+                    columns = "Entered (collection, tokenizer, node_id)"
+                    sql.execute(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", where)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
             _doom(sql, dropped)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
         """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
-        where = (scope.collection, scope.tokenizer, node_id)
+        where = _where(scope, node_id)
         with self.transaction() as sql:
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
             if found is None or found[0] != _pack(node_id, token_ids):
@@ -122,7 +122,7 @@ class NodeIndex(RebuildableFile):
 
         Who stores KV in the block leaves none of a node that was deleted meanwhile.
         """
-        where = (key.digest, scope.collection, scope.tokenizer, node_id)
+        where = (key.digest, *_where(scope, node_id))
         with self.transaction() as sql:
             found = sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone()
             yield found is not None
@@ -130,15 +130,15 @@ class NodeIndex(RebuildableFile):
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here, or its row is damaged."""
         with self.connection() as sql:
-            where = (scope.collection, scope.tokenizer, node_id)
-            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
+            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", _where(scope, node_id)).fetchone()
         return _unpack(node_id, found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
         with self.connection() as sql:
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
-            return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
+            rows = sql.execute(select, (scope.collection, scope.tokenizer)).fetchall()
+        return [_id(found) for (found,) in rows]
 
     def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
         """A number to ask with later, and the node ids that came, or got other token ids, after that one; None: all.
@@ -154,7 +154,7 @@ class NodeIndex(RebuildableFile):
         with self.connection() as sql:
             last = sql.execute("SELECT max(number) FROM Entered").fetchone()[0] or 0
             found = sql.execute(select, (*where, scope.collection, scope.tokenizer)).fetchall()
-        return max(last, after or 0), [node_id for (node_id,) in found]
+        return max(last, after or 0), [_id(node_id) for (node_id,) in found]
 
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
@@ -167,11 +167,11 @@ class NodeIndex(RebuildableFile):
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
-                where = (collection, node_id)
+                where = (collection, _bound(node_id))
                 dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
                 for table in ("Nodes", "Entered"):
                     sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
-                _unregister(sql, *where)
+                _unregister(sql, collection, node_id)
             _doom(sql, dropped)
         self.truncate_log()
 
@@ -300,6 +300,25 @@ def _blob(node_id: str) -> bytes:
     return node_id.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
 
 
+def _bound(node_id: str) -> str | bytes:
+    """As it stands in a column of texts: SQLite keeps bytes there as well, and they equal no text."""
+    try:
+        node_id.encode()
+    except UnicodeEncodeError:
+        return _blob(node_id)
+    return node_id
+
+
+def _id(found: str | bytes) -> str:
+    """The node id of `_bound`."""
+    return found if isinstance(found, str) else _text(found)
+
+
+def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
+    """The arguments of _NODE."""
+    return scope.collection, scope.tokenizer, _bound(node_id)
+
+
 def _text(found: object) -> str:
     """A row's node id; what damage has made no UTF-8 becomes nobody's, and its proof fails."""
     with suppress(UnicodeDecodeError):
@@ -311,7 +330,7 @@ def _signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) -> set[str]:
+def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str | bytes, ...]) -> set[str]:
     dropped = {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys WHERE {where}", arguments)}
     sql.execute(f"DELETE FROM NodeKeys WHERE {where}", arguments)
     return dropped
@@ -329,7 +348,7 @@ def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
 def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
     """Token ids and a checksum: a flipped bit in SQLite's file is no error to SQLite, but another text."""
     packed = pack_tokens(token_ids)
-    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(node_id.encode())))
+    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(_blob(node_id))))
 
 
 def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
@@ -337,5 +356,5 @@ def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
         token_ids = unpack_tokens(row[:-4])
         if _pack(node_id, token_ids) == row:
             return token_ids
-    log.warning("the token ids of node %s are damaged; encode it again", node_id)
+    log.warning("the token ids of node %r are damaged; encode it again", node_id)
     return None

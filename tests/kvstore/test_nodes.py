@@ -47,6 +47,25 @@ def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
         assert again.get(SCOPE, "a") == (1, 2, 2**31)
 
 
+def test_an_id_that_is_no_utf_8_is_one_like_others(nodes, path):
+    """From a file's name; it once could not be entered, and deleting it together with others deleted none."""
+    odd, even = "caf\udce9.txt#1", "café.txt#1"
+    nodes.put_many(SCOPE, [(odd, (1, 2), key(1)), (even, (3,), key(2))])
+    assert nodes.get(SCOPE, odd) == (1, 2) and nodes.get(SCOPE, even) == (3,)
+    assert set(nodes.node_ids(SCOPE)) == set(nodes.entered(SCOPE, None)[1]) == {odd, even}
+    last, _ = nodes.entered(SCOPE, None)
+    nodes.put_many(SCOPE, [(odd, (4,), key(3))])
+    assert nodes.entered(SCOPE, last)[1] == [odd] and nodes.get(SCOPE, odd) == (4,)
+    assert nodes.claim(SCOPE, odd, (4,), key(4)) and not nodes.claim(SCOPE, odd, (5,), key(4))
+    with nodes.holding(SCOPE, odd, key(4)) as held:
+        assert held
+    assert nodes.doomed() == (key(1),)
+    with NodeIndex.open(path) as again:
+        assert again.get(SCOPE, odd) == (4,)
+    nodes.delete("papers", [even, odd])
+    assert nodes.keys() == set() and nodes.node_ids(SCOPE) == []
+
+
 def test_what_was_entered_since_is_named(nodes):
     nodes.put_many(SCOPE, [("a", (1,), None), ("b", (2,), None)])
     nodes.put_many(OTHER, [("a", (1,), None)])
