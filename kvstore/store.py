@@ -329,7 +329,7 @@ class KVStore(Closing):
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
-        reader = self._open(key, tuple(token_ids), geometry, start, parent)
+        reader = self._open(self._spoiled, key, tuple(token_ids), geometry, start, parent)
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
 
@@ -370,7 +370,7 @@ class KVStore(Closing):
             wanting = tier
         if wanting is None or not self.contains(key):
             return
-        source = source or self._open(key, tuple(token_ids), geometry, start, parent)
+        source = source or self._open(self._quarantine, key, tuple(token_ids), geometry, start, parent)
         if source is not None:
             with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
                 wanting.admit(key, source, self._ledger.entry(key.digest))
@@ -403,16 +403,18 @@ class KVStore(Closing):
 
     def _open(
         self,
+        spoiled: Callable[[ChunkKey, Path, str], None],
         key: ChunkKey,
         token_ids: tuple[int, ...],
         geometry: Geometry | None,
         start: int | None,
         parent: ChunkKey | None,
     ) -> ChunkReader | None:
+        """spoiled: told of a layer that is damaged."""
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
-                damaged = partial(self._spoiled, key, path)
+                damaged = partial(spoiled, key, path)
                 return open_verified(path, key, token_ids, damaged, geometry, start, parent)
             except FileNotFoundError:
                 if path == missing:  # twice the same: hardly an eviction in between; the lock will tell

@@ -288,6 +288,7 @@ def test_a_damaged_value_does_not_climb(tiered, sample, value_path):
     path.write_bytes(data)
     tiered.promote(key, chunk.token_ids)
     assert tiered.tiers[1].stats().entries == 0 and tiered.stats().quarantined == 1
+    assert (tiered.stats().hits, tiered.stats().misses) == (0, 0)  # nobody asked for it
     tiered.promote(key, chunk.token_ids)  # nothing there: no error
 
 
