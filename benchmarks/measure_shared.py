@@ -45,8 +45,7 @@ def measured(model: str, home: str, url: str, passages: list[str], keys: list[Ch
     before = full_ms()
     yield before
     for _ in range(2):
-        for key in keys:
-            engine.runtime.store.delete(key)
+        engine.runtime.store.delete(keys)
         report = engine.prefill(prompt).report
         engine.finish_background()
         after = full_ms()

@@ -281,8 +281,7 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
     read = bytes_of(engine, packed) + len(prompt.token_ids) * geometry.token_bytes
     new, keys = iter(texts(engine, REPEATS + 1, TOKENS, first=CHUNKS)), []
     ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(new)]).keys), REPEATS)
-    for key in filter(None, keys):
-        engine.store.delete(key)
+    engine.store.delete([key for key in keys if key is not None])
     flop = (
         2
         * TOKENS

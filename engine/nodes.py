@@ -18,7 +18,13 @@ from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn
 from ragblend.engine.tokenizing import NodeIds
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
-from ragblend.kvstore.errors import Cancelled, PromptTooLongError, RemoteError, UnknownChunkError
+from ragblend.kvstore.errors import (
+    Cancelled,
+    PromptTooLongError,
+    RemoteError,
+    StoreFullError,
+    UnknownChunkError,
+)
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import Scope
 from ragblend.kvstore.remote import Wanted
@@ -44,8 +50,8 @@ class Nodes:
         KV that thereby lost its last node is deleted.
         """
         with self._runtime.use.turn():
-            named = zip(node_ids, passages, keys, strict=True)
-            self._bury(self._runtime.nodes.put_many(self._scope, named))
+            self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
+        self._bury()
 
     def find(self, chunks: Sequence[Chunk]) -> NodeIds:
         """Token ids of the chunks that are named by node id alone. Raises UnknownChunkError for one never encoded."""
@@ -66,7 +72,8 @@ class Nodes:
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
         with self._runtime.use.turn():
-            return self._bury(self._runtime.nodes.delete(self._collection, node_ids))
+            self._runtime.nodes.delete(self._collection, node_ids)
+        return self._bury()
 
     def forget_all(self) -> int:
         """The same for every node of the collection and every text that is looked for. What waits to be encoded is
@@ -75,29 +82,44 @@ class Nodes:
         mine = self._collection
         self._runtime.chores.drop(lambda name: isinstance(name, tuple) and name[0] == mine)
         with self._runtime.use.turn():
-            return self._bury(self._runtime.nodes.delete_collection(self._collection))
+            self._runtime.nodes.delete_collection(self._collection)
+        return self._bury()
 
-    def _finish_forgetting(self) -> None:
-        self.forget(())
+    def _bury(self) -> int:
+        """Delete the KV that lost its last node, here and in the shared store; bytes freed.
 
-    def _bury(self, doomed: Sequence[ChunkKey]) -> int:
-        """Delete the KV that lost its last node; bytes freed. What a kill leaves of it the next call finishes."""
-        if not doomed:
-            return 0
-        store, nodes = self._runtime.store, self._runtime.nodes
-        freed = sum(store.delete(key) for key in doomed)
+        Whoever asks a question waits for some of it, and for no network. What a kill leaves of it the next call
+        finishes; what a node has again by then stays.
+        """
+        runtime, freed = self._runtime, 0
+        while True:
+            with runtime.use.turn():
+                store = runtime.store
+                with runtime.nodes.burying(LOOKED_UP, shared=store.remote is not None) as doomed:
+                    if not doomed:
+                        break
+                    freed += store.delete(doomed)
+        self._withdraw()
+        return freed
+
+    def _withdraw(self) -> None:
+        """Have the shared store delete what is deleted here, in whichever collection it was."""
+        runtime = self._runtime
+        with runtime.use.turn():
+            store, owed = runtime.store, runtime.nodes.owed()
+        if store.remote is None or not owed:
+            return
         try:
-            store.withdraw(doomed)
+            store.withdraw(tuple(owed))
         except RemoteError as error:
             log.warning(
                 "%s. The KV of %d deleted passages may be there still, until it answers again, the next deletion, or "
-                "`ragblend store gc`; no longer than its time-to-live.", error, len(doomed),
+                "`ragblend store gc`; no longer than its time-to-live.", error, len(owed),
             )  # fmt: skip
-            if store.remote is not None:
-                store.remote.when_back(lambda: self._runtime.chores.add(self._finish_forgetting))
+            store.remote.when_back(lambda: runtime.chores.add(self._withdraw), Nodes._withdraw)
         else:
-            nodes.buried(doomed)
-        return freed
+            with runtime.use.turn():
+                runtime.nodes.withdrawn(owed.values())
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
         """Under which key each passage's KV is or will be stored; None where none can be."""
@@ -211,11 +233,18 @@ class Nodes:
         key = self._key_of(passage, prefix)
         if key is None or self._is_stored(key):
             return
-        if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
-            encoder = _Encoder(runtime, prefix, loads=False)
-            with contextlib.suppress(Cancelled):
+        nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
+        try:
+            with runtime.use.turn():
+                runtime.store.check_room(len(passage), nbytes)
+            if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
+                encoder = _Encoder(runtime, prefix, loads=False)
                 made = self._compute_behind(encoder, passage, lambda: runtime.loaded_now is None, due)
                 self.keep(key, made, chunk.node_id)
+        except Cancelled:
+            pass
+        except StoreFullError as error:  # the next question finds out whether there is room
+            log.warning("a passage has no KV for the next question: %s", error)
 
     def keep_computed(self, chunk: Chunk, key: ChunkKey, made: Callable[[], ChunkKV]) -> bool:
         """Store a node of the knowledge tree for that chunk. It goes when the chunk's node does.

@@ -30,7 +30,7 @@ from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.codec import Part, Source
-from ragblend.kvstore.errors import without_frames
+from ragblend.kvstore.errors import StoreFullError, without_frames
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.remote import Remote, RemoteReader, Wanted
@@ -304,9 +304,12 @@ def follow_arrivals(runtime: Runtime, request: Request, prefilled: Prefilled) ->
 
 def _keep_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey, Blob]) -> None:
     """Store here what a prompt read from the shared store."""
-    for chunk, _, key in keys_of(runtime, request):
-        if key in arrived:
-            Nodes(runtime, chunk.collection or request.collection).keep_blob(chunk, arrived[key])
+    try:
+        for chunk, _, key in keys_of(runtime, request):
+            if key in arrived:
+                Nodes(runtime, chunk.collection or request.collection).keep_blob(chunk, arrived[key])
+    except StoreFullError as error:
+        log.warning("what came from the shared store is not kept: %s", error)
 
 
 def _promote(runtime: Runtime, request: Request) -> None:

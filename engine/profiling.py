@@ -110,8 +110,7 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
             store.put(key, chunk, shared=False)
         yield "disk", lambda number: _cold(store, keys[number], chunk)
     finally:
-        for key in keys:
-            store.delete(key)
+        store.delete(keys)
 
 
 def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:

@@ -275,7 +275,7 @@ class ServedNodes(Nodes):
         if node_id is not None:
             with runtime.use.turn(), runtime.nodes.holding(self._scope, node_id, key) as held:
                 if not held:
-                    runtime.store.delete(key)
+                    runtime.store.delete([key])
                     return 0
         return len(passage)
 

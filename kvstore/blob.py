@@ -251,6 +251,8 @@ class ChunkReader(Source):
             raise self._damage(f"layer {layer} does not match its checksum")
 
     def drop_page_cache(self) -> None:
+        if not hasattr(os, "posix_fadvise"):  # macOS: the system keeps the pages
+            return
         with self._open_fd() as fd:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -168,11 +168,12 @@ def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
 
 
 def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)  # a full disk says so before 70 MB are written, not after
-    except OSError as error:
-        if error.errno not in _CANNOT_ALLOCATE:
-            raise
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # a full disk says so before 70 MB are written, not after
+        except OSError as error:
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
     written = 0
     for piece in pieces:
         while piece:

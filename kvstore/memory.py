@@ -6,7 +6,7 @@ was used before it came up is the ledger's to say; a tier counts on for what it 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,11 +180,11 @@ class MemoryTier:
         self._clock = clock_after(self._clock, victims)
         return len(victims)
 
-    def delete(self, key: ChunkKey) -> int:
-        """Drop the value and what is known of it; bytes freed."""
+    def delete(self, keys: Collection[ChunkKey]) -> int:
+        """Drop these values and what is known of them; bytes freed."""
         with self._lock:
-            dropped = self._held.pop(key.digest, None)
-        return dropped[1].nbytes if dropped else 0
+            dropped = [self._held.pop(key.digest) for key in keys if key.digest in self._held]
+        return sum(held.nbytes for _, held in dropped)
 
     def clear(self) -> None:
         with self._lock:

@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS Entered (
     UNIQUE (collection, node_id, tokenizer)
 );
 CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS Owed (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE);
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 CREATE TABLE IF NOT EXISTS Passages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
@@ -43,13 +44,17 @@ CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_i
 CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
 # Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
-# was seen.
+# was seen. So do those of owed keys: one that is owed again is another debt.
 _REMEDY = (
     "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 )
 _KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
+# Of a table of keys, but for those that a node has (again).
+_UNUSED = (
+    "SELECT {0} FROM {1} WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = {1}.key) ORDER BY key"
+)
 
 
 @dataclass(frozen=True)
@@ -80,32 +85,30 @@ class NodeIndex(RebuildableFile):
         """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
         return cls(path, _KIND)
 
-    def put_many(
-        self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]
-    ) -> tuple[ChunkKey, ...]:
+    def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
         """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
 
         A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
-        taken from it. Returns what is doomed now, see `doomed`.
+        taken from it, see `doomed`.
         """
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id, token_ids, key in nodes:
-                tokens, where = _pack(node_id, token_ids), (scope.collection, scope.tokenizer, node_id)
+                tokens, where = _pack(node_id, token_ids), _where(scope, node_id)
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
                 if old is None or old[0] != tokens:
                     sql.execute("INSERT OR REPLACE INTO Nodes VALUES (?, ?, ?, ?)", (*where, tokens))
-                    entered = scope.collection, node_id, scope.tokenizer
-                    sql.execute("INSERT OR REPLACE INTO Entered VALUES (NULL, ?, ?, ?)", entered)
+                    columns = "Entered (collection, tokenizer, node_id)"
+                    sql.execute(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", where)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
-            return _doom(sql, dropped)
+            _doom(sql, dropped)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
         """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
-        where = (scope.collection, scope.tokenizer, node_id)
+        where = _where(scope, node_id)
         with self.transaction() as sql:
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
             if found is None or found[0] != _pack(node_id, token_ids):
@@ -119,7 +122,7 @@ class NodeIndex(RebuildableFile):
 
         Who stores KV in the block leaves none of a node that was deleted meanwhile.
         """
-        where = (key.digest, scope.collection, scope.tokenizer, node_id)
+        where = (key.digest, *_where(scope, node_id))
         with self.transaction() as sql:
             found = sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone()
             yield found is not None
@@ -127,15 +130,15 @@ class NodeIndex(RebuildableFile):
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here, or its row is damaged."""
         with self.connection() as sql:
-            where = (scope.collection, scope.tokenizer, node_id)
-            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
+            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", _where(scope, node_id)).fetchone()
         return _unpack(node_id, found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
         with self.connection() as sql:
             select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
-            return [node_id for (node_id,) in sql.execute(select, (scope.collection, scope.tokenizer))]
+            rows = sql.execute(select, (scope.collection, scope.tokenizer)).fetchall()
+        return [_id(found) for (found,) in rows]
 
     def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
         """A number to ask with later, and the node ids that came, or got other token ids, after that one; None: all.
@@ -151,7 +154,7 @@ class NodeIndex(RebuildableFile):
         with self.connection() as sql:
             last = sql.execute("SELECT max(number) FROM Entered").fetchone()[0] or 0
             found = sql.execute(select, (*where, scope.collection, scope.tokenizer)).fetchall()
-        return max(last, after or 0), [node_id for (node_id,) in found]
+        return max(last, after or 0), [_id(node_id) for (node_id,) in found]
 
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
@@ -159,43 +162,62 @@ class NodeIndex(RebuildableFile):
         with self.connection() as sql:
             return set(_chunk_keys(sql.execute(select + " WHERE collection = ?" * len(where), where)))
 
-    def delete(self, collection: str, node_ids: Iterable[str]) -> tuple[ChunkKey, ...]:
-        """Remove nodes, for every tokenizer, and their texts. Returns what is doomed now, see `doomed`."""
+    def delete(self, collection: str, node_ids: Iterable[str]) -> None:
+        """Remove nodes, for every tokenizer, and their texts; their keys, where no other node has them, are doomed."""
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
-                where = (collection, node_id)
+                where = (collection, _bound(node_id))
                 dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
                 for table in ("Nodes", "Entered"):
                     sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
-                _unregister(sql, *where)
-            unused = _doom(sql, dropped)
+                _unregister(sql, collection, node_id)
+            _doom(sql, dropped)
         self.truncate_log()
-        return unused
 
-    def delete_collection(self, collection: str) -> tuple[ChunkKey, ...]:
+    def delete_collection(self, collection: str) -> None:
         """Remove all that any node id of the collection stands for, and every text. As `delete`."""
         with self.transaction() as sql:
             dropped = _drop_keys(sql, "collection = ?", (collection,))
             for table in ("Nodes", "Entered", "Passages"):
                 sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
-            unused = _doom(sql, dropped)
+            _doom(sql, dropped)
         self.truncate_log()
-        return unused
 
     def doomed(self) -> tuple[ChunkKey, ...]:
         """Keys that lost their last node, and whose KV the store has still to delete.
 
-        They are noted in the transaction that took the node away, until `buried` says that it is done: a kill in
-        between leaves KV that can be turned into text, and the next call finds it.
+        They are noted in the transaction that took the node away, until they were `burying`: a kill in between leaves
+        KV that can be turned into text, and the next call finds it.
         """
         with self.connection() as sql:
-            return _doom(sql, set())
+            return tuple(_chunk_keys(sql.execute(_UNUSED.format("key", "Doomed"))))
 
-    def buried(self, keys: Iterable[ChunkKey]) -> None:
-        """The store has deleted these."""
+    @contextmanager
+    def burying(self, at_most: int, shared: bool = False) -> Iterator[tuple[ChunkKey, ...]]:
+        """Some of the doomed, for the store to delete in the block: no node gets one before it ends, in any process.
+
+        shared: others may have their KV as well, so they are `owed` from then on.
+        """
         with self.transaction() as sql:
-            sql.executemany("DELETE FROM Doomed WHERE key = ?", [(key.digest,) for key in keys])
+            rows = sql.execute(_UNUSED.format("key", "Doomed") + " LIMIT ?", (at_most,)).fetchall()
+            yield tuple(_chunk_keys(rows))
+            if shared:
+                sql.executemany("INSERT OR REPLACE INTO Owed VALUES (NULL, ?)", rows)
+            sql.executemany("DELETE FROM Doomed WHERE key = ?", rows)
+        if rows:
+            self.truncate_log()
+
+    def owed(self) -> dict[ChunkKey, int]:
+        """Keys whose KV is deleted here and may be in the shared store still, each with its debt's number."""
+        with self.connection() as sql:
+            rows = sql.execute(_UNUSED.format("key, number", "Owed")).fetchall()
+        return {ChunkKey(digest): number for digest, number in rows if _DIGEST.fullmatch(digest)}
+
+    def withdrawn(self, numbers: Iterable[int]) -> None:
+        """The shared store has what was owed under these numbers no more; what is owed anew since then stays."""
+        with self.transaction() as sql:
+            sql.executemany("DELETE FROM Owed WHERE number = ?", [(number,) for number in numbers])
         self.truncate_log()
 
     # --- passages: texts that are looked for in prompts
@@ -278,6 +300,25 @@ def _blob(node_id: str) -> bytes:
     return node_id.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
 
 
+def _bound(node_id: str) -> str | bytes:
+    """As it stands in a column of texts: SQLite keeps bytes there as well, and they equal no text."""
+    try:
+        node_id.encode()
+    except UnicodeEncodeError:
+        return _blob(node_id)
+    return node_id
+
+
+def _id(found: str | bytes) -> str:
+    """The node id of `_bound`."""
+    return found if isinstance(found, str) else _text(found)
+
+
+def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
+    """The arguments of _NODE."""
+    return scope.collection, scope.tokenizer, _bound(node_id)
+
+
 def _text(found: object) -> str:
     """A row's node id; what damage has made no UTF-8 becomes nobody's, and its proof fails."""
     with suppress(UnicodeDecodeError):
@@ -289,20 +330,14 @@ def _signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str, ...]) -> set[str]:
+def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str | bytes, ...]) -> set[str]:
     dropped = {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys WHERE {where}", arguments)}
     sql.execute(f"DELETE FROM NodeKeys WHERE {where}", arguments)
     return dropped
 
 
-def _doom(sql: sqlite3.Connection, keys: set[str]) -> tuple[ChunkKey, ...]:
-    """Note the keys; all that are noted, but for those that a node has (again)."""
+def _doom(sql: sqlite3.Connection, keys: set[str]) -> None:
     sql.executemany("INSERT OR IGNORE INTO Doomed VALUES (?)", [(key,) for key in keys])
-    unused = (
-        "SELECT key FROM Doomed WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Doomed.key) "
-        "ORDER BY key"
-    )
-    return tuple(_chunk_keys(sql.execute(unused)))
 
 
 def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
@@ -313,7 +348,7 @@ def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
 def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
     """Token ids and a checksum: a flipped bit in SQLite's file is no error to SQLite, but another text."""
     packed = pack_tokens(token_ids)
-    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(node_id.encode())))
+    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(_blob(node_id))))
 
 
 def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
@@ -321,5 +356,5 @@ def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
         token_ids = unpack_tokens(row[:-4])
         if _pack(node_id, token_ids) == row:
             return token_ids
-    log.warning("the token ids of node %s are damaged; encode it again", node_id)
+    log.warning("the token ids of node %r are damaged; encode it again", node_id)
     return None

@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class Remote(Closing):
         self._writer: threading.Thread | None = None
         self._runner: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._returned: list[Callable[[], None]] = []
+        self._returned: dict[Hashable, Callable[[], None]] = {}
         # The event loop's own: how much is being read, since when, and what came until when.
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
         self._reads, self._since, self._received, self._until = 0, 0.0, 0, 0.0
@@ -295,15 +295,15 @@ class Remote(Closing):
         log.info("the shared store at %s answers again", self.place)
         with self._changed:
             self._away, self._state = False, "available"
-            returned, self._returned = self._returned, []
+            returned, self._returned = self._returned, {}
             self._changed.notify_all()
-        for call in returned:
+        for call in returned.values():
             call()
 
-    def when_back(self, call: Callable[[], None]) -> None:
-        """Call that, which must not take long, once the server answers again."""
+    def when_back(self, call: Callable[[], None], name: Hashable = None) -> None:
+        """Call that, which must not take long, once the server answers again; of one name the last alone."""
         with self._changed:
-            self._returned.append(call)
+            self._returned[name or call] = call
 
     # --- writing, behind
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.files import FOLDER_MODE
+from ragblend.kvstore.files import FOLDER_MODE, identity
 from ragblend.kvstore.places import Place
 
 _CONNECTIONS = 8  # more bring no more bytes
@@ -130,7 +130,9 @@ class _Objects:
 
         self._ttl, self._namespace, self._error = timedelta(seconds=place.ttl_s), place.namespace, BaseError
         self._folder = Path(place.path) if place.scheme == "file" else None
-        self._local, self._store = LocalStore, None
+        self._local = LocalStore
+        self._store: Any = None
+        self._identity: tuple[int, int] | None = None  # of the folder that was opened
         if self._folder is None:
             limit = timedelta(seconds=place.timeout_s)
             self._store = S3Store(
@@ -143,16 +145,21 @@ class _Objects:
             )  # fmt: skip
 
     async def _opened(self) -> Any:
-        """The store; of a folder only when it is there, since a share that is not mounted is no folder to fill."""
-        if self._store is None:
-            self._store = await asyncio.to_thread(self._open_folder)
+        """The store; of a folder only while it is there: a share that is not mounted is no folder to fill, and what is
+        not in it is not deleted.
+        """
+        if self._folder is not None:
+            await asyncio.to_thread(self._look_at, self._folder)
         return self._store
 
-    def _open_folder(self) -> Any:
-        assert self._folder is not None
-        with suppress(FileExistsError):
-            (self._folder / self._namespace).mkdir(FOLDER_MODE)
-        return self._local(self._folder)
+    def _look_at(self, folder: Path) -> None:
+        """Open it at first. Raises OSError when it is missing, or another one than it was."""
+        if not folder.is_dir() or self._identity not in (None, identity(folder.stat())):
+            raise OSError(f"{folder} is not there, or not the folder it was: mount it again")
+        if self._identity is None:
+            with suppress(FileExistsError):
+                (folder / self._namespace).mkdir(FOLDER_MODE)
+            self._store, self._identity = self._local(folder), identity(folder.stat())
 
     async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
         store = await self._opened()

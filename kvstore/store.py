@@ -4,6 +4,7 @@ Errors are raised only for what the caller must know: no room, no access, anothe
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import filterfalse, product
+from itertools import filterfalse
 from pathlib import Path
 
 from ragblend.kvstore import upkeep
@@ -19,7 +20,7 @@ from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, Closing, open_file
+from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
 from ragblend.kvstore.index import FOREIGN, Index
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
@@ -182,11 +183,7 @@ class KVStore(Closing):
         """The same for one that is packed, which others may have already."""
         key, tokens = blob.header.key, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
-        if blob.nbytes > self.budget_bytes:
-            raise StoreFullError(
-                f"storing {tokens} tokens takes {blob.nbytes:,} bytes, more than the budget "
-                f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
-            )
+        self._check_budget(tokens, blob.nbytes)
         cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
             if parent is not None and upkeep.name_in(index, parent) is None:
@@ -213,6 +210,20 @@ class KVStore(Closing):
             self._counters.add(evictions=evicted)
             remove_values(self.root, unnamed)
         return True
+
+    def check_room(self, tokens: int, nbytes: int) -> None:
+        """Raises StoreFullError where so much has no place, whatever is evicted: for who would compute it first."""
+        self._check_budget(tokens, nbytes)
+        disk = shutil.disk_usage(self.root)
+        if disk.total and disk.free < nbytes:  # some file systems do not say
+            raise write_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root, nbytes)
+
+    def _check_budget(self, tokens: int, nbytes: int) -> None:
+        if nbytes > self.budget_bytes:
+            raise StoreFullError(
+                f"storing {tokens} tokens takes {nbytes:,} bytes, more than the budget "
+                f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
+            )
 
     def _make_room(self, change: Change, needed_bytes: int = 0, spare: str = "") -> int:
         """Evict what is beyond the budget, the lowest values first, and none that another stands behind: how many.
@@ -257,14 +268,15 @@ class KVStore(Closing):
         named = {digest: upkeep.name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
         return {digest: sizes[name] for digest, name in named.items() if name in sizes}
 
-    def delete(self, key: ChunkKey) -> int:
-        """Remove every byte of a value, and of all that was computed behind it; bytes freed.
+    def delete(self, keys: Collection[ChunkKey]) -> int:
+        """Remove every byte of these values, and of all that was computed behind them; bytes freed.
 
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             with self._committing() as (change, _):
-                freed = self._remove(change, below := change.below(key.digest))
+                below = list({digest: None for key in keys for digest in change.below(key.digest)})
+                freed = self._remove(change, below)
             self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
             self._ledger.truncate_log()
@@ -276,8 +288,8 @@ class KVStore(Closing):
             self.remote.withdraw(keys)
 
     def _forget_in_memory(self, digests: Sequence[str]) -> None:
-        for tier, digest in product(self.tiers, digests):
-            tier.delete(ChunkKey(digest))
+        for tier in self.tiers:
+            tier.delete([ChunkKey(digest) for digest in digests])
 
     def _remove(self, change: Change, digests: Sequence[str]) -> int:
         """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
@@ -317,7 +329,7 @@ class KVStore(Closing):
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
-        reader = self._open(key, tuple(token_ids), geometry, start, parent)
+        reader = self._open(self._spoiled, key, tuple(token_ids), geometry, start, parent)
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
 
@@ -358,12 +370,12 @@ class KVStore(Closing):
             wanting = tier
         if wanting is None or not self.contains(key):
             return
-        source = source or self._open(key, tuple(token_ids), geometry, start, parent)
+        source = source or self._open(self._quarantine, key, tuple(token_ids), geometry, start, parent)
         if source is not None:
             with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
                 wanting.admit(key, source, self._ledger.entry(key.digest))
         if not self.contains(key):  # deleted meanwhile
-            wanting.delete(key)
+            wanting.delete([key])
 
     def write_uses(self, at_least: int = 64) -> None:
         """Write down what was used, for other processes to know, if so much waits; for when nobody does."""
@@ -391,16 +403,18 @@ class KVStore(Closing):
 
     def _open(
         self,
+        spoiled: Callable[[ChunkKey, Path, str], None],
         key: ChunkKey,
         token_ids: tuple[int, ...],
         geometry: Geometry | None,
         start: int | None,
         parent: ChunkKey | None,
     ) -> ChunkReader | None:
+        """spoiled: told of a layer that is damaged."""
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
-                damaged = partial(self._spoiled, key, path)
+                damaged = partial(spoiled, key, path)
                 return open_verified(path, key, token_ids, damaged, geometry, start, parent)
             except FileNotFoundError:
                 if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
@@ -494,8 +508,7 @@ class KVStore(Closing):
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:
-            for key in filterfalse(self.contains, tier.keys()):
-                tier.delete(key)
+            tier.delete(list(filterfalse(self.contains, tier.keys())))
         return report
 
     def _evict_some(self) -> GcReport:

@@ -56,12 +56,12 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
             keys.append(key)
             new += [key] * report.encoded
             if not report.encoded and _codec(engine, key, text) != engine.kv_codec:
-                engine.store.delete(key)
+                engine.store.delete([key])
                 engine.encode([text])
         yield tuple(keys)
     finally:
-        for key in () if keep else new:
-            engine.store.delete(key)
+        if not keep:
+            engine.store.delete(new)
 
 
 def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:

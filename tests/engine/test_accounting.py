@@ -161,12 +161,44 @@ def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, 
     engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
     with monkeypatch.context() as killed:
-        killed.setattr(engine.store, "delete", lambda key: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(engine.store, "delete", lambda keys: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.forget(["a"]) if how == "forget" else engine.encode([make_text(2)], node_ids=["a"])
     assert engine.store.stats().entries == 1
     assert engine.forget([]) > 0
     assert engine.store.stats().entries == 0 and engine.forget([]) == 0
+
+
+def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, monkeypatch):
+    """Who asks a question waits for one part: one document's passages, each in a change of its own, took seconds."""
+    engine, parts, turns = fresh.engine, [], []
+    nodes, store, use = engine.runtime.nodes, engine.store, engine.runtime.use
+    keys = engine.encode(TEXTS, node_ids=[f"n{number}" for number in range(5)]).keys
+    last = max(range(5), key=lambda number: keys[number].digest)  # deleted in order of the keys
+    ids = engine.tokenize(Prompt([Chunk(TEXTS[last])])).chunks[0].token_ids
+    kept = store.get(keys[last], ids)
+    delete, turn = store.delete, use.turn
+
+    def deleted(some):
+        parts.append(len(some))
+        return delete(some)
+
+    def taken(*given):
+        turns.append(len(parts))
+        if parts == [2] and turns.count(1) == 1:
+            nodes.put_many(engine.runtime.scope("default"), [("again", ids, keys[last])])
+            store.put(keys[last], kept)
+        return turn(*given)
+
+    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
+    monkeypatch.setattr(store, "delete", deleted)
+    monkeypatch.setattr(use, "turn", taken)
+    assert engine.forget([f"n{number}" for number in range(5)]) > 0
+    assert parts == [2, 2] and turns[:3] == [0, 0, 1]
+    assert [key for key in keys if store.contains(key)] == [keys[last]] and nodes.doomed() == ()
+    assert engine.prefill(Prompt([Chunk(node_id="again"), Literal("?")]), "reuse").report.hits == 1
+    engine.forget(["again"])
+    assert store.stats().entries == 0
 
 
 def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_path):

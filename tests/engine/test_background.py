@@ -1,5 +1,7 @@
 """KV in the background: named without the model, encoded behind every question, and none of what was deleted."""
 
+import errno
+import os
 import shutil
 import threading
 
@@ -8,6 +10,7 @@ from benches import make_prompt, make_text
 from waiting import until
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.order import Claim
 from ragblend.engine.session import Session
@@ -152,6 +155,35 @@ def test_kv_that_a_question_brought_goes_with_its_node(fresh):
     assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 2
     assert fresh.engine.forget(["theirs-0", "theirs-1"]) > 0
     assert fresh.engine.store.stats().entries == 0
+
+
+@pytest.mark.parametrize("full", ["budget", "disk", "disk that does not say so"])
+def test_where_the_store_is_full_a_line_says_so_and_nothing_is_computed_for_it(
+    fresh_bench_for, monkeypatch, caplog, full
+):
+    """Each question once computed each passage in vain, with a traceback for each."""
+    engine = fresh_bench_for(store_budget_bytes=1000 if full == "budget" else None).engine
+    prompt, encoded = engine.tokenize(make_prompt(TEXTS[:2])), []
+    engine.prefill(prompt, method="full")  # loads the model, and has nothing encoded
+    encode, usage = ChunkEncoder.encode, shutil.disk_usage(engine.home)
+
+    def refused(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ChunkEncoder, "encode", lambda *given: (encoded.append(0), encode(*given))[1])
+    with monkeypatch.context() as disk:
+        if full != "budget":
+            disk.setattr(os, "posix_fallocate", refused)
+        if full == "disk":
+            disk.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        engine.prefill(prompt)
+        assert engine.finish_background(60)
+    said = [record for record in caplog.records if "no KV for the next question" in record.getMessage()]
+    assert len(said) == 2 and len(encoded) == (2 if full == "disk that does not say so" else 0)
+    assert not any(record.exc_info for record in caplog.records)
+    if full != "budget":
+        engine.prefill(prompt)
+        assert engine.finish_background(60) and engine.store.stats().entries == 2
 
 
 def test_encoding_is_left_between_two_layers(fresh):

@@ -272,7 +272,7 @@ def test_half_a_path_gone_is_half_a_path_read(fresh):
     prompt = chat(fresh, CHAIN)
     expected = read(fresh, prompt).logits
     first = next(parent for parent in nodes(fresh).values() if parent not in nodes(fresh))
-    fresh.engine.store.delete(first)
+    fresh.engine.store.delete([first])
     assert fresh.engine.store.stats().entries == 0
     again = read(fresh, prompt)
     assert again.report.hits == 0

@@ -190,14 +190,14 @@ def test_missing_chunks_are_left_out_of_the_probe(fresh, monkeypatch, name):
     prompt = fresh.engine.tokenize(make_prompt(TEXTS))
     expected = fresh.engine.prefill(prompt, method=name, ratio=0.7)
     fresh.engine.finish_background()
-    fresh.engine.store.delete(fresh.engine.encode([TEXTS[1]]).keys[0])
+    fresh.engine.store.delete([fresh.engine.encode([TEXTS[1]]).keys[0]])
     empty = torch.empty
     monkeypatch.setattr(cache_module.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(math.nan))
     found = fresh.engine.prefill(prompt, method=name, ratio=0.7)
     assert found.report.misses == 1
     assert torch.equal(found.logits, expected.logits)
     fresh.engine.finish_background()
-    fresh.engine.store.delete(fresh.engine.encode([TEXTS[1]]).keys[0])
+    fresh.engine.store.delete([fresh.engine.encode([TEXTS[1]]).keys[0]])
     everything = fresh.engine.prefill(prompt, method=name, ratio=1.0).logits
     assert largest_error(everything, fresh.logits(prompt)[-1]) < 1e-4
 

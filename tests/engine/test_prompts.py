@@ -152,7 +152,7 @@ def test_missing_rows_are_right_where_nothing_before_them_is_wrong(fresh):
             assert largest_error(found[0], keys[:, start:stop]) < ALLOWED
             assert largest_error(found[1], values[:, start:stop]) < ALLOWED
         fresh.engine.finish_background()
-        fresh.engine.store.delete(fresh.engine.encode(TEXTS[:1]).keys[0])
+        fresh.engine.store.delete([fresh.engine.encode(TEXTS[:1]).keys[0]])
 
 
 @pytest.mark.parametrize("method", ["reuse", "cacheblend-gradual", "probe-shift"])

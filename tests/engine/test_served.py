@@ -198,7 +198,7 @@ def test_kv_of_a_node_that_was_deleted_meanwhile_does_not_stay(opened, monkeypat
         engine.forget(["a"])
         return post(*given)
 
-    monkeypatch.setattr(engine.runtime.store, "delete", lambda key: deleted.append(key) or 0)
+    monkeypatch.setattr(engine.runtime.store, "delete", lambda keys: deleted.extend(keys) or 0)
     monkeypatch.setattr(engine.runtime.server, "post", late)
     assert list(engine.encode_nodes(["a"])) == [0]
     assert len(deleted) == 2, "by who deleted it, and when it was there"

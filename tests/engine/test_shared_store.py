@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
-from shared_servers import RedisNames, proxy_to
+from shared_servers import RedisNames, free_port, proxy_to
 from test_controller import profile
 
 from ragblend.engine.controller import DeviceProfile
@@ -88,6 +88,16 @@ def test_what_a_prompt_lacked_is_encoded_here_and_shared(redis, fresh_bench_for)
     assert one.engine.prefill(PROMPT).report.misses == 4
     assert one.engine.finish_background() and remote_of(one).flush()
     assert other.engine.prefill(PROMPT).report.hits == 4
+
+
+def test_what_came_and_has_no_room_here_is_said_in_a_line(redis, fresh_bench_for, caplog):
+    share(fresh_bench_for(remote=redis.url() + PATIENT))
+    here = fresh_bench_for(remote=redis.url() + PATIENT, store_budget_bytes=1000)
+    for _ in range(2):
+        assert here.engine.prefill(PROMPT).report.hits == 4
+        assert here.engine.finish_background()
+    said = [record for record in caplog.records if "shared store is not kept" in record.getMessage()]
+    assert len(said) == 2 and not any(record.exc_info for record in caplog.records)
 
 
 def test_methods_that_load_nothing_ask_nobody(redis, fresh_bench_for):
@@ -222,8 +232,7 @@ def test_the_controller_leaves_there_what_is_computed_sooner(redis, fresh_bench_
             assert engine.finish_background()
             if hits == 1:
                 assert engine.runtime.store.stats().entries == 4  # each was encoded here
-                for key in list(engine.runtime.store.sizes())[1:]:
-                    engine.runtime.store.delete(key)
+                engine.runtime.store.delete(list(engine.runtime.store.sizes())[1:])
 
 
 def timed(row_ms: float) -> DeviceProfile:
@@ -241,7 +250,7 @@ def test_what_is_forgotten_is_nowhere(redis, fresh_bench_for):
     here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
     assert remote_of(here).flush() and len(names.names()) == 4
     here.engine.forget(["a", "b", "c"])
-    assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.owed() == {}
 
 
 @pytest.fixture
@@ -264,12 +273,12 @@ def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_i
         assert here.engine.forget(["a", "b", "c"]) > 0
     assert "The KV of 3 deleted passages may be there still" in caplog.text
     assert here.engine.runtime.store.stats().entries == 1  # here they are gone
-    assert len(here.engine.runtime.nodes.doomed()) == 3 and len(names.names()) == 4
+    assert len(here.engine.runtime.nodes.owed()) == 3 and len(names.names()) == 4
     back = threading.Event()
     remote_of(here).when_back(back.set)
     line.mend()
     assert back.wait(60) and here.engine.finish_background()
-    assert len(names.names()) == 1 and here.engine.runtime.nodes.doomed() == ()
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.owed() == {}
 
 
 def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
@@ -285,7 +294,52 @@ def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
     line.mend()
     again = fresh_bench_for(home=tmp_path / "kept", remote=url)
     again.engine.forget(())
-    assert len(names.names()) == 1 and again.engine.runtime.nodes.doomed() == ()
+    assert len(names.names()) == 1 and again.engine.runtime.nodes.owed() == {}
+
+
+def test_while_the_server_is_away_what_is_owed_to_it_alone_is_not_deleted_here_again(
+    fresh_bench_for, monkeypatch
+):
+    """Each `enter` once deleted every owed key again, in the turn that questions need, and was called back for it."""
+    engine = fresh_bench_for(remote=f"redis://127.0.0.1:{free_port()}/0?retry_s=600").engine
+    engine.encode(TEXTS[:3], node_ids=["a", "b", "c"])
+    deleted, called = [], []
+    delete, when_back = engine.store.delete, engine.store.remote.when_back
+    monkeypatch.setattr(engine.store, "delete", lambda keys: (deleted.append(len(keys)), delete(keys))[1])
+    monkeypatch.setattr(
+        engine.store.remote, "when_back", lambda call, name: (called.append(name), when_back(call, name))
+    )
+    engine.forget(["a", "b"])
+    for number in range(3):
+        engine.enter([make_text(10 + number)], [f"new {number}"])
+        engine.forget(())
+    assert deleted == [2] and len(engine.runtime.nodes.owed()) == 2
+    assert len(set(called)) == 1
+    engine.encode(TEXTS[:1], node_ids=["a again"])
+    assert len(engine.runtime.nodes.owed()) == 1  # a node has it
+    engine.forget(["a again", "c"])
+    assert deleted == [2, 2] and len(engine.runtime.nodes.owed()) == 3
+    assert engine.store.stats().entries == 0 and engine.runtime.nodes.doomed() == ()
+
+
+def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, monkeypatch):
+    engine, passed = fresh_bench_for(remote=redis.url() + PATIENT).engine, threading.Event()
+    engine.encode(TEXTS[:1], node_ids=["a"])
+    withdraw = engine.store.withdraw
+
+    def question() -> None:
+        with engine.runtime.use.turn():
+            passed.set()
+
+    def withdrawing(keys) -> None:
+        asking = threading.Thread(target=question, daemon=True)
+        asking.start()
+        assert passed.wait(20)
+        asking.join()
+        withdraw(keys)
+
+    monkeypatch.setattr(engine.store, "withdraw", withdrawing)
+    assert engine.forget(["a"]) > 0 and engine.runtime.nodes.owed() == {}
 
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):

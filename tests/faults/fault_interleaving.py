@@ -163,7 +163,7 @@ class Round:
             number, version = self.random.randrange(NUMBERS), self.number * 3 + step + 1
             if self.random.random() < 0.2:
                 self._may_be(number, self.held.pop(number, None), None)
-                self.store.delete(key_of(number))
+                self.store.delete([key_of(number)])
             else:
                 self._put(number, version)
             for one in range(NUMBERS):

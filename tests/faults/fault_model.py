@@ -28,7 +28,7 @@ class Operation:
         if self.kind == "put":
             put(store, self.number, self.version)
         elif self.kind == "delete":
-            store.delete(key_of(self.number))
+            store.delete([key_of(self.number)])
         else:
             store.gc(None if self.keep is None else [key_of(number) for number in self.keep])
 

@@ -33,7 +33,7 @@ def _worker(folder: Path, name: int, life: int, to: int) -> NoReturn:
             version = life * 1_000_000 + step if seeded.random() < 0.7 else None
             os.write(to, json.dumps(["begin", number, version]).encode().ljust(_LINE_BYTES))
             if version is None:
-                roomy.delete(key_of(number))
+                roomy.delete([key_of(number)])
             else:
                 put(roomy, number, version)
             os.write(to, json.dumps(["done", number, version]).encode().ljust(_LINE_BYTES))
@@ -50,7 +50,7 @@ def _share(tight: KVStore, seeded: random.Random) -> None:
     if seeded.random() < 0.3:
         put(tight, number)
     elif seeded.random() < 0.1:
-        tight.delete(key_of(number))
+        tight.delete([key_of(number)])
     version_read(tight, number, {0, None})
 
 

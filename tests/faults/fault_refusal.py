@@ -45,7 +45,7 @@ def _use(root: Path) -> list[str]:
         version_read(store, 0, {0, None})
         for name, call in {
             "put": lambda: put(store, 5),
-            "delete": lambda: store.delete(key_of(1)),
+            "delete": lambda: store.delete([key_of(1)]),
             "check": store.check,
             "gc": store.gc,
         }.items():

@@ -89,7 +89,7 @@ class Snapshot:
         with KVStore.open(folder / "made", BUDGET) as store:
             for number in self.NUMBERS:
                 put(store, number)
-            store.delete(key_of(9))  # empties the log
+            store.delete([key_of(9)])  # empties the log
             for number in self.NUMBERS[2:]:
                 put(store, number, 1)
             shutil.copytree(

@@ -74,10 +74,10 @@ def test_a_folder_that_cannot_be_synced_is_a_named_error(root, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", refuse)
             with pytest.raises(StoreError, match="Input/output error"):
-                store.delete(key_of(1))
+                store.delete([key_of(1)])
             with pytest.raises(StoreError, match="Input/output error"):
                 store.gc([])
-        store.delete(key_of(1))
+        store.delete([key_of(1)])
         assert store.check() == []
 
 

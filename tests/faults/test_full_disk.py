@@ -74,7 +74,7 @@ def test_filled_until_nothing_goes_in(disk, large, count):
             assert len(held) > 20
             _verify(store, held, large)
             for number in sorted(held)[round_ : round_ + 3]:
-                store.delete(key_of(number))
+                store.delete([key_of(number)])
                 held.discard(number)
     with KVStore.open(root, 1 << 30) as store:
         assert store.stats().quarantined == 0
@@ -117,10 +117,10 @@ def test_small_values_until_the_index_has_no_room(disk):
         for number in held:
             version_read(store, number, {0})
         with contextlib.suppress(StoreFullError):  # its file is gone; there may be no room to note that
-            store.delete(key_of(0))
+            store.delete([key_of(0)])
         version_read(store, 0, {None})
         for name in ("ballast", "ballast2"):
             (disk / name).unlink()
         put(store, 6000)
-        store.delete(key_of(0))
+        store.delete([key_of(0)])
         assert store.check() == []

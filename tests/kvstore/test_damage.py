@@ -109,7 +109,7 @@ def test_a_row_may_not_point_out_of_the_store(open_store, sample, tmp_path, root
         plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
         store.put(key, chunk)
         plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
-        store.delete(key)
+        store.delete([key])
         plant(root, key=key.digest, raw=1, mode=2, size=4, filename=name)
         store.repair()
         store.gc(keep=[])
@@ -187,7 +187,7 @@ def test_a_linked_quarantine_loses_nobodys_files(open_store, sample, root, tmp_p
         store = open_store()
     value_path(key).write_bytes(b"damaged")
     assert store.get(key, chunk.token_ids) is None
-    store.delete(key)
+    store.delete([key])
     store.gc()
     assert sorted(elsewhere.iterdir()) == sorted(theirs)
     assert elsewhere.stat().st_mode & 0o777 == 0o755

@@ -155,7 +155,7 @@ def test_a_commit_that_fails_keeps_the_budget_and_the_order(sample, same, root, 
 def test_the_lock_is_taken_on_a_full_disk_too(store, sample, monkeypatch):
     store.put(*sample(1))
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, errno.ENOSPC))
-    assert store.delete(sample(1)[0]) > 0
+    assert store.delete([sample(1)[0]]) > 0
 
 
 def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):

@@ -16,6 +16,12 @@ def key(number):
     return ChunkKey(f"{number:064x}")
 
 
+def buried(nodes, at_most=9, shared=False):
+    """What is doomed, after the store has deleted it."""
+    with nodes.burying(at_most, shared) as keys:
+        return keys
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "home" / "nodes.sqlite"
@@ -41,6 +47,25 @@ def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
         assert again.get(SCOPE, "a") == (1, 2, 2**31)
 
 
+def test_an_id_that_is_no_utf_8_is_one_like_others(nodes, path):
+    """From a file's name; it once could not be entered, and deleting it together with others deleted none."""
+    odd, even = "caf\udce9.txt#1", "café.txt#1"
+    nodes.put_many(SCOPE, [(odd, (1, 2), key(1)), (even, (3,), key(2))])
+    assert nodes.get(SCOPE, odd) == (1, 2) and nodes.get(SCOPE, even) == (3,)
+    assert set(nodes.node_ids(SCOPE)) == set(nodes.entered(SCOPE, None)[1]) == {odd, even}
+    last, _ = nodes.entered(SCOPE, None)
+    nodes.put_many(SCOPE, [(odd, (4,), key(3))])
+    assert nodes.entered(SCOPE, last)[1] == [odd] and nodes.get(SCOPE, odd) == (4,)
+    assert nodes.claim(SCOPE, odd, (4,), key(4)) and not nodes.claim(SCOPE, odd, (5,), key(4))
+    with nodes.holding(SCOPE, odd, key(4)) as held:
+        assert held
+    assert nodes.doomed() == (key(1),)
+    with NodeIndex.open(path) as again:
+        assert again.get(SCOPE, odd) == (4,)
+    nodes.delete("papers", [even, odd])
+    assert nodes.keys() == set() and nodes.node_ids(SCOPE) == []
+
+
 def test_what_was_entered_since_is_named(nodes):
     nodes.put_many(SCOPE, [("a", (1,), None), ("b", (2,), None)])
     nodes.put_many(OTHER, [("a", (1,), None)])
@@ -59,20 +84,24 @@ def test_what_was_entered_since_is_named(nodes):
 def test_keys_are_free_only_when_no_node_has_them(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (1,), key(1)), ("a", (1,), key(2))])
     nodes.put_many(OTHER, [("a", (1,), key(3))])
-    assert nodes.delete("papers", ["a"]) == (key(2), key(3))  # of every tokenizer
-    nodes.buried([key(2), key(3)])
+    nodes.delete("papers", ["a"])
+    assert buried(nodes) == (key(2), key(3))  # of every tokenizer
     assert nodes.get(OTHER, "a") is None
-    assert nodes.delete("notes", ["b"]) == ()
-    assert nodes.delete("papers", ["b", "absent"]) == (key(1),)
+    nodes.delete("notes", ["b"])
+    assert nodes.doomed() == ()
+    nodes.delete("papers", ["b", "absent"])
+    assert nodes.doomed() == (key(1),)
     assert nodes.keys() == set()
 
 
 def test_new_text_under_an_old_id_frees_the_old_keys(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
-    assert nodes.put_many(SCOPE, [("a", (1,), key(3))]) == ()  # the same text for another model
-    assert nodes.put_many(SCOPE, [("a", (7,), key(4))]) == (key(1), key(3))
-    nodes.buried([key(1), key(3)])
-    assert nodes.put_many(SCOPE, [("a", (8,), key(4))]) == ()  # dropped and taken again: in use
+    nodes.put_many(SCOPE, [("a", (1,), key(3))])  # the same text for another model
+    assert nodes.doomed() == ()
+    nodes.put_many(SCOPE, [("a", (7,), key(4))])
+    assert buried(nodes) == (key(1), key(3))
+    nodes.put_many(SCOPE, [("a", (8,), key(4))])  # dropped and taken again: in use
+    assert nodes.doomed() == ()
     assert nodes.get(SCOPE, "a") == (8,)
 
 
@@ -93,7 +122,8 @@ def test_deletion_leaves_no_bytes(nodes, path):
         return [file.name for file in path.parent.iterdir() for each in needles if each in file.read_bytes()]
 
     assert len(set(holding())) >= 1
-    nodes.buried(nodes.delete("papers", ["secret-node"]))
+    nodes.delete("papers", ["secret-node"])
+    buried(nodes)
     assert holding() == []
     assert nodes.get(SCOPE, "kept") == (1, 2)
 
@@ -133,12 +163,32 @@ def test_what_is_doomed_is_remembered_until_it_is_buried(tmp_path):
         nodes.put_many(SCOPE, [("b", (7,), key(4))])
     with NodeIndex.open(path) as nodes:
         assert nodes.doomed() == (key(1), key(2))
-        assert nodes.delete("papers", ["absent"]) == (key(1), key(2))
+        killed = nodes.burying(9)
+        assert killed.__enter__() == (key(1), key(2))
+        assert not killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        nodes.delete("papers", ["absent"])
+        assert nodes.doomed() == (key(1), key(2))
         nodes.put_many(SCOPE, [("d", (1,), key(1))])  # the same text came back
         assert nodes.doomed() == (key(2),)
-        nodes.buried([key(2)])
+        assert buried(nodes) == (key(2),)
         assert nodes.doomed() == ()
-        assert nodes.delete("papers", ["d"]) == (key(1),)
+        nodes.delete("papers", ["d"])
+        assert nodes.doomed() == (key(1),)
+
+
+def test_what_the_shared_store_is_owed_is_remembered_until_it_is_withdrawn(nodes):
+    nodes.put_many(SCOPE, [(str(number), (number,), key(number)) for number in range(1, 4)])
+    nodes.delete("papers", ["1", "2", "3"])
+    assert buried(nodes, at_most=2, shared=True) == (key(1), key(2))
+    assert nodes.doomed() == (key(3),)
+    owed = nodes.owed()
+    assert list(owed) == [key(1), key(2)]
+    nodes.put_many(SCOPE, [("1", (1,), key(1))])  # while it is withdrawn, say
+    assert list(nodes.owed()) == [key(2)]
+    nodes.delete("papers", ["1"])
+    buried(nodes, shared=True)
+    nodes.withdrawn(owed.values())
+    assert list(nodes.owed()) == [key(1), key(3)]  # the first anew: it may have been shared again
 
 
 def test_copies_that_sqlite_left_where_it_moved_rows_are_erased(nodes, path):

@@ -170,7 +170,7 @@ def test_what_is_deleted_or_withdrawn_while_it_waits_is_not_written(redis, open_
             store.put(*sample(seed))
         store.remote.flush()  # all wait, the first of them again
         with KVStore.open(store.root, GENEROUS) as other:
-            other.delete(keys[1])
+            other.delete([keys[1]])
         with pytest.raises(RemoteError):
             store.withdraw([keys[2]])
         store.remote.when_back(back.set)
@@ -248,6 +248,30 @@ def test_a_folder_that_is_not_mounted_is_not_made(tmp_path, open_at, sample):
     store.remote.flush()
     assert not (tmp_path / "share").exists()
     assert store.remote.stats().errors == 1
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty mount point"])
+def test_a_folder_that_is_unmounted_meanwhile_is_neither_filled_nor_taken_for_empty(
+    shared_of, open_at, sample, tmp_path, left
+):
+    """It was looked at once: later deletions were done in the empty mount point, and writes filled the local disk."""
+    store = open_at(shared_of("file").url + "?timeout_s=60&retry_s=0.05")
+    put(store, sample(1))
+    share = (tmp_path / "share").rename(tmp_path / "share elsewhere")
+    if left != "nothing":
+        (tmp_path / "share").mkdir()
+    with pytest.raises(RemoteError, match="mount it again"):
+        store.withdraw([sample(1)[0]])
+    assert store.remote.find([wanted(*sample(1))]) == {}
+    store.put(*sample(2))
+    if left != "nothing":
+        assert list((tmp_path / "share").iterdir()) == []
+        (tmp_path / "share").rmdir()
+    back = threading.Event()
+    store.remote.when_back(back.set)
+    share.rename(tmp_path / "share")
+    assert back.wait(60) and store.remote.flush()
+    assert set(store.remote.find([wanted(*sample(1)), wanted(*sample(2))])) == {sample(1)[0], sample(2)[0]}
 
 
 def test_a_shared_folder_is_for_its_owner(shared_of, open_at, sample, tmp_path):

@@ -77,6 +77,18 @@ def test_the_row_commits_only_after_the_file_and_its_folder_are_synced(store, sa
     assert steps[0].endswith(".tmp")
 
 
+def test_a_system_without_the_calls_of_posix_for_files_has_a_store(open_store, sample, same, monkeypatch):
+    """As macOS, where a put once ended in an AttributeError."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.delattr(os, "posix_fadvise")
+    store, (key, chunk) = open_store(), sample(1)
+    store.put(key, chunk)
+    store.will_need(key)
+    with store.open_chunk(key, chunk.token_ids) as reader:
+        reader.drop_page_cache()
+    assert same(store.get(key, chunk.token_ids), chunk)
+
+
 # --- budget
 
 
@@ -212,11 +224,26 @@ def test_delete_leaves_no_bytes(store, sample, root, value_path):
     needles = [payload, tokens, key.digest.encode(), bytes.fromhex(key.digest)]
     assert all(holds(root, needle) for needle in needles)
     size = twin.stat().st_size
-    assert store.delete(key) == 2 * size + 300
+    assert store.delete([key]) == 2 * size + 300
     assert [path for needle in needles for path in holds(root, needle)] == []
     assert not any(key.digest in path.name for path in root.rglob("*"))
     assert store.get(key, chunk.token_ids) is None
-    assert store.delete(key) == 0
+    assert store.delete([key]) == 0
+    assert store.check() == []
+
+
+def test_several_are_deleted_in_one_change(store, sample, root, monkeypatch):
+    """A document has hundreds of passages, and what a change costs is its locks, logs and folders."""
+    samples, changes = [sample(seed) for seed in range(4)], []
+    for each in samples:
+        store.put(*each)
+    changing = Index.changing
+    monkeypatch.setattr(Index, "changing", lambda index: (changes.append(0), changing(index))[1])
+    sizes = store.sizes()
+    gone = [key for key, _ in samples[:3]]
+    assert store.delete([*gone, gone[0], sample(9)[0]]) == sum(sizes[key] for key in gone)
+    assert len(changes) == 1 and list(store.keys()) == [samples[3][0]]
+    assert [path for key in gone for path in holds(root, key.digest.encode())] == []
     assert store.check() == []
 
 
@@ -229,7 +256,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(store, sample, root, monkeypa
 
     monkeypatch.setattr(os, "unlink", refused)
     with pytest.raises(StoreError, match=r"could not be removed.*Read-only"):
-        store.delete(key)
+        store.delete([key])
 
 
 # --- looking after

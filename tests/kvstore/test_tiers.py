@@ -109,7 +109,7 @@ def test_the_budget_holds_and_the_newest_stays(open_tier, sample, same):
     tier = open_tier()
     put(tier, *sample(0))
     one = tier.stats().bytes
-    tier.delete(sample(0)[0])
+    tier.delete([sample(0)[0]])
     tier.budget_bytes = 3 * one
     for seed in range(10):
         put(tier, *sample(seed))
@@ -125,8 +125,8 @@ def test_deleted_is_gone_and_says_its_bytes(open_tier, sample):
     key, chunk = sample(5)
     put(tier, key, chunk)
     held = tier.stats().bytes
-    assert tier.delete(key) == held > 0
-    assert tier.delete(key) == 0 and key not in set(tier.keys()) and get(tier, key, chunk.token_ids) is None
+    assert tier.delete([key]) == held > 0
+    assert tier.delete([key]) == 0 and key not in set(tier.keys()) and get(tier, key, chunk.token_ids) is None
     assert tier.stats().bytes == 0
 
 
@@ -145,7 +145,7 @@ def test_an_open_value_stays_whole_when_it_is_evicted(open_tier, sample):
     key, chunk = sample(7)
     put(tier, key, chunk)
     reader = tier.open_chunk(key, chunk.token_ids)
-    tier.delete(key)
+    tier.delete([key])
     g = chunk.geometry
     keys = torch.empty(g.kv_heads, 5, g.key_size, dtype=g.torch_dtype)
     values = torch.empty(g.kv_heads, 5, g.value_size, dtype=g.torch_dtype)
@@ -175,7 +175,7 @@ def test_threads_see_whole_values(open_tier, sample, same):
         key, chunk = chunks[turn % 6]
         put(tier, key, chunk)
         if turn % 7 == 0:
-            tier.delete(key)
+            tier.delete([key])
     stop.set()
     for thread in threads:
         thread.join()
@@ -255,12 +255,12 @@ def test_what_left_the_disk_is_served_from_no_memory(tiered, sample, root, how):
     tiered.promote(key, chunk.token_ids)
     assert tier_of(tiered, key, chunk) == "memory"
     if how == "delete":
-        tiered.delete(key)
+        tiered.delete([key])
     elif how == "gc":
         tiered.gc(keep=())
     elif how == "elsewhere":  # as another process would
         with KVStore.open(root, GENEROUS) as other:
-            other.delete(key)
+            other.delete([key])
     else:
         tiered.budget_bytes = tiered.stats().bytes
         tiered.put(*sample(2))
@@ -288,6 +288,7 @@ def test_a_damaged_value_does_not_climb(tiered, sample, value_path):
     path.write_bytes(data)
     tiered.promote(key, chunk.token_ids)
     assert tiered.tiers[1].stats().entries == 0 and tiered.stats().quarantined == 1
+    assert (tiered.stats().hits, tiered.stats().misses) == (0, 0)  # nobody asked for it
     tiered.promote(key, chunk.token_ids)  # nothing there: no error
 
 

@@ -235,7 +235,7 @@ def test_whatever_happens_parents_stay(root, path, policy, values):
         elif action == "gc":
             store.gc()
         elif action == "delete":
-            store.delete(nodes[-1][0])
+            store.delete([nodes[-1][0]])
             assert not store.contains(nodes[-1][0])
         else:
             for node in nodes[held(store, nodes) :]:
@@ -259,7 +259,7 @@ def test_deletion_takes_what_stands_behind(store, path, held_anywhere):
     put_all(store, other)
     held(store, nodes)
     store.write_uses(at_least=0)
-    freed = store.delete(nodes[1][0])
+    freed = store.delete([nodes[1][0]])
     assert freed == sum(Blob.of(*node).nbytes for node in nodes[1:])
     assert (held(store, nodes[:1]), held(store, other)) == (1, 2)
     for key, _ in nodes[1:]:
@@ -273,7 +273,7 @@ def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, samp
     put_all(store, nodes)
     store.put(*sample(9))
     assert not store.contains(nodes[1][0])
-    store.delete(nodes[0][0])
+    store.delete([nodes[0][0]])
     store.close()
     assert not held_anywhere(nodes[1][0].digest)
 
@@ -321,7 +321,7 @@ def test_the_tree_is_read_from_the_files_where_the_ledger_is_lost(open_store, pa
     store = open_store()
     put_all(store, nodes)
     (root / "ledger.db").write_bytes(b"no ledger" * 1000)  # under an open store
-    store.delete(nodes[0][0])
+    store.delete([nodes[0][0]])
     assert not any(store.contains(key) for key, _ in nodes)
 
 

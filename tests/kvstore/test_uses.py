@@ -85,7 +85,7 @@ def test_the_disk_evicts_what_the_dictionaries_would(root, samples, name):
         action = seeded.random()
         if action < 0.03:
             memory.delete(key.digest)
-            store.delete(key)
+            store.delete([key])
         elif action < 0.06:
             evicted += store.stats().evictions
             store.close()
@@ -169,12 +169,12 @@ def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, uses, he
     assert held_anywhere(gone[0].digest)  # its count goes on
     assert store.get(gone[0], gone[1].token_ids) is None  # waits to be written
     if how == "delete":
-        store.delete(gone[0])
+        store.delete([gone[0]])
     elif how == "gc":
         store.gc(keep=[other[0]])
     else:
         with KVStore.open(root, size) as process:
-            process.delete(gone[0])
+            process.delete([gone[0]])
     store.put(*other)
     store.close()
     assert not held_anywhere(gone[0].digest)
@@ -256,7 +256,7 @@ def test_the_size_in_a_damaged_row_does_not_move_the_budget(root, sample, rows, 
         rows(f"UPDATE Cache SET size = {change} WHERE key = ?", key.digest)
         rows("UPDATE Settings SET value = ? WHERE key = 'size'", before)  # a flipped bit runs no trigger
         if how == "delete":
-            store.delete(key)
+            store.delete([key])
         store.put(*sample(0 if how == "replace" else 3))
         assert (store.stats().entries, store.stats().bytes) == (3, 3 * size)
         store.put(*sample(4))
@@ -385,7 +385,7 @@ def test_uses_and_counts_that_could_not_be_written_wait_on(root, sample, uses):
         uses("CREATE TRIGGER no BEFORE INSERT ON Totals BEGIN SELECT RAISE(ABORT, 'no'); END")
         store.write_uses(at_least=0)  # what was counted is written last
         uses("DROP TRIGGER no")
-        store.delete(sample(1)[0])
+        store.delete([sample(1)[0]])
         store.get(key, chunk.token_ids)
         store.write_uses(at_least=0)
         found = uses("SELECT used_at, frequency FROM Uses")[0]
@@ -401,7 +401,7 @@ def test_a_row_that_would_expire_is_replaced_or_deleted(root, sample, rows):
             store.put(key, chunk)
             rows("UPDATE Cache SET expire_time = 1.0, tag = 'x'")
             assert store.get(key, chunk.token_ids) is None
-        store.delete(key)
+        store.delete([key])
         assert rows("SELECT * FROM Cache") == [] and store.check() == []
 
 

@@ -45,7 +45,7 @@ class Storm:
     def lose(self) -> None:
         """Every passage that may be lost."""
         for text in PASSING:
-            self.server.engine.runtime.store.delete(self.key_of(text))
+            self.server.engine.runtime.store.delete([self.key_of(text)])
 
     def restore(self) -> None:
         """All of them, sound again."""
@@ -126,7 +126,7 @@ class Storm:
         if not store.contains(key):
             return
         if self.chosen.random() < 0.5:
-            self.deleted += store.delete(key) > 0
+            self.deleted += store.delete([key]) > 0
             return
         for file in (self.server.home / "kv").rglob(f"*{key.digest}*"):
             if file.is_file():
