@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.files import FOLDER_MODE, identity
+from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.places import Place
 
 _CONNECTIONS = 8  # more bring no more bytes
@@ -132,7 +132,6 @@ class _Objects:
         self._folder = Path(place.path) if place.scheme == "file" else None
         self._local = LocalStore
         self._store: Any = None
-        self._identity: tuple[int, int] | None = None  # of the folder that was opened
         if self._folder is None:
             limit = timedelta(seconds=place.timeout_s)
             self._store = S3Store(
@@ -153,13 +152,15 @@ class _Objects:
         return self._store
 
     def _look_at(self, folder: Path) -> None:
-        """Open it at first. Raises OSError when it is missing, or another one than it was."""
-        if not folder.is_dir() or self._identity not in (None, identity(folder.stat())):
-            raise OSError(f"{folder} is not there, or not the folder it was: mount it again")
-        if self._identity is None:
-            with suppress(FileExistsError):
-                (folder / self._namespace).mkdir(FOLDER_MODE)
-            self._store, self._identity = self._local(folder), identity(folder.stat())
+        """Open it at first. Raises OSError when it is missing, or without what was made in it then."""
+        ours = folder / self._namespace
+        if self._store is not None:
+            if not ours.is_dir():
+                raise OSError(f"{ours} is not there any more: mount it again")
+            return
+        with suppress(FileExistsError):
+            ours.mkdir(FOLDER_MODE)
+        self._store = self._local(folder)
 
     async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
         store = await self._opened()
