@@ -18,10 +18,12 @@ from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
 from ragblend.engine.prompt import Prompt
+from ragblend.engine.scheduler import Cancel
 from ragblend.engine.tools import Said
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, TimedOut
 from ragblend.integrations.threads import in_thread
+from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -91,7 +93,13 @@ async def respond(
 ) -> Response:
     service = service_of(request)
     service.check_model(body.model)
-    pieces = _answers(service, client_of(request), body, prompts_of)
+    client, sent = client_of(request), await request.body()
+
+    def work(stopped: Cancel) -> list[Choice]:
+        with service.reading(sent, stopped):
+            return _choices(service, client, body, prompts_of)
+
+    pieces = _answers(service, client, body, work)
     if body.stream:
         return await streamed(request, form.chunks(pieces, body.includes_usage))
     found = await until_gone(request.receive, whole(pieces))
@@ -99,13 +107,17 @@ async def respond(
 
 
 async def _answers(
-    service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
+    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[Choice]]
 ) -> AsyncGenerator[Piece, None]:
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
     with service.admission.enter(client), _in_time(service, body.timeout):
         seconds = service.allowed_s(body.timeout)
-        for choice in await stoppable(lambda _: _choices(service, client, body, prompts_of), seconds):
+        try:
+            found = await stoppable(choices, seconds)
+        except Cancelled as error:
+            raise service.too_late(body.timeout) from error
+        for choice in found:
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)

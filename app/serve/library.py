@@ -52,8 +52,11 @@ async def ask(request: Request, body: AskBody) -> Response:
     )  # fmt: skip
     earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
 
+    sent = await request.body()
+
     def begin(cancel: Cancel) -> Turn:
-        return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
+        with service.reading(sent, cancel):
+            return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
 
     pieces = _asked(service, client, body, begin)
     if body.stream:
