@@ -298,18 +298,19 @@ class JobQueue:
         self._is_idle = False
 
     def _turn(self) -> None:
-        """Work until the queue is empty or somebody else wants to write."""
+        """Work until the queue is empty or somebody else wants to write: one file at least before who is patient."""
         with self.workspaces.writing():
-            self._waiting = None
+            self._waiting, lets_pass = None, False
             self.store.requeue_running()  # what a full disk kept us from putting back
-            while not self._disturbed and (job := self.store.next()) is not None:
+            while not (self._disturbed or lets_pass) and (job := self.store.next()) is not None:
                 begun = time.monotonic()
                 if self._one(job):
                     self._pace.add(time.monotonic() - begun)
+                lets_pass = self.workspaces.is_wanted
 
     @property
     def _disturbed(self) -> bool:
-        return self._paused or self._ending.is_set() or self.workspaces.is_wanted
+        return self._paused or self._ending.is_set() or self.workspaces.is_hurried
 
     def _one(self, job: FileJob) -> bool:
         """Whether it came to an end, good or bad."""
