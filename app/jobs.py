@@ -70,7 +70,6 @@ class JobQueue:
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
-        self.store.requeue_running()  # what a killed process was working on
         self._wakened, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._uploading = threading.Lock()  # from a copy in the home to its place in the queue
@@ -82,8 +81,11 @@ class JobQueue:
         self._kv_message, self._is_idle = "", False
 
     def start(self) -> None:
-        """Begin to work, in a thread; what an earlier process left is gone on with."""
+        """Begin to work, in a thread; what an earlier process left is gone on with. Only for who holds the home's page
+        lock: of another process that works, what it is working on would be taken for left.
+        """
         if not self._is_alive:
+            self.store.requeue_running()  # what a killed process was working on
             self._ending.clear()
             self._thread = threading.Thread(target=self._run, name="ragblend-ingest", daemon=True)
             self._thread.start()
