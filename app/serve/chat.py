@@ -68,6 +68,19 @@ class Chosen:
     def said(self) -> Said:
         return self.choice.call.said(self.result)
 
+    @cached_property
+    def calls(self) -> list[dict[str, Any]]:
+        """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
+        made = [
+            (call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.said.calls
+        ]
+        if self.said.broken is not None:
+            made.append((f"call_{uuid.uuid4().hex[:24]}", self.said.broken_name or "", self.said.broken))
+        return [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in made
+        ]
+
 
 Piece = tuple[Choice, str] | Chosen
 
@@ -220,7 +233,7 @@ class ChatForm(Form):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
-        calls, text = calls_of(chosen.said), chosen.said.text
+        calls, text = chosen.calls, chosen.said.text
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": chosen.choice.index,
@@ -236,7 +249,7 @@ class ChatForm(Form):
         return _delta(index, {"content": text})
 
     def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        index, calls = chosen.choice.index, calls_of(chosen.said)
+        index, calls = chosen.choice.index, chosen.calls
         made = (
             [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
         )
@@ -266,17 +279,6 @@ class TextForm(Form):
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def calls_of(said: Said) -> list[dict[str, Any]]:
-    """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
-    made = [(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls]
-    if said.broken is not None:
-        made.append((f"call_{uuid.uuid4().hex[:24]}", said.broken_name or "", said.broken))
-    return [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in made
-    ]
 
 
 def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
