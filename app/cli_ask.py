@@ -28,6 +28,7 @@ Trace = Annotated[
     typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
 ]
 LISTED = 50
+LONG_NUMBER = 19  # digits; a conversation's number has fewer, as SQLite's have
 
 
 def ask(
@@ -193,7 +194,7 @@ def _show(cli: Cli, answer: Answer, message: "Message", more: dict[str, Any]) ->
 
 def _found(chats: "Chats", wanted: str | None) -> "Chat":
     """The conversation with that number or title; None: the latest. Raises LibraryError."""
-    if wanted is not None and wanted.isdecimal():
+    if wanted is not None and wanted.isdecimal() and len(wanted) < LONG_NUMBER:
         return chats.get(int(wanted))
     found, _ = chats.page(limit=1 if wanted is None else -1)
     if wanted is not None:
