@@ -57,6 +57,7 @@ def check(response, status, code=None):
         (CHAT, {"method": "guess"}, 400, "invalid_value"),
         (CHAT, {"ratio": 2}, 400, "invalid_value"),
         (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"function": {"name": ["f"]}}}, 400, "invalid_value"),
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
