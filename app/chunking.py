@@ -7,12 +7,12 @@ from itertools import accumulate
 
 from ragblend.app.documents import Passage, node_id
 from ragblend.app.readers import Part
+from ragblend.engine.tokenizing import MAX_TOKEN_CHARACTERS
 from ragblend.kvstore.errors import OversizedDocumentError
 
 SEPARATOR = "\n\n"
 MAX_PASSAGES = 60_000  # of one document
 STRETCH_CHARACTERS = 500_000  # cut at once
-MAX_TOKEN_CHARACTERS = 128  # no passage is so long a token
 CountTokens = Callable[[str], int]
 
 

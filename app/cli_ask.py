@@ -12,6 +12,7 @@ import typer
 from ragblend.app.answer import Answer, Source
 from ragblend.app.citations import with_marks
 from ragblend.app.cli_common import Answering, Cli, plural
+from ragblend.app.home import absolute
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ Trace = Annotated[
     typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
 ]
 LISTED = 50
+LONG_NUMBER = 19  # digits; a conversation's number has fewer, as SQLite's have
 
 
 def ask(
@@ -57,7 +59,12 @@ def ask(
 def digest(
     cli: Cli,
     answering: Answering,
-    file: Annotated[Path, typer.Argument(help="A file; or a document of the library, by its id or name.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A file; or a document of the library, by its id or name.", parser=os.path.expanduser
+        ),
+    ],
     collection: Collection = None,
 ) -> None:
     """Summarise a long document, part by part, from its stored passages; what was stopped goes on where it was."""
@@ -67,14 +74,15 @@ def digest(
     with cli.open(collection=collection, **vars(answering)) as workspace:
         workspace.check_engine()
         name, library = workspace.settings.collection, workspace.library
+        path = absolute(cli.folder / file)
         with progress_bars(cli.terminal) as show:
-            if os.path.isfile(file):
-                report = take_in(workspace, [file], show, leave=cli.terminal.check)
+            if os.path.isfile(path):
+                report = take_in(workspace, [path], show, leave=cli.terminal.check)
                 for _, reason in report.failed.values():
                     raise LibraryError(reason)
                 if report.interrupted:
                     raise KeyboardInterrupt
-            document = library.find(name, os.path.abspath(file) if os.path.isfile(file) else file.name)
+            document = library.find(name, str(path) if os.path.isfile(path) else file, cli.folder)
             talks = ready(cli, workspace)
             with talks.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
                 answer = turn.whole()
@@ -186,7 +194,7 @@ def _show(cli: Cli, answer: Answer, message: "Message", more: dict[str, Any]) ->
 
 def _found(chats: "Chats", wanted: str | None) -> "Chat":
     """The conversation with that number or title; None: the latest. Raises LibraryError."""
-    if wanted is not None and wanted.isdecimal():
+    if wanted is not None and wanted.isdecimal() and len(wanted) < LONG_NUMBER:
         return chats.get(int(wanted))
     found, _ = chats.page(limit=1 if wanted is None else -1)
     if wanted is not None:

@@ -127,6 +127,11 @@ class Cli:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def folder(self) -> Path:
+        """Where a relative path of the command line begins."""
+        return Path.cwd() if self.shared is None else self.shared.folder
+
+    @property
     def place(self) -> Home:
         """The home, made if need be. Raises LibraryError."""
         return Home.resolve(self.home).create()

@@ -1,5 +1,6 @@
 """`ragblend docs` and `collections`: what is in the library, one document's passages, taking out what is there."""
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,16 @@ if TYPE_CHECKING:
 docs = typer.Typer(name="docs", help="List, show and remove documents.", no_args_is_help=True)
 collections = typer.Typer(name="collections", rich_markup_mode=None)
 Collection = Annotated[str | None, typer.Option(help="Which collection.")]
+# Whoever types a path says whose home "~" is, wherever the command then runs.
 Reference = Annotated[
-    str, typer.Argument(metavar="DOCUMENT", help="Its id (or the beginning), path or file name.")
+    str,
+    typer.Argument(
+        metavar="DOCUMENT", help="Its id (or the beginning), path or file name.", parser=os.path.expanduser
+    ),
+]
+References = Annotated[
+    list[str],
+    typer.Argument(metavar="DOCUMENT...", help="Ids, paths or file names.", parser=os.path.expanduser),
 ]
 
 
@@ -50,16 +59,13 @@ def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
 
 
 @command(docs, "rm", shared=True)
-def remove_documents(
-    cli: Cli,
-    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT...", help="Ids, paths or file names.")],
-    collection: Collection = None,
-) -> None:
+def remove_documents(cli: Cli, documents: References, collection: Collection = None) -> None:
     """Take documents out of the library: text, vectors and KV. The files themselves stay."""
     from ragblend.app.removal import remove_document
 
     with cli.open_collection(collection) as workspace, workspace.workspaces.writing():
-        found = [workspace.library.find(workspace.settings.collection, name) for name in documents]
+        library, name = workspace.library, workspace.settings.collection
+        found = [library.find(name, each, cli.folder) for each in documents]
         removed = [remove_document(workspace, document) for document in dict.fromkeys(found)]
     freed = sum(one.bytes_freed for one in removed)
     lines = (

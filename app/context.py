@@ -5,6 +5,7 @@ store, and all of it from memory while the conversation goes on (`engine/session
 from the oldest turn on, far enough that it does not happen again with every question.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,12 @@ def fit(
         if cancel is not None and cancel.is_set():
             raise Cancelled("The question was called off.")
         sources = numbered(best, messages, kept)
-        prompt = build(engine, words, kept, question, sources)
+        try:
+            prompt = build(engine, words, kept, question, sources)
+        except PromptTooLongError:  # not even tokenized
+            if not kept:
+                raise
+            return Prompt(()), sources, sys.maxsize
         return prompt, sources, len(prompt.token_ids)
 
     def fits_without(oldest: int) -> bool:

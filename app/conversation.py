@@ -200,6 +200,7 @@ class Conversations:
     def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Iterator[Asked]:
         """As far as retrieval has come, a stage at a time: the last one is what is answered."""
         settings = options.settings(self.settings)
+        self.engine.check_text(len(asked.text))  # before it is searched by
         turns, begun = past_turns(messages), time.perf_counter()
         ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)

@@ -7,7 +7,7 @@ asked; its KV follows (`encoding.py`), and until then a question reads it in its
 passage is embedded by a third of its windows first, and in full (`embed_in_full`) when all of them can be asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -88,14 +88,18 @@ def take_in(
     does a KeyboardInterrupt of leave(), which is called between two passages or pages.
 
     prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
-    full disk, a missing model and the like are raised.
+    full disk, a missing model and the like are raised. Between two files other threads that want to write pass.
     """
-    run = _Run(workspace, Meter(on_progress, leave))
-    with workspace.workspaces.writing():
-        try:
-            run.all(discover(paths), prune)
-        except KeyboardInterrupt:
-            run.report.interrupted = True
+    run, spaces = _Run(workspace, Meter(on_progress, leave)), workspace.workspaces
+    is_over = has_let_pass = False
+    try:
+        steps = run.all(discover(paths), prune)
+        while not is_over:
+            with spaces.writing(patient=has_let_pass):
+                is_over = not any(spaces.is_wanted for _ in steps)
+            has_let_pass = True
+    except KeyboardInterrupt:
+        run.report.interrupted = True
     return run.report
 
 
@@ -176,7 +180,8 @@ class _Run:
         self._collection = workspace.settings.collection
         self.report = IngestReport()
 
-    def all(self, found: Discovery, prune: bool) -> None:
+    def all(self, found: Discovery, prune: bool) -> Iterator[None]:
+        """Yields behind each file, where the writer lock may be let go of and taken again."""
         self.report.skipped = [*map(shown, found.skipped)]
         for path, error in found.failed:
             self._note_failure(path, error)
@@ -188,6 +193,7 @@ class _Run:
             except DocumentError as error:
                 self._note_failure(path, error)
             self._meter.count("parse", done=1)
+            yield
         for document in self._gone(found.folders):
             (self.report.pruned if prune else self.report.gone).append(document.path)
             if prune:

@@ -70,7 +70,6 @@ class JobQueue:
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
-        self.store.requeue_running()  # what a killed process was working on
         self._wakened, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._uploading = threading.Lock()  # from a copy in the home to its place in the queue
@@ -82,8 +81,11 @@ class JobQueue:
         self._kv_message, self._is_idle = "", False
 
     def start(self) -> None:
-        """Begin to work, in a thread; what an earlier process left is gone on with."""
+        """Begin to work, in a thread; what an earlier process left is gone on with. Only for who holds the home's page
+        lock: of another process that works, what it is working on would be taken for left.
+        """
         if not self._is_alive:
+            self.store.requeue_running()  # what a killed process was working on
             self._ending.clear()
             self._thread = threading.Thread(target=self._run, name="ragblend-ingest", daemon=True)
             self._thread.start()
@@ -298,18 +300,19 @@ class JobQueue:
         self._is_idle = False
 
     def _turn(self) -> None:
-        """Work until the queue is empty or somebody else wants to write."""
+        """Work until the queue is empty or somebody else wants to write: one file at least before who is patient."""
         with self.workspaces.writing():
-            self._waiting = None
+            self._waiting, lets_pass = None, False
             self.store.requeue_running()  # what a full disk kept us from putting back
-            while not self._disturbed and (job := self.store.next()) is not None:
+            while not (self._disturbed or lets_pass) and (job := self.store.next()) is not None:
                 begun = time.monotonic()
                 if self._one(job):
                     self._pace.add(time.monotonic() - begun)
+                lets_pass = self.workspaces.is_wanted
 
     @property
     def _disturbed(self) -> bool:
-        return self._paused or self._ending.is_set() or self.workspaces.is_wanted
+        return self._paused or self._ending.is_set() or self.workspaces.is_hurried
 
     def _one(self, job: FileJob) -> bool:
         """Whether it came to an end, good or bad."""

@@ -5,6 +5,7 @@ Everything else (Chroma's index, all KV) can be made again from this one SQLite 
 
 import logging
 import math
+import os
 import re
 import sqlite3
 import unicodedata
@@ -185,10 +186,13 @@ class Library(Database):
         start = folder.rstrip("/")
         return self.column(query, collection, f"{start}/", f"{start}0")  # "0" follows "/"
 
-    def find(self, collection: str, reference: str) -> Document:
-        """The one document with this id (or its beginning), path or file name. Raises LibraryError."""
+    def find(self, collection: str, reference: str, folder: Path | str = "") -> Document:
+        """The one document with this id (or its beginning), path or file name. Raises LibraryError.
+
+        folder: where a relative path begins, if not where this process stands.
+        """
         known = self.documents(collection)
-        path = str(absolute(reference))
+        path = str(absolute(Path(folder, os.path.expanduser(reference))))
         exact = [document for document in known if reference == document.id or path == document.path]
         loose = [
             d for d in known if reference == d.name or (len(reference) >= 4 and d.id.startswith(reference))

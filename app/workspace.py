@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ class Workspaces(Closing):
         self._lock = threading.RLock()
         self._open: dict[str, Workspace] = {}
         self._files: dict[tuple[str, str], Any] = {}  # what is open, by what it is and whose
-        self._writers, self._waiting = DeviceQueue(), 0
+        self._writers, self._waiting, self._hurried = DeviceQueue(), 0, 0
         self.reranking = (
             DeviceQueue()
         )  # before all rerankers: commands may name another one than the settings
@@ -138,20 +138,26 @@ class Workspaces(Closing):
     @property
     def is_wanted(self) -> bool:
         """Whether a thread waits to write behind the one that does: who writes long lets it pass."""
-        return self._waiting > 1
+        return self._waiting > 0
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether one of them is not patient: for it a file is left in the middle, where that loses little."""
+        return self._hurried > 0
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, patient: bool = False) -> Iterator[None]:
         """Be the one writer of this home, among threads and processes; what was deleted is erased at the end.
 
-        Not reentrant. Raises StoreLockedError, naming the process that has it, and LibraryError.
+        patient: who let others pass. Not reentrant. Raises StoreLockedError, naming the process that has it, and
+        LibraryError.
         """
         from ragblend.app.removal import erase_removed
 
-        with self._lock:
-            self._waiting += 1
-        try:
-            with self._writers.turn(), writer_lock(self.home.lock) as hold:
+        with ExitStack() as held:
+            with self._waits(patient):
+                held.enter_context(self._writers.turn())
+            with writer_lock(self.home.lock) as hold:
                 if hold.before != self._mark:  # another process wrote: what Chroma has in memory may be old
                     self.close_indexes()
                 self._mark = hold.mark
@@ -163,9 +169,16 @@ class Workspaces(Closing):
                     finally:
                         if self.home.chroma.exists():
                             make_private(self.home.chroma)  # Chroma makes its files readable for all
+
+    @contextmanager
+    def _waits(self, patient: bool) -> Iterator[None]:
+        with self._lock:
+            self._waiting, self._hurried = self._waiting + 1, self._hurried + (not patient)
+        try:
+            yield
         finally:
             with self._lock:
-                self._waiting -= 1
+                self._waiting, self._hurried = self._waiting - 1, self._hurried - (not patient)
 
     def close_indexes(self) -> None:
         """Have whoever searches one open it again from the files, which all share."""
@@ -212,9 +225,13 @@ class _Lent(Workspaces):
     def is_wanted(self) -> bool:
         return self._owner.is_wanted
 
+    @property
+    def is_hurried(self) -> bool:
+        return self._owner.is_hurried
+
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        with self._owner.writing():
+    def writing(self, patient: bool = False) -> Iterator[None]:
+        with self._owner.writing(patient):
             yield
 
     def close(self) -> None:

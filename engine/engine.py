@@ -152,8 +152,16 @@ class Engine:
         """Tokens of a passage."""
         return len(self.runtime.tokenizing.passage_ids(text))
 
+    def check_text(self, characters: int) -> None:
+        """Raises PromptTooLongError for so long a text that tokenizing it would only take memory and time."""
+        self.runtime.check_text(characters)
+
     def control_tokens(self, text: str) -> list[int]:
-        """Ids of the control tokens that the text holds as a literal, in order: what it must not hold as a message."""
+        """Ids of the control tokens that the text holds as a literal, in order: what it must not hold as a message.
+
+        Raises PromptTooLongError.
+        """
+        self.check_text(len(text))
         return self.runtime.tokenizing.controls(text)
 
     @property
@@ -256,9 +264,13 @@ class Engine:
         return self.runtime.tokenizing.chat_prompt(system, list(passages), question, list(history))
 
     def tokenize(self, prompt: Prompt) -> Prompt:
-        """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here."""
+        """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here, and
+        PromptTooLongError for text that cannot fit the window; passages of a library are as short as they were cut.
+        """
         if prompt.is_tokenized:
             return prompt
+        given = (each for each in prompt.segments if isinstance(each, Literal) or not each.entered)
+        self.check_text(sum(len(each.text or "") for each in given if each.token_ids is None))
         return self.runtime.tokenizing.prompt(prompt, self._nodes.find(prompt.chunks))
 
     def prefill(

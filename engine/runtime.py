@@ -31,7 +31,7 @@ from ragblend.engine.model import LoadedModel
 from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue, patient
 from ragblend.engine.session import Session
 from ragblend.engine.steps import Choice
-from ragblend.engine.tokenizing import Tokenizing
+from ragblend.engine.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UsageError
@@ -380,6 +380,14 @@ class Runtime:
     def reads(self, tokens: int) -> bool:
         """Whether something of the window would be left to answer in."""
         return tokens < self.context_window
+
+    def check_text(self, characters: int) -> None:
+        """Raises PromptTooLongError for what is not worth tokenizing: too long for the window, whatever it says."""
+        if characters > LONG_CHARACTERS and characters > MAX_TOKEN_CHARACTERS * self.context_window:
+            raise PromptTooLongError(
+                f"the prompt has {characters:,} characters; {self.model_name} reads at most {self.context_window - 1} "
+                "tokens and answers in what is left: use fewer or shorter passages, or a model with a longer window"
+            )
 
     def check_length(self, tokens: int, what: str) -> None:
         """Raises PromptTooLongError for what it cannot read."""

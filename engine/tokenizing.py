@@ -12,6 +12,8 @@ OPENING = "Passages:\n\n"
 # Not "Question: ...": small models then go on asking themselves questions after the answer.
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
+MAX_TOKEN_CHARACTERS = 128  # no model's token stands for so many
+LONG_CHARACTERS = 1 << 18  # tokenizing takes a hundred times a text's memory, and seconds from here on
 
 NodeIds = dict[
     tuple[str | None, str], tuple[int, ...]

@@ -117,11 +117,13 @@ class Backend:
         learn: bool = False,
         tools: "Sequence[Tool]" = (),
     ) -> "Prompt":
-        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError.
+        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError, and
+        PromptTooLongError.
 
         tools: that the model is shown; raises UnsupportedModelError where it calls none.
         learn: what comes back from an earlier prompt that was learnt from is a passage from now on.
         """
+        self.engine.check_text(sum(len(_text_of(turn)) for turn in turns))  # before it is looked through
         found = [list(found_in(turn.pieces, self.registry, named)) for turn in turns]
         if learn and turns:  # what the model said before comes back with every question, and is no passage
             others = [number for number, turn in enumerate(turns) if turn.role != "assistant"]

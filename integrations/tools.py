@@ -48,7 +48,7 @@ class Wanted:
         if choice == "none":
             chosen, is_forced = [], False
         elif is_forced and choice not in ANY:
-            if choice not in names:
+            if not isinstance(choice, str) or choice not in names:
                 raise UsageError(f"tool_choice names {choice!r}; there are {', '.join(names) or 'no tools'}")
             chosen = [{"type": "function", "function": names[choice]}]
         elif is_forced and not chosen:

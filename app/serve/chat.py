@@ -18,10 +18,12 @@ from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
 from ragblend.engine.prompt import Prompt
+from ragblend.engine.scheduler import Cancel
 from ragblend.engine.tools import Said
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, TimedOut
 from ragblend.integrations.threads import in_thread
+from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -66,6 +68,19 @@ class Chosen:
     def said(self) -> Said:
         return self.choice.call.said(self.result)
 
+    @cached_property
+    def calls(self) -> list[dict[str, Any]]:
+        """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
+        made = [
+            (call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.said.calls
+        ]
+        if self.said.broken is not None:
+            made.append((f"call_{uuid.uuid4().hex[:24]}", self.said.broken_name or "", self.said.broken))
+        return [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in made
+        ]
+
 
 Piece = tuple[Choice, str] | Chosen
 
@@ -91,7 +106,13 @@ async def respond(
 ) -> Response:
     service = service_of(request)
     service.check_model(body.model)
-    pieces = _answers(service, client_of(request), body, prompts_of)
+    client, sent = client_of(request), await request.body()
+
+    def work(stopped: Cancel) -> list[Choice]:
+        with service.reading(sent, stopped):
+            return _choices(service, client, body, prompts_of)
+
+    pieces = _answers(service, client, body, work)
     if body.stream:
         return await streamed(request, form.chunks(pieces, body.includes_usage))
     found = await until_gone(request.receive, whole(pieces))
@@ -99,13 +120,17 @@ async def respond(
 
 
 async def _answers(
-    service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
+    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[Choice]]
 ) -> AsyncGenerator[Piece, None]:
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
     with service.admission.enter(client), _in_time(service, body.timeout):
         seconds = service.allowed_s(body.timeout)
-        for choice in await stoppable(lambda _: _choices(service, client, body, prompts_of), seconds):
+        try:
+            found = await stoppable(choices, seconds)
+        except Cancelled as error:
+            raise service.too_late(body.timeout) from error
+        for choice in found:
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
@@ -208,7 +233,7 @@ class ChatForm(Form):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def choice(self, chosen: Chosen) -> dict[str, Any]:
-        calls, text = calls_of(chosen.said), chosen.said.text
+        calls, text = chosen.calls, chosen.said.text
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": chosen.choice.index,
@@ -224,7 +249,7 @@ class ChatForm(Form):
         return _delta(index, {"content": text})
 
     def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        index, calls = chosen.choice.index, calls_of(chosen.said)
+        index, calls = chosen.choice.index, chosen.calls
         made = (
             [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
         )
@@ -254,17 +279,6 @@ class TextForm(Form):
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def calls_of(said: Said) -> list[dict[str, Any]]:
-    """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
-    made = [(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls]
-    if said.broken is not None:
-        made.append((f"call_{uuid.uuid4().hex[:24]}", said.broken_name or "", said.broken))
-    return [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in made
-    ]
 
 
 def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Shared:
 
     def __init__(self, desk: Desk, asked: dict[str, Any]) -> None:
         self.desk, self._environment = desk, dict(asked["environment"])
-        self._folder = Path(asked["folder"])
+        self.folder = Path(asked["folder"])
 
     def workspace(self, overrides: dict[str, Any]) -> Workspace:
         """As `Workspace.open` has it. Raises UsageError for what only another process could have."""
@@ -152,7 +152,7 @@ class Shared:
     def _meant(self, name: str, value: Any, folder: Path | None = None) -> Any:
         """The same for what is the same: a path from another folder, a device by its name or left out."""
         if name == "model" and value != "default":
-            path = os.path.join(folder or self._folder, os.path.expanduser(value))
+            path = os.path.join(folder or self.folder, os.path.expanduser(value))
             return os.path.realpath(path) if os.path.exists(path) else value
         if name in ("device", "dtype") and value is None:
             from ragblend.engine.device import pick_device, pick_dtype

@@ -52,8 +52,11 @@ async def ask(request: Request, body: AskBody) -> Response:
     )  # fmt: skip
     earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
 
+    sent = await request.body()
+
     def begin(cancel: Cancel) -> Turn:
-        return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
+        with service.reading(sent, cancel):
+            return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
 
     pieces = _asked(service, client, body, begin)
     if body.stream:
@@ -170,7 +173,8 @@ class Listing:
             data, total = page(service.desk, name)
             return {"object": "list", "collection": name, "total": total, "data": data}
 
-        return json_response(await in_thread(listed))
+        with service.admission.enter(client):
+            return json_response(await in_thread(listed))
 
 
 @router.get("/documents")
@@ -209,7 +213,8 @@ async def remove(request: Request, document_id: str) -> Response:
             raise ApiError(404, "There is no such document.", "document_not_found", "document_id")
         return sum(each.bytes_freed for each in gone)
 
-    freed = await in_thread(removed)
+    with service.admission.enter(client):
+        freed = await in_thread(removed)
     return json_response({"id": document_id, "object": "document", "deleted": True, "bytes_freed": freed})
 
 

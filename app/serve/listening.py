@@ -103,7 +103,6 @@ def serve(
     with (
         owning(desk, "ragblend serve"),
         files_inside(root / "serve"),
-        _ended_by_term(),
     ):
         front = build(desk, Door(rules, keys, not address.is_private), limits)
 
@@ -124,7 +123,8 @@ def serve(
 def owning(desk: Desk, command: str) -> Iterator[None]:
     """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
 
-    Where it cannot listen for commands they run beside it. Raises StoreLockedError where another one has the home.
+    Where it cannot listen for commands they run beside it. SIGTERM ends it as Ctrl-C does. Raises StoreLockedError
+    where another one has the home.
     """
     root = desk.workspaces.home.root
     with ExitStack() as held:
@@ -142,6 +142,7 @@ def owning(desk: Desk, command: str) -> Iterator[None]:
         except OSError as error:
             log.warning("commands will open the home %s themselves: listening there: %s", root, error)
         _look_for_garbage()
+        held.enter_context(_ended_by_term())
         yield
 
 

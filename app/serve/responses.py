@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import Chosen, Form, Piece, calls_of, respond, usage_and_kv
+from ragblend.app.serve.chat import Chosen, Form, Piece, respond, usage_and_kv
 from ragblend.app.serve.service import service_of
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
-STARTED, DONE = "in_progress", "completed"
+STARTED, DONE, CUT = "in_progress", "completed", "incomplete"
 
 
 @router.post("/responses")
@@ -59,7 +59,7 @@ class ResponseForm(Form):
         [answer] = chosen
         is_cut = answer.finish_reason == "length"
         ended = {
-            "status": "incomplete" if is_cut else DONE,
+            "status": CUT if is_cut else DONE,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items(answer),
@@ -87,8 +87,9 @@ class ResponseForm(Form):
                 text = "".join(texts)
                 yield self._text_event("done", text=text, logprobs=[])
                 yield self._event("response.content_part.done", **self._place, part=_part(text))
-                yield self._item_event("done", 0, self._message(text))
-                for number, item in enumerate(self._items(piece)[1:], start=1):
+                message, *calls = self._items(piece)
+                yield self._item_event("done", 0, message)
+                for number, item in enumerate(calls, start=1):
                     for event in self._call_comes(number, item):
                         yield event
                 whole = self.whole([piece])
@@ -124,9 +125,12 @@ class ResponseForm(Form):
         kind = {"type": "function_call", "status": DONE}
         calls = [
             {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
-            for call in calls_of(answer.said)
+            for call in answer.calls
         ]
-        return [self._message(answer.said.text), *calls]
+        items = [self._message(answer.said.text), *calls]
+        if answer.finish_reason == "length":
+            items[-1]["status"] = CUT
+        return items
 
 
 def _part(text: str) -> Json:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -24,6 +24,8 @@ from ragblend.app.serve.sessions import Sessions
 from ragblend.app.settings import BUNDLED
 from ragblend.app.startup import Startup
 from ragblend.engine.config import Report
+from ragblend.engine.scheduler import Cancel, DeviceQueue
+from ragblend.engine.tokenizing import LONG_CHARACTERS
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.threads import in_thread
 
@@ -86,7 +88,7 @@ class Service:
     def __init__(self, desk: Desk, limits: Limits | None = None) -> None:
         self.desk, self.limits = desk, limits or Limits()
         self.startup, self.metrics, self.sessions = Startup(), Metrics(), Sessions()
-        self.admission = Admission(self.limits)
+        self.admission, self._long = Admission(self.limits), DeviceQueue()
         self.home = str(desk.workspaces.home.root)
         self.begun, self._begun_s = int(time.time()), time.monotonic()
 
@@ -137,6 +139,12 @@ class Service:
         said = f"No whole answer within {seconds:g} seconds; allow more, or fewer max_tokens."
         status = 408 if told is not None and told <= self.limits.answer_s else 504
         return ApiError(status, said, "timeout", is_final=True)
+
+    @contextmanager
+    def reading(self, body: bytes, stopped: Cancel) -> Iterator[None]:
+        """While what a request asks is tokenized: long ones one at a time. Raises Cancelled if stopped before that."""
+        with self._long.turn(stopped) if len(body) > LONG_CHARACTERS else nullcontext():
+            yield
 
     def count(self, report: Report) -> None:
         """How the tokens of an answer's prompt were served; that there is one says that all is well again."""

@@ -14,7 +14,7 @@ from ragblend.engine.results import Missing, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.integrations.embeddings import chosen
-from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 WORDS = 64  # dimensions of the fake embeddings
 BATCH_TEXTS = 8
@@ -82,6 +82,7 @@ class FakeEngine:
     """Counts words as tokens; "KV" is a file a node in the home, so that it outlives a killed process."""
 
     model_name, device, dtype, context_window, token_bytes = "fake", "cpu", "float32", 4096, 46_080
+    most_characters = 1 << 20
 
     def __init__(self, home):
         self.folder, self.nodes = Path(home) / "fake-kv", Path(home) / "fake-nodes"
@@ -97,6 +98,10 @@ class FakeEngine:
 
     def count_tokens(self, text):
         return len(text.split())
+
+    def check_text(self, characters):
+        if characters > self.most_characters:
+            raise PromptTooLongError(f"{characters} characters")
 
     @property
     def gate(self):
@@ -153,6 +158,7 @@ class FakeEngine:
         return Prompt([segment for turn in turns for segment in turn])
 
     def tokenize(self, prompt):
+        self.check_text(sum(len(each.text) for each in prompt.segments if isinstance(each, Literal)))
         words = [(segment.text or "").split() for segment in prompt.segments]
         ids = [[crc32(word.encode()) for word in each] for each in words]
         return Prompt([with_ids(*both) for both in zip(prompt.segments, ids, strict=True)])

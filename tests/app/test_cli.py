@@ -137,6 +137,7 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["docs", "rm", "~$report.docx"], 1, "LibraryError"),
         (["digest", "a" * 300], 1, "LibraryError"),
         (["models", "pull", "other"], 2, "UsageError"),
+        (["chat", "9" * 20], 1, "LibraryError"),
     ],
 )
 def test_errors_have_a_code_a_name_and_no_traceback(filled, capfd, arguments, code, kind):

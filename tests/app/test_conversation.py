@@ -302,6 +302,15 @@ def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, mo
         talks.prepare(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
 
 
+def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
+    engine.most_characters = 1000
+    earlier = [Message(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
+    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
+    assert "The first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
+    with pytest.raises(PromptTooLongError):
+        talks.prepare("x" * 1001, AskOptions(top_k=2))
+
+
 def test_editing_replaces_the_branch(talks, chats, chat, engine):
     asked(talks, chat, SKY)
     asked(talks, chat, BOATS)

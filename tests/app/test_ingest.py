@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import idle, until
 
 from ragblend.app import readers
 from ragblend.app.conversation import ANY
@@ -18,6 +20,7 @@ from ragblend.app.discovery import discover, is_gone, shown
 from ragblend.app.documents import State
 from ragblend.app.encoding import encode_missing
 from ragblend.app.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
+from ragblend.app.jobs import JobQueue
 from ragblend.app.removal import remove_document
 from ragblend.app.retrieval import search
 from ragblend.app.workspace import Workspaces
@@ -253,6 +256,37 @@ def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, d
     assert report.added == [str(documents / "bread.md"), str(documents / "sky.txt")]
     assert len(report.unchanged) == 1
     assert_consistent(second)
+
+
+def test_who_wants_to_write_passes_between_two_files(workspace, documents):
+    """A delete waited for the whole of an ingest that a server runs, and so did what was uploaded meanwhile."""
+    spaces, late = workspace.workspaces, documents.parent / "late.txt"
+    late.write_text("A letter that came late.")
+    ingest(workspace, [documents])
+    for path in documents.iterdir():
+        path.write_text(f"{path.read_text()} And more.")
+    gone, seen = spaces.library.find("default", "sky.txt"), []
+    with closing(JobQueue(spaces)) as jobs:
+        deleting = threading.Thread(target=jobs.remove, args=([gone.id], "default"))
+
+        def begin(texts):
+            """Of boats.txt, bread.md, then of what has passed, which is not left before its end, and of sky.txt."""
+            seen.append(gone.id in spaces.library.documents_with([gone.id]))
+            if len(seen) == 1:
+                deleting.start()
+            elif len(seen) == 2:
+                jobs.add([late], "default")
+                jobs.start()
+            if len(seen) <= 3:
+                until(lambda: spaces.is_wanted)
+
+        workspace.embedder.on_embed = begin
+        report = take_in(workspace, [documents])
+        assert idle(jobs) and [job.state for job in jobs.page()[0]] == ["done"]
+    assert seen == [True, False, False, True]
+    assert len(report.updated) == 2 and report.added == [gone.path]
+    encode_missing(workspace)
+    assert_consistent(workspace)
 
 
 def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents):

@@ -138,6 +138,22 @@ def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
         again.close()
 
 
+def test_who_only_opens_the_queue_leaves_alone_what_another_one_works_on(
+    jobs, workspaces, embedder, tmp_path
+):
+    """A second `ragblend ui`, which is refused later, made the first one forget that its file had changed."""
+    path = long_file(tmp_path, "a.txt")
+    gate = held(jobs, embedder, path)
+    path.write_text(f"{path.read_text()} The last word.")
+    jobs.add([path], "default")
+    JobQueue(workspaces).close()
+    assert states(jobs) == {"a.txt": "embedding"}
+    gate.set()
+    assert idle(jobs) and states(jobs) == {"a.txt": "done"}
+    [document] = workspaces.library.documents("default")
+    assert "The last word." in workspaces.library.passages_of(document.id)[-1].text
+
+
 def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, documents, tmp_path):
     ingest(workspaces.of("default"), [documents])
     gone = workspaces.library.find("default", "sky.txt")

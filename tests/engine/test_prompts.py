@@ -11,6 +11,7 @@ from ragblend import Chunk, Literal, Prompt
 from ragblend.engine import attention, cache
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.blob import ChunkReader
+from ragblend.kvstore.errors import PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
@@ -38,6 +39,15 @@ def test_no_chunk(stored):
         prefilled = stored.engine.prefill(Prompt([Literal("who kept the two ledgers?")]), method=method)
         assert largest_error(prefilled.logits, stored.logits(prefilled.prompt)[-1]) < ALLOWED
         assert prefilled.report.recomputed_fraction == 0
+
+
+@pytest.mark.parametrize("segment", [Literal("a " * (1 << 18)), Chunk("a " * (1 << 18))])
+def test_text_that_cannot_fit_is_not_tokenized(stored, segment):
+    """Sixteen requests of four megabytes took sixteen gigabytes before their length was looked at."""
+    with pytest.raises(PromptTooLongError, match=r"524,28\d characters"):
+        stored.engine.tokenize(Prompt([Literal("a"), segment]))
+    with pytest.raises(PromptTooLongError, match=r"524,28\d characters"):
+        stored.engine.control_tokens(segment.text)
 
 
 @pytest.mark.parametrize(

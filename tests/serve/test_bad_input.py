@@ -57,6 +57,7 @@ def check(response, status, code=None):
         (CHAT, {"method": "guess"}, 400, "invalid_value"),
         (CHAT, {"ratio": 2}, 400, "invalid_value"),
         (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"function": {"name": ["f"]}}}, 400, "invalid_value"),
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
@@ -70,6 +71,9 @@ def check(response, status, code=None):
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}, 400, "context_length_exceeded"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000_000}]}, 413, None),
         (CHAT, {"messages": [{"role": "user", "content": "a " * (1 << 20)}]}, 400, "context_length_exceeded"),
+        (TEXT, {"prompt": "a " * (1 << 18)}, 400, "context_length_exceeded"),
+        ("/v1/responses", {"input": "a " * (1 << 18)}, 400, "context_length_exceeded"),
+        (ASK, {"question": "a " * (1 << 18)}, 400, "context_length_exceeded"),
         (CHAT, {"timeout": 0.001, "max_tokens": 1500}, 408, "timeout"),
         ("/v1/responses", {"input": "a", "metadata": {"a": float("nan")}}, 400, "invalid_value"),
         ("/v1/responses", {"input": "a", "text": {"nonsense": 1}}, 400, "invalid_value"),
@@ -213,7 +217,10 @@ def test_too_many_requests_are_told_when_to_come_again(home_of, tiny_folder) -> 
             for thread in waiting:
                 thread.start()
             until(lambda: served.service.admission.inside == 2)
-            refused = served.chat(name="ada"), served.chat(name="owner-key")
+            refused = [served.chat(name="ada"), served.chat(name="owner-key")]
+            with served.client() as client:  # which had a thread each, however many came
+                paths = ("/v1/documents", "/v1/documents/jobs")
+                refused += [*map(client.get, paths), client.delete("/v1/documents/none")]
         for thread in waiting:
             thread.join(SOON_S)
         for answer in refused:

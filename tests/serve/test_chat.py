@@ -212,6 +212,22 @@ def test_who_leaves_while_his_prompt_is_made_takes_his_place_until_it_is(served,
     until(lambda: served.service.admission.inside == 0)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/rag/ask"])
+def test_long_texts_are_tokenized_one_at_a_time_and_who_waits_may_give_up(served, path) -> None:
+    """Sixteen at once took sixteen times the memory."""
+    text, named = "\u00e9" * 200_000, {"model": served.service.model}  # more bytes than characters
+    body = (
+        {"question": text}
+        if path.endswith("ask")
+        else named | {"messages": [{"role": "user", "content": text}]}
+    )
+    sent = json.dumps(body | {"timeout": 0.2}, ensure_ascii=False).encode()
+    with served.client() as client, served.service.reading(sent, threading.Event()):
+        answer = client.post(path, content=sent, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+        assert served.chat().status_code == 200, "a short one does not wait"
+
+
 def test_a_second_turn_reads_what_is_new(served) -> None:
     messages = [{"role": "user", "content": "Tell me about the ships of the harbour, one by one. " * 4}]
     first = served.chat(messages=messages).json()

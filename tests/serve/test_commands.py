@@ -127,6 +127,34 @@ def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> 
         assert desk.workspaces.names() == ["default"]
 
 
+def test_a_relative_path_begins_where_the_command_was_typed(home, tmp_path, monkeypatch) -> None:
+    """It began in the server's folder: another document of the same relative path was taken out."""
+    caller, server, empty = (tmp_path / name for name in ("caller", "server", "empty"))
+    for folder, text in ((caller, FERRY), (server, LIGHT)):
+        (folder / "notes").mkdir(parents=True)
+        (folder / "notes" / "same.txt").write_text(text)
+    empty.mkdir()
+    monkeypatch.chdir(server)
+
+    def typed(folder, *words):
+        environment = os.environ | {"HOME": str(caller), "RAGBLEND_COLLECTION": "typed"}
+        process = as_process(home, *words, "--json", cwd=folder, env=environment)
+        out, notes = process.communicate(timeout=120)
+        assert out, notes
+        return json.loads(out)
+
+    with owned(home):
+        for folder, path in (
+            (caller, "notes/same.txt"), (caller / "notes", "same.txt"), (empty, "~/notes/same.txt"),
+        ):  # fmt: skip
+            typed(caller, "ingest", str(tmp_path))
+            gone = typed(folder, "docs", "rm", path)["removed"]
+            assert [each["path"] for each in gone] == [str(caller / "notes" / "same.txt")]
+        for command in (("docs", "rm"), ("digest",)):
+            assert "there is none" in typed(empty, *command, "notes/same.txt")["error"]["message"]
+        typed(caller, "collections", "rm", "typed")
+
+
 def test_a_collection_that_is_taken_out_is_watched_no_more(home, told, tmp_path) -> None:
     """A change in its folder brought it back: only the list had forgotten the folder."""
     pytest.importorskip("watchfiles")

@@ -86,6 +86,11 @@ def test_functions_are_called_and_what_they_gave_is_read(home_of, caller_folder)
                 **asked, input=[hoist], tool_choice={"type": "function", "name": "hoist"}, stream=True
             )
         )
+        cut = list(
+            client.responses.create(
+                **asked | {"max_output_tokens": 12}, input=[hoist], tool_choice="required", stream=True
+            )
+        )
         given = {"type": "function_call_output", "call_id": answer.output[-1].call_id, "output": "It is up."}
         again = [hoist, *(item.model_dump() for item in answer.output), given]
         assert client.responses.create(**asked | {"max_output_tokens": 4}, input=again).output_text
@@ -96,6 +101,11 @@ def test_functions_are_called_and_what_they_gave_is_read(home_of, caller_folder)
     [done] = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert (done.name, done.arguments) == ("hoist", call.arguments)
     assert events[-1].type == "response.completed" and events[-1].response.output[-1].name == "hoist"
+    items = [event.item for event in cut if event.type == "response.output_item.done"]
+    assert cut[-1].type == "response.incomplete" and cut[-1].response.output == items, "one id, made once"
+    assert [(item.type, item.status) for item in items] == [
+        ("message", "completed"), ("function_call", "incomplete"),
+    ]  # fmt: skip
 
 
 def test_what_one_turn_says_and_calls_is_one_message() -> None:

@@ -97,9 +97,9 @@ class Server:
     def address(self) -> str:
         return self.url.partition("/?")[0]
 
-    def stop(self) -> int:
-        """Ctrl-C; the exit code."""
-        self.process.send_signal(signal.SIGINT)
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ctrl-C, or another signal; the exit code."""
+        self.process.send_signal(number)
         code = self.process.wait(60)
         self._close()
         return code

@@ -2,11 +2,13 @@
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 
 import httpx
 import pytest
+from browser import Server
 from fronts import PORT, send_raw
 from test_safety import TRAVERSALS
 
@@ -159,6 +161,14 @@ def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
         assert folder.is_relative_to(tmp_path)
         assert not left.exists()
     assert not (tmp_path / "ui").exists()
+
+
+def test_sigterm_ends_the_page_as_ctrl_c_does(tmp_path) -> None:
+    """The process ended at once: uploads and the file with the page's token stayed."""
+    running = Server(tmp_path / "home")
+    assert (running.home / "ui").exists()
+    assert running.stop(signal.SIGTERM) == 0
+    assert not (running.home / "ui").exists()
 
 
 def test_gradio_is_imported_in_its_environment_and_not_before() -> None:
