@@ -80,6 +80,16 @@ class Collector:
     collect: "Collect | None" = None
 
 
+@dataclass(frozen=True)
+class Digest:
+    """Keys that stand for all: their positions (S,), ascending, and what is added to their scores, (S,) float32: the
+    logarithm of how many each stands for.
+    """
+
+    keys: Tensor
+    gains: Tensor
+
+
 Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
 
 
@@ -171,6 +181,22 @@ def position_mask(
     if absent is not None:
         mask &= ~absent[first_key:total_tokens]
     return mask[None, None]
+
+
+def digest_mask(rows: Tensor, digest: Digest, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(R, S) additive: for rows at positions (R,) that attend to a digest, in which every one of them is itself."""
+    apart = rows[:, None] - digest.keys
+    hidden = apart < 0 if window is None else (apart < 0) | (apart >= window)
+    return digest.gains.to(dtype).expand(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def digest_tiles(rows: Tensor, digest: Digest, window: int | None, dtype: torch.dtype) -> list[Tile]:
+    """`tiles` of rows that attend to a digest."""
+    masks = digest_mask(rows, digest, window, dtype).split(TILE_ROWS)
+    starts, seen = range(0, len(rows), TILE_ROWS), digest.keys.numel()
+    return [
+        Tile(start, start + len(mask), 0, seen, 0, mask) for start, mask in zip(starts, masks, strict=True)
+    ]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -310,7 +336,7 @@ def _by_products(
             torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
             if tile.mask is not None:
                 each = scores.view(group, -1, scores.shape[1])
-                each[..., tile.ragged_key - tile.first_key :] += tile.mask
+                each[..., tile.ragged_key - tile.first_key :].add_(tile.mask)
             part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
@@ -335,7 +361,7 @@ def _collected(
     for of in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
         scores = weights.view(key_heads, -1, keys.shape[1])[of]
         torch.matmul(grouped[of], keys[of].mT, out=scores)
-        scores.view(-1, rows, keys.shape[1])[..., ragged:] += collector.mask[:, ragged:]
+        scores.view(-1, rows, keys.shape[1])[..., ragged:].add_(collector.mask[:, ragged:])
         torch.matmul(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)

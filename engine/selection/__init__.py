@@ -46,12 +46,16 @@ _TABLE: dict[str, Policy] = {
     "prophet": ByAttention(range, by_attention.summed_rows),
     # Ours.
     "probe": ByAttention(
-        by_attention.later_layers, by_attention.rooted_squares, probe=by_attention.affordable_rows
+        by_attention.later_layers,
+        by_attention.rooted_squares,
+        probe=by_attention.affordable_rows,
+        digests=by_attention.even_digest,
     ),
     "probe-shift": ByAttention(
         by_attention.later_layers,
         by_attention.rooted_squares,
         probe=by_attention.affordable_rows,
+        digests=by_attention.even_digest,
         shift=KernelShift(),
     ),
 }
