@@ -60,7 +60,7 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
                 engine.encode([text])
         yield tuple(keys)
     finally:
-        if not keep:
+        if new and not keep:
             engine.store.delete(new)
 
 
