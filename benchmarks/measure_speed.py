@@ -50,7 +50,7 @@ from ragblend.engine.correction import Correction
 from ragblend.engine.few_rows import HEAD, FewRows, PackedWeights
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled
-from ragblend.engine.selection import by_attention, shift
+from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "speed.md", DOCS / "pictures" / "speed.svg"
@@ -231,13 +231,17 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
     if report.probe_rows:
         fresh = [row for row, letter in enumerate(report.served) if letter == "f"]
         found |= through(fresh[-report.probe_rows :], "probe: ")
-        found["probe: attention"] *= len(by_attention.later_layers(layers)) / layers  # a digest is next to nothing
+        chosen, width = (
+            report.tokens.recomputed,
+            geometry.kv_heads * (geometry.key_size + geometry.value_size),
+        )
         moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
-        fitted = min(report.tokens.recomputed, shift.MOST_FITTED)
-        told = 2 * (moved + fitted) * fitted * geometry.kv_heads
-        each = layers / shift.SHARED_LAYERS  # layers in which keys are compared, and the system is made
-        numbers = layers * (geometry.key_size + geometry.value_size) + each * geometry.key_size
-        found["shift"] = machine.bound_ms(told * numbers, float32=each * 2 * fitted**3)
+        fitted = min(chosen, shift.MOST_FITTED)
+        told = (
+            2 * (moved + fitted) * fitted * width
+        )  # and as much for similarity, which layers share, as the system
+        each = layers / shift.SHARED_LAYERS
+        found["shift"] = machine.bound_ms((layers + each) * told, float32=each * 2 * fitted**3)
     return found
 
 

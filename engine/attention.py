@@ -80,16 +80,6 @@ class Collector:
     collect: "Collect | None" = None
 
 
-@dataclass(frozen=True)
-class Digest:
-    """Keys that stand for all: their positions (S,), ascending, and what is added to their scores, (S,) float32: the
-    logarithm of how many each stands for.
-    """
-
-    keys: Tensor
-    gains: Tensor
-
-
 Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
 
 
@@ -181,22 +171,6 @@ def position_mask(
     if absent is not None:
         mask &= ~absent[first_key:total_tokens]
     return mask[None, None]
-
-
-def digest_mask(rows: Tensor, digest: Digest, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(R, S) additive: for rows at positions (R,) that attend to a digest, in which every one of them is itself."""
-    apart = rows[:, None] - digest.keys
-    hidden = apart < 0 if window is None else (apart < 0) | (apart >= window)
-    return digest.gains.to(dtype).expand(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min)
-
-
-def digest_tiles(rows: Tensor, digest: Digest, window: int | None, dtype: torch.dtype) -> list[Tile]:
-    """`tiles` of rows that attend to a digest."""
-    masks = digest_mask(rows, digest, window, dtype).split(TILE_ROWS)
-    starts, seen = range(0, len(rows), TILE_ROWS), digest.keys.numel()
-    return [
-        Tile(start, start + len(mask), 0, seen, 0, mask) for start, mask in zip(starts, masks, strict=True)
-    ]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,10 +19,7 @@ from ragblend.engine.attention import (
     NAME,
     Collect,
     Collector,
-    Digest,
     additive,
-    digest_mask,
-    digest_tiles,
     position_mask,
     ragged_from,
     tiles,
@@ -45,8 +42,7 @@ class RowBlock:
     """Rows being computed: (R,) positions, and per layer type their rotary tables and what they may attend to.
 
     total_tokens: of the sequence that they are in, or of as much of it as they may see; collecting: the same for layers
-    in which the attention of the last rows is collected; empty where none is; seen (S,): the keys that they are given
-    instead of all, a digest's.
+    in which the attention of the last rows is collected; empty where none is.
     """
 
     rows: Tensor
@@ -54,7 +50,6 @@ class RowBlock:
     views: dict[str, View]
     collecting: dict[str, View]
     total_tokens: int
-    seen: Tensor | None = None
 
 
 class Decoder(ABC):
@@ -120,21 +115,16 @@ class Decoder(ABC):
         hidden: Tensor,
         collected: int = 0,
         absent: Tensor | None = None,
-        digest: Digest | None = None,
     ) -> RowBlock:
         """Rotary tables and masks of these rows in a sequence of total_tokens.
 
         collected: how many of the last rows can have their attention collected; absent (T,) bool: keys that no row
-        may attend to; digest: what they attend to instead of all.
+        may attend to.
         """
-        kinds = sorted(set(self.layer_types))
-        if digest is not None:
-            rotary = {kind: self.rotary(kind, rows, hidden) for kind in kinds}
-            views = {kind: self._digest_view(rows, digest, kind, hidden.dtype) for kind in kinds}
-            return RowBlock(rows, rotary, views, {}, total_tokens, digest.keys)
-        rotary, views = {}, {}
+        rotary: dict[str, tuple[Tensor, Tensor]] = {}
+        views: dict[str, View] = {}
         collecting: dict[str, View] = {}
-        for kind in kinds:
+        for kind in sorted(set(self.layer_types)):
             given = rows, total_tokens, kind, hidden.dtype, absent
             rotary[kind] = self.rotary(kind, rows, hidden)
             views[kind] = self._view(*given)
@@ -160,12 +150,6 @@ class Decoder(ABC):
         if self.tiles:
             return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
         return {"attention_mask": position_mask(rows, tokens, window, absent)}
-
-    def _digest_view(self, rows: Tensor, digest: Digest, kind: str, dtype: torch.dtype) -> View:
-        window = self.window if kind == SLIDING else None
-        if self.tiles:
-            return {"attention_mask": None, "tiles": digest_tiles(rows, digest, window, dtype)}
-        return {"attention_mask": digest_mask(rows, digest, window, dtype)[None, None]}
 
     def _collecting(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import Collect, Collector, Digest
+from ragblend.engine.attention import Collect, Collector
 from ragblend.engine.cache import Append, FusedCache, LayerLeft, NewKV, Scatter
 from ragblend.engine.correction import Correction
 from ragblend.engine.decoder import BLOCK_ROWS, Decoder, RowBlock
@@ -212,7 +212,7 @@ class Fusion:
 
     def _step(self, work: Work, block: RowBlock, peek: bool = False) -> Scatter:
         rows = block.rows if block.rows.numel() < self.plan.tokens else None
-        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens, block.seen)
+        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens)
 
     def _narrowed(self, work: Work, keep: Tensor) -> Work:
         """The same work with only the rows `keep`, ascending positions among the current ones."""
@@ -241,7 +241,6 @@ class Fusion:
         blank = absent.nonzero().squeeze(1)
         with self.recorder.part("prepare", stream="device"):
             work = self._embedded(rows, collected, absent if blank.numel() else None)
-            brief = self._brief(work, absent)
         layers = policy.attention_layers(plan)
         ends_early = layers.stop < plan.layers
         scores: dict[int, Tensor] = {}
@@ -253,7 +252,7 @@ class Fusion:
                 if layer in layers:
                     work = self._probed_layer(layer, work, scores, leaves=layer == layers.stop - 1)
                 else:
-                    work = replace(work, hidden=self._through(layer, replace(brief, hidden=work.hidden)))
+                    work = replace(work, hidden=self._through(layer, work))
             spent.layer_rows += rows.numel()
         spent.again_layer_rows = rows.numel() * layers.stop
         spent.probe_rows = rows.numel()
@@ -265,19 +264,6 @@ class Fusion:
                 settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
         return Probed(scores, spent.again_layer_rows / plan.layers), settled
-
-    def _brief(self, work: Work, absent: Tensor) -> Work:
-        """The same rows where they attend to the policy's digest, if it has one; absent (T,): what is not there."""
-        digest = self.policy.digest(self.plan)
-        if digest is None:
-            return work
-
-        def seeing_less(block: RowBlock) -> RowBlock:
-            there = ~absent[digest.keys] & (digest.keys <= block.rows[-1])  # later ones are not written yet
-            seen = Digest(digest.keys[there], digest.gains[there])
-            return self.decoder.row_block(block.rows, self.plan.tokens, work.hidden, digest=seen)
-
-        return replace(work, blocks=[seeing_less(block) for block in work.blocks])
 
     def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
         """Take the probe's rows through one layer, of whose attention the policy makes scores.

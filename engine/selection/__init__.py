@@ -46,16 +46,12 @@ _TABLE: dict[str, Policy] = {
     "prophet": ByAttention(range, by_attention.summed_rows),
     # Ours.
     "probe": ByAttention(
-        by_attention.later_layers,
-        by_attention.rooted_squares,
-        probe=by_attention.affordable_rows,
-        digests=by_attention.even_digest,
+        by_attention.later_layers, by_attention.rooted_squares, probe=by_attention.affordable_rows
     ),
     "probe-shift": ByAttention(
         by_attention.later_layers,
         by_attention.rooted_squares,
         probe=by_attention.affordable_rows,
-        digests=by_attention.even_digest,
         shift=KernelShift(),
     ),
 }

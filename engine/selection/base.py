@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import Digest
 from ragblend.engine.plan import Kind, Plan, Span
 from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.kvstore.errors import UsageError
@@ -112,13 +111,6 @@ class Policy:
     def attention_layers(self, plan: Plan) -> range:
         """The layers of a probe whose attention `layer_scores` is to see. After the last of them the probe ends."""
         return range(0)
-
-    def digest(self, plan: Plan) -> Digest | None:
-        """What a probe's rows attend to in layers whose attention is not collected; None: all that is there.
-
-        The probe's own rows must be among it, and all before the first row that a choice can change.
-        """
-        return None
 
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
         """(K,) float32: what one layer's attention says for each of its keys. The attention itself is not kept."""

@@ -10,14 +10,12 @@ that are computed again (all but what the prompt begins with), times the share o
     rooted_squares  ours
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import Digest
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import base
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, Probed
@@ -31,8 +29,6 @@ PROBE_SHARE = 1 / 3
 # are beginnings of chunks. All that it would know else are rows that the question attends to, which change more.
 CALIBRATION_ROWS = 48
 BEGINNINGS = 0.2
-# Where a probe only goes on to the next layer that is scored, it sees every tenth row of a chunk, and its first ones.
-DIGEST_STEP, DIGEST_FIRST = 10, 4
 
 
 def affordable_rows(plan: Plan) -> Tensor | None:
@@ -56,7 +52,6 @@ class ByAttention(Policy):
     score: Callable[[Plan, Attention], Tensor]
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
-    digests: Callable[[Plan], Digest] | None = field(default=None, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
@@ -64,9 +59,6 @@ class ByAttention(Policy):
 
     def attention_layers(self, plan: Plan) -> range:
         return self.layers(plan.layers)
-
-    def digest(self, plan: Plan) -> Digest | None:
-        return self.digests(plan) if self.digests is not None else None
 
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
         return self.score(plan, attention)
@@ -113,20 +105,6 @@ def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
     return rows.nonzero().squeeze(1)
 
 
-def even_digest(plan: Plan) -> Digest:
-    """All but the candidates, and of each chunk's the first and an even sample, which stands for the others.
-
-    QCFuse (arXiv 2606.05875) has its question see a digest too: rows that a query for the whole text attends to.
-    """
-    gains = torch.full(plan.kinds.shape, -torch.inf, device=plan.kinds.device)
-    for span in plan.spans:
-        gains[span.start + DIGEST_STEP // 2 : span.stop : DIGEST_STEP] = math.log(DIGEST_STEP)
-        gains[span.start : min(span.start + DIGEST_FIRST, span.stop)] = 0
-    gains.masked_fill_(~plan.candidates, 0)
-    keys = (gains > -torch.inf).nonzero().squeeze(1)
-    return Digest(keys, gains[keys])
-
-
 def second_layer(count: int) -> range:
     """Layer 1, whose queries and keys depend on layer 0 alone, which reuse leaves right."""
     layer = min(1, count - 1)
@@ -134,9 +112,8 @@ def second_layer(count: int) -> range:
 
 
 def later_layers(count: int) -> range:
-    """Every second from a quarter of the depth on: those before attend to sinks, neighbours and separators."""
-    first = count // 4
-    return range(first + (count - 1 - first) % 2, count, 2)
+    """From a quarter of the depth on: those before attend to sinks, neighbours and separators."""
+    return range(count // 4, count)
 
 
 def merged_heads(plan: Plan, attention: Attention) -> Tensor:

@@ -13,9 +13,10 @@ that stand near it. In each layer of each prompt, with H key heads of D numbers,
 
     s(i, j) = (1 + 2 [same chunk] exp(-|i - j| / 128)) / sqrt(1 + d(i, j)^2)
 
-d^2 is the squared distance of two rows' stored keys, un-rotated and of all heads, in units of a quarter of the mean
-among computed rows. Keys say nearly what the layer's input was (values beside them told no more), and what resembles
-what hardly changes from layer to layer: where many rows are computed, five take what the first of them says.
+d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
+its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
+layer's input was, and what resembles what hardly changes from layer to layer: where many rows are computed, three take
+what the first of them says.
 1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
@@ -43,7 +44,7 @@ MOST_FITTED = 768
 MOST_AT_ONCE = 128
 # Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
 # From few rows all is told that can be: it costs less, and sharing would lose more.
-SHARED_LAYERS, FEW_FITTED = 5, 256
+SHARED_LAYERS, FEW_FITTED = 3, 256
 
 
 @dataclass(frozen=True)
@@ -172,15 +173,15 @@ class Similarity:
     @classmethod
     def of(cls, change: Change) -> "Similarity":
         run = change.run
-        known, _ = change.stored(run.fitted)
-        scale = Scale.of(known)
-        fitted = scale.compared(known)
+        known = change.stored(run.fitted)
+        scale = Scale.of(*known)
+        fitted = scale.compared(*known)
         others, odd = _mirrored(fitted), len(fitted) % 2
         system, near = _similar(fitted, others).float(), list[Tensor]()
         for chunk, those, gain in run.nearness:
             system[those, those].mul_(gain[run.fitted[those] - chunk.start])
             rows = fitted.new_zeros(len(gain), len(fitted) + odd)
-            _similar(scale.compared(change.stored(chunk)[0]), others, rows[:, : len(fitted)])
+            _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
             rows[:, those].mul_(gain)
             if run.between.numel():
                 rows[run.between] = 0  # not times: what is not written yet may be no number
@@ -191,33 +192,42 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Scale:
-    """What makes stored keys comparable, as the fitted ones have it: a factor, and what is added then (H, 1, D)."""
+    """What makes stored rows comparable, as the fitted ones have it: of keys and of values what is added (H, 1, D), and
+    a factor before that.
+    """
 
-    added: Tensor
-    factor: Tensor
+    added: Sequence[Tensor]
+    factors: Sequence[Tensor]
 
     @classmethod
-    def of(cls, keys: Tensor) -> "Scale":
-        exact, (heads, count, size) = keys.float(), keys.shape
-        mean = exact.mean(1, keepdim=True)
-        # With a spread of 1, the mean square of what two rows differ by is 2 count / (count - 1) a number.
-        unit = LENGTH * 2 * heads * size * count / (count - 1)
+    def of(cls, keys: Tensor, values: Tensor) -> "Scale":
+        parts = keys.float(), values.float()
+        means = [part.mean(1, keepdim=True) for part in parts]
+        count, size = keys.shape[1], keys.shape[0] * (keys.shape[2] + values.shape[2])
+        # With a spread of 1 in either, the mean square of what two rows differ by is 2 count / (count - 1) a number.
+        unit = LENGTH * 2 * size * count / (count - 1)
         # Rows that are all alike (one token, again and again) differ by what rounding left of them, which is no unit.
         told = torch.finfo(keys.dtype).eps ** 2
-        spread = (exact - mean).square_().mean() + told * mean.square().mean()
-        factor = (unit * (spread + 1e-12)).rsqrt().to(keys)
-        return cls((-mean * factor).to(keys), factor)
+        spreads = [
+            (part - mean).square_().mean() + told * mean.square().mean()
+            for part, mean in zip(parts, means, strict=True)
+        ]
+        factors = [(unit * (spread + 1e-12)).rsqrt().to(keys) for spread in spreads]
+        return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
 
-    def compared(self, keys: Tensor) -> Tensor:
-        """(n, H D + 4): rows i in these units, then |i|^2 in two numbers, for in one bfloat16 would lose a large row's
+    def compared(self, keys: Tensor, values: Tensor) -> Tensor:
+        """(n, F + 4): rows i in these units, then |i|^2 in two numbers, for in one bfloat16 would lose a large row's
         distance to its like, and two of 1.
         """
-        heads, count, size = keys.shape
-        rows = keys.new_empty(count, heads * size + 4)
-        numbers, square, ones = rows.split([heads * size, 2, 2], dim=1)
-        torch.addcmul(self.added, keys, self.factor, out=numbers.unflatten(1, (heads, size)).transpose(0, 1))
-        _in_two(numbers.float().square().sum(1), square)
-        ones.fill_(1)
+        size = keys.shape[0] * (keys.shape[2] + values.shape[2])
+        rows, filled = keys.new_empty(keys.shape[1], size + 4), 0
+        for part, added, by in zip((keys, values), self.added, self.factors, strict=True):
+            heads, _, width = part.shape
+            place = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
+            torch.addcmul(added, part, by, out=place)
+            filled += heads * width
+        _in_two(rows[:, :size].float().square().sum(1), rows[:, size : size + 2])
+        rows[:, size + 2 :] = 1
         return rows
 
 
