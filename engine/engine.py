@@ -442,6 +442,9 @@ class Engine:
 
         return twice(self.runtime, work, on_text, cancel)
 
+    def _meet(self, cancel: threading.Event | None, deadline: float) -> None:
+        """Find out what the model is, where that has to be asked elsewhere (`served.py`). Raises Cancelled."""
+
     def _request(
         self,
         prompt: Prompt,
@@ -452,7 +455,7 @@ class Engine:
         cancel: threading.Event | None = None,
         deadline: float = math.inf,
     ) -> Request:
-        """cancel, deadline: for where it has to be asked elsewhere what the model is (`served.py`)."""
+        self._meet(cancel, deadline)
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.checked(ratio)
         tokenized = self.tokenize(prompt)

@@ -342,18 +342,8 @@ class VllmEngine(Engine):
 
     # --- inside
 
-    def _request(
-        self,
-        prompt: Prompt,
-        method: str | Policy,
-        ratio: float | str,
-        seed: int | None,
-        new_tokens: int = 64,
-        cancel: threading.Event | None = None,
-        deadline: float = math.inf,
-    ) -> Request:
+    def _meet(self, cancel: threading.Event | None, deadline: float) -> None:
         self.runtime.introduced(_stopped(cancel, deadline))
-        return super()._request(prompt, method, ratio, seed, new_tokens)
 
     def _answer(
         self,
@@ -370,9 +360,7 @@ class VllmEngine(Engine):
         if _stopped(cancel, deadline)():
             raise Cancelled("the answer was cancelled before it began")
         try:
-            runtime.introduced(
-                _stopped(cancel, deadline)
-            )  # it was forgotten, where another request failed meanwhile
+            self._meet(cancel, deadline)  # it was forgotten, where another request failed meanwhile
             result = _Answer(runtime, request, options, on_text).whole(stopped)
         except ModelServerError:
             runtime.forget_server()

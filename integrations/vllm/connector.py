@@ -42,7 +42,6 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._is_pipelined = vllm_config.parallel_config.pipeline_parallel_size > 1
         if role == KVConnectorRole.SCHEDULER and (said := warning()) is not None:
             log.warning("%s", said)
         self._refusal = self._begun(vllm_config, role, kv_cache_config)
@@ -143,7 +142,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the worker's side
 
     def get_handshake_metadata(self) -> Verdict | None:
-        if self._is_pipelined:  # vLLM takes none from later stages
+        if self._vllm_config.parallel_config.pipeline_parallel_size > 1:  # vLLM takes none from later stages
             return None
         return Verdict(self._refusal if self._worker is None else self._worker.refusal)
 
