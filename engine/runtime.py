@@ -384,15 +384,15 @@ class Runtime:
     def check_text(self, characters: int) -> None:
         """Raises PromptTooLongError for what is not worth tokenizing: too long for the window, whatever it says."""
         if characters > LONG_CHARACTERS and characters > MAX_TOKEN_CHARACTERS * self.context_window:
-            raise PromptTooLongError(
-                f"the prompt has {characters:,} characters; {self.model_name} reads at most {self.context_window - 1} "
-                "tokens and answers in what is left: use fewer or shorter passages, or a model with a longer window"
-            )
+            raise self._too_long(f"the prompt has {characters:,} characters")
 
     def check_length(self, tokens: int, what: str) -> None:
         """Raises PromptTooLongError for what it cannot read."""
         if not self.reads(tokens):
-            raise PromptTooLongError(
-                f"{what} has {tokens} tokens; {self.model_name} reads at most {self.context_window - 1} and answers in "
-                "what is left: use fewer or shorter passages, or a model with a longer window"
-            )
+            raise self._too_long(f"{what} has {tokens} tokens")
+
+    def _too_long(self, said: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"{said}; {self.model_name} reads at most {self.context_window - 1} tokens and answers in what is left: "
+            "use fewer or shorter passages, or a model with a longer window"
+        )
