@@ -9,7 +9,6 @@ import json
 import os
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from ragblend.engine.device import device_name, transfer_stream
 from ragblend.engine.eightbit import EightBit
 from ragblend.engine.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights, rows_of
 from ragblend.engine.fourbit import FourBit
+from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
 
@@ -228,6 +228,6 @@ def _load(path: Path, checksum: int) -> PackedWeights:
 def _checksum(tensors: dict[str, Tensor]) -> int:
     found = 0
     for name, tensor in sorted(tensors.items()):
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, found)
+        found = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = crc32(tensor.contiguous().view(torch.uint8).numpy().data, found)
     return found

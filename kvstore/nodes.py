@@ -9,13 +9,13 @@ import logging
 import re
 import sqlite3
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile
 
@@ -348,7 +348,7 @@ def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
 def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
     """Token ids and a checksum: a flipped bit in SQLite's file is no error to SQLite, but another text."""
     packed = pack_tokens(token_ids)
-    return packed + struct.pack("<I", zlib.crc32(packed, zlib.crc32(_blob(node_id))))
+    return packed + struct.pack("<I", crc32(packed, crc32(_blob(node_id))))
 
 
 def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:

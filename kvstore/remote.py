@@ -14,7 +14,6 @@ import math
 import os
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ragblend.kvstore.blob import Blob, BlobDamage, BlobHeader, check_header, read_header
+from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.codec import Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError
@@ -519,10 +519,7 @@ class RemoteReader(Source):
             raise RemoteError(
                 f"KV of chunk {self.header.key.digest[:12]} is not at {self._remote.place} any more"
             )
-        if (
-            content.nbytes == self.header.layer_nbytes
-            and zlib.crc32(content) == self.header.layer_crcs[layer]
-        ):
+        if content.nbytes == self.header.layer_nbytes and crc32(content) == self.header.layer_crcs[layer]:
             return
         what = f"layer {layer} has {content.nbytes} bytes, or does not match its checksum"
         self._remote.spoiled(self.header.key, what)

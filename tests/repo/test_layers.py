@@ -13,6 +13,8 @@ ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "
 # Asked for inside a function only: where the data folder is, when no home is given; what holds answers to a schema; and
 # what speaks to a shared store.
 LATE_LIBRARIES = {"platformdirs", "llguidance", "redis", "obstore"}
+# Taken where it is there (`kvstore/checksum.py`).
+OPTIONAL_LIBRARIES = {"isal"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
 LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 
@@ -31,7 +33,7 @@ def imported_roots(tree: ast.AST, late: bool) -> Iterator[str]:
 
 def foreign_imports(folder: Path, late: bool) -> dict[str, set[str]]:
     """What is neither the standard library's nor ragblend's nor one of the five, by file."""
-    own = sys.stdlib_module_names | ENGINE_LIBRARIES | {"ragblend"}
+    own = sys.stdlib_module_names | ENGINE_LIBRARIES | OPTIONAL_LIBRARIES | {"ragblend"}
     trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}
     assert trees
     return {
