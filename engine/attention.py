@@ -164,12 +164,17 @@ def position_mask(
     rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
     keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
     """
-    keys = torch.arange(first_key, total_tokens, device=rows.device)
-    mask = keys[None, :] <= rows[:, None]  # (R, K)
-    if window is not None:
-        mask &= keys[None, :] > rows[:, None] - window
+    mask = seen_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
     if absent is not None:
         mask &= ~absent[first_key:total_tokens]
+    return mask
+
+
+def seen_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """The same for computing `rows` against the keys at positions (K,): bool (1, 1, R, K)."""
+    mask = keys[None, :] <= rows[:, None]
+    if window is not None:
+        mask &= keys[None, :] > rows[:, None] - window
     return mask[None, None]
 
 

@@ -116,7 +116,7 @@ class Scatter:
 
     rows (R,): where they stand; None: they are all rows. loader: of the stored KV, awaited before that; correction:
     applied to it before that; peek: nothing is written, and the layer is left with `NewKV`; stop: how much of the
-    prompt the rows may see, None for all.
+    prompt the rows may see, None for all; seen (S,): positions of the keys that they are given, None for all.
     """
 
     rows: Tensor | None = None
@@ -124,6 +124,7 @@ class Scatter:
     correction: "Correction | None" = None
     peek: bool = False
     stop: int | None = None
+    seen: Tensor | None = None
 
 
 class FusedCache(DynamicCache):
@@ -167,7 +168,9 @@ class FusedCache(DynamicCache):
         else:
             held.keys[0].index_copy_(1, step.rows, key_states[0])
             held.values[0].index_copy_(1, step.rows, value_states[0])
-        return held.keys, held.values
+        if step.seen is None:
+            return held.keys, held.values
+        return held.keys.index_select(2, step.seen), held.values.index_select(2, step.seen)
 
     def rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Copies (H, R, D) of that layer's keys and values at rows (R,)."""

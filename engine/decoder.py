@@ -22,6 +22,7 @@ from ragblend.engine.attention import (
     additive,
     position_mask,
     ragged_from,
+    seen_mask,
     tiles,
 )
 from ragblend.engine.rope import HALF, Rope
@@ -42,7 +43,8 @@ class RowBlock:
     """Rows being computed: (R,) positions, and per layer type their rotary tables and what they may attend to.
 
     total_tokens: of the sequence that they are in, or of as much of it as they may see; collecting: the same for layers
-    in which the attention of the last rows is collected; empty where none is.
+    in which the attention of the last rows is collected; empty where none is; seen (S,): positions of the keys that
+    they are given, None for all.
     """
 
     rows: Tensor
@@ -50,6 +52,7 @@ class RowBlock:
     views: dict[str, View]
     collecting: dict[str, View]
     total_tokens: int
+    seen: Tensor | None = None
 
 
 class Decoder(ABC):
@@ -131,6 +134,15 @@ class Decoder(ABC):
             if collected:
                 collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting, total_tokens)
+
+    def seeing(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
+        """The same rows, given the keys at positions (S,) alone, themselves among them."""
+        windows = {kind: self.window if kind == SLIDING else None for kind in block.rotary}
+        views: dict[str, View] = {
+            kind: {"attention_mask": additive(seen_mask(block.rows, keys, window), dtype)}
+            for kind, window in windows.items()
+        }
+        return replace(block, views=views, collecting={}, seen=keys)
 
     def view(self, layer: int, block: RowBlock, collect: Collect | None) -> View:
         """The arguments of that layer's attention."""

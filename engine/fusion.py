@@ -212,7 +212,7 @@ class Fusion:
 
     def _step(self, work: Work, block: RowBlock, peek: bool = False) -> Scatter:
         rows = block.rows if block.rows.numel() < self.plan.tokens else None
-        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens)
+        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens, block.seen)
 
     def _narrowed(self, work: Work, keep: Tensor) -> Work:
         """The same work with only the rows `keep`, ascending positions among the current ones."""
@@ -241,20 +241,26 @@ class Fusion:
         blank = absent.nonzero().squeeze(1)
         with self.recorder.part("prepare", stream="device"):
             work = self._embedded(rows, collected, absent if blank.numel() else None)
+            brief = self._brief(work, absent)
         layers = policy.attention_layers(plan)
         ends_early = layers.stop < plan.layers
         scores: dict[int, Tensor] = {}
+        passes = 0  # through a layer: one whose attention is collected is left, where there is a digest, and computed
         for layer in range(layers.stop):
             self._give_way()
             if blank.numel():
                 self.cache.blank(layer, blank)
+            last = layer == layers.stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
-                    work = self._probed_layer(layer, work, scores, leaves=layer == layers.stop - 1)
-                else:
-                    work = replace(work, hidden=self._through(layer, work))
-            spent.layer_rows += rows.numel()
-        spent.again_layer_rows = rows.numel() * layers.stop
+                    work = self._probed_layer(layer, work, scores, leaves=last or brief is not None)
+                    passes += 1
+                if layer not in layers or (brief is not None and not last):
+                    seeing = work if brief is None else replace(brief, hidden=work.hidden)
+                    work = replace(work, hidden=self._through(layer, seeing))
+                    passes += 1
+        spent.layer_rows += rows.numel() * passes
+        spent.again_layer_rows = rows.numel() * passes
         spent.probe_rows = rows.numel()
         settled = Settled()
         if count := plan.settled_by(rows):
@@ -264,6 +270,19 @@ class Fusion:
                 settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
         return Probed(scores, spent.again_layer_rows / plan.layers), settled
+
+    def _brief(self, work: Work, absent: Tensor) -> Work | None:
+        """The same rows, given the policy's digest alone, if it has one; absent (T,) bool: what is not there."""
+        digest = self.policy.digest(self.plan)
+        if digest is None:
+            return None
+        there = digest[~absent[digest]]
+        # What stands behind a block may not be written yet.
+        blocks = [
+            self.decoder.seeing(block, there[there <= block.rows[-1]], work.hidden.dtype)
+            for block in work.blocks
+        ]
+        return replace(work, blocks=blocks)
 
     def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
         """Take the probe's rows through one layer, of whose attention the policy makes scores.

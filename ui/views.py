@@ -49,6 +49,7 @@ LABELS = {
     "cacheblend-gradual": "What differs most, fewer in each layer (CacheBlend, gradual)",
     "cacheblend-k": "What differs most in its keys (CacheBlend)",
     "prophet": "What the question looks at, in all layers (ProphetKV)",
+    "qcfuse": "What the question looks at, in layers of the middle (QCFuse)",
     "a3": "What the question looks at, in one layer (A3)",
     "epic": "The first words of each passage (EPIC)",
     "auto": "What the question needs, behind what was read in this order before (auto)",

@@ -23,7 +23,7 @@ from ragblend.engine.selection.base import (
     inexact_rows,
     needed_rows,
 )
-from ragblend.engine.selection.by_attention import AveragePool, ByAttention
+from ragblend.engine.selection.by_attention import Anchors, AveragePool, ByAttention
 from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError
@@ -44,6 +44,9 @@ _TABLE: dict[str, Policy] = {
     "cacheblend-gradual": AfterLayer(value_deviation, shares="1.5/0.5"),
     "a3": ByAttention(by_attention.second_layer, by_attention.merged_heads, AveragePool(kernel=5)),
     "prophet": ByAttention(range, by_attention.summed_rows),
+    "qcfuse": ByAttention(
+        by_attention.middle_layers, by_attention.summed_rows, anchors=Anchors(digest_ratio=0.1)
+    ),
     # Ours.
     "probe": ByAttention(
         by_attention.later_layers, by_attention.rooted_squares, probe=by_attention.affordable_rows

@@ -112,6 +112,12 @@ class Policy:
         """The layers of a probe whose attention `layer_scores` is to see. After the last of them the probe ends."""
         return range(0)
 
+    def digest(self, plan: Plan) -> Tensor | None:
+        """(S,) ascending positions that a probe's rows attend to in place of all, while they go from layer to layer;
+        attention is collected of all keys. None: all. What is no candidate must be among them.
+        """
+        return None
+
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
         """(K,) float32: what one layer's attention says for each of its keys. The attention itself is not kept."""
         raise AssertionError(f"{self.name} collects no attention")

@@ -6,10 +6,11 @@ Missing chunks are left out of the probe: they would cost as much again as they 
 that are computed again (all but what the prompt begins with), times the share of the layers; the budget pays for them.
 
     merged_heads    A3 (arXiv 2511.17560), equations 3 to 5
-    summed_rows     ProphetKV (arXiv 2602.02579, ICML'26), first stage
+    summed_rows     ProphetKV (arXiv 2602.02579, ICML'26), first stage; QCFuse (arXiv 2606.05875), in middle layers
     rooted_squares  ours
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,13 +46,14 @@ def affordable_rows(plan: Plan) -> Tensor | None:
 class ByAttention(Policy):
     """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
-    computed instead, and for a shift an even sample.
+    computed instead, and for a shift an even sample. anchors: what the probe sees of the chunks, None for all.
     """
 
     layers: Callable[[int], range]
     score: Callable[[Plan, Attention], Tensor]
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
+    anchors: "Anchors | None" = field(default=None, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
@@ -60,6 +62,9 @@ class ByAttention(Policy):
     def attention_layers(self, plan: Plan) -> range:
         return self.layers(plan.layers)
 
+    def digest(self, plan: Plan) -> Tensor | None:
+        return None if self.anchors is None else self.anchors(plan)
+
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
         return self.score(plan, attention)
 
@@ -67,10 +72,13 @@ class ByAttention(Policy):
         probe = self.probe_rows(plan)
         if probe is None:
             return super().passes(plan)
-        settled, through = plan.settled_by(probe), self.attention_layers(plan).stop
-        count = base.budget_rows(plan, Probed({}, (probe.numel() - settled) * through / plan.layers))
+        settled, layers = plan.settled_by(probe), self.attention_layers(plan)
+        through = layers.stop
+        passes = through if self.anchors is None else through + len(layers) - 1
+        again = probe.numel() * passes - settled * through
+        count = base.budget_rows(plan, Probed({}, again / plan.layers))
         rows = plan.always_tokens + min(count, plan.candidate_tokens)
-        return [(probe.numel(), through), (rows - settled, through), (rows, plan.layers - through)]
+        return [(probe.numel(), passes), (rows - settled, through), (rows, plan.layers - through)]
 
     def scores(self, probed: Probed) -> Tensor:
         """(T,) float32: the mean over the layers, smoothed."""
@@ -116,6 +124,12 @@ def later_layers(count: int) -> range:
     return range(count // 4, count)
 
 
+def middle_layers(count: int) -> range:
+    """Three from the middle on: about where QCFuse's profiles of five models (32 to 64 layers) find those that tell."""
+    first = min(count // 2, max(0, count - 3))
+    return range(first, min(first + 3, count))
+
+
 def merged_heads(plan: Plan, attention: Attention) -> Tensor:
     """A3: the documents' share, summed over the question's rows; all heads one dot product, over the root of its size.
 
@@ -151,6 +165,27 @@ def rooted_squares(plan: Plan, attention: Attention) -> Tensor:
         wide = some if some.dtype == torch.bfloat16 else some.float()
         total += wide.square().sum(dim=1, dtype=torch.float32).sqrt_().sum(0)
     return total / len(weights)
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """QCFuse's compressed view: what is no candidate, and of each chunk `digest_ratio` of its rows.
+
+    Evenly: there they are the best by KVzip's scores, for which each chunk is read once more (docs/methods.md).
+    """
+
+    digest_ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.digest_ratio <= 1:
+            raise UsageError(f"digest_ratio must be above 0 and at most 1, not {self.digest_ratio}")
+
+    def __call__(self, plan: Plan) -> Tensor:
+        seen = ~plan.candidates
+        for span in plan.spans:
+            rows = torch.arange(span.start, span.stop, device=seen.device)
+            seen[evenly_spread(rows, math.ceil(self.digest_ratio * span.length))] = True
+        return seen.nonzero().squeeze(1)
 
 
 @dataclass(frozen=True)

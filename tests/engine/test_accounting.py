@@ -12,7 +12,7 @@ from ragblend.kvstore.errors import UnknownChunkError, UsageError
 from ragblend.kvstore.layout import value_files
 
 TEXTS = [make_text(seed, words=30) for seed in range(5)]
-LOOKING = ("a3", "prophet", "probe", "probe-shift")
+LOOKING = ("a3", "prophet", "qcfuse", "probe", "probe-shift")
 SELECTING = ("random", "epic", "cacheblend", "cacheblend-k", "cacheblend-gradual", *LOOKING)
 
 

@@ -5,18 +5,19 @@ import threading
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text, pairs
+from benches import SUFFIX, largest_error, make_prompt, make_text, pairs
 from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
 from ragblend.engine.plan import Kind
-from ragblend.engine.prompt import Literal, Prompt
+from ragblend.engine.prompt import Chunk, Literal, Prompt
 from ragblend.engine.selection import BLIND, ByAttention, by_attention
 from ragblend.engine.selection.base import Attention, fresh_rows
 from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
-GUIDED = ("a3", "prophet", "probe", "probe-shift")
+GUIDED = ("a3", "prophet", "qcfuse", "probe", "probe-shift")
+SEEING_ALL = "qcfuse:digest_ratio=1"
 
 
 @pytest.fixture
@@ -60,18 +61,26 @@ def reference_attention(bench, prompt):
 
 def reference_scores(name, weights, layers):
     """(T,) by loops over layers, heads and rows, as the papers' sums are written."""
-    chosen = range(layers) if name == "prophet" else range(layers // 4, layers)
+    first = {"prophet": 0, SEEING_ALL: layers - 3}.get(name, layers // 4)
+    chosen = range(first, layers)
     total = torch.zeros(weights[0].shape[-1])
     for layer in chosen:
         for head in weights[layer]:  # (W, T)
-            of_head = sum(head) if name == "prophet" else sum(row**2 for row in head).sqrt()
+            of_head = sum(row**2 for row in head).sqrt() if name == "probe" else sum(head)
             total += of_head / len(weights[layer]) / len(chosen)
     return total
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*pairs(("prophet", "probe"), always=("probe",)), ("gemma2", "prophet"), ("gpt-oss", "probe")],
+    [
+        *pairs(("prophet", "probe"), always=("probe",)),
+        ("gemma2", "prophet"),
+        ("gpt-oss", "probe"),
+        ("llama", SEEING_ALL),
+        ("gemma2", SEEING_ALL),
+        ("gpt-oss", SEEING_ALL),
+    ],
 )
 def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
     """Also in sliding layers, with grouped heads, soft caps and sinks, and where rotations are scaled."""
@@ -83,6 +92,45 @@ def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
     expected = reference_scores(name, weights, plan.layers)
     assert largest_error(policy.scores(probed)[plan.candidates], expected[plan.candidates]) < 1e-4
     assert float(expected[plan.candidates].max()) > 10 * 1e-4  # so that a wrong sum could be told from it
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "granite", "phi3"])
+def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, seen, monkeypatch, kind):
+    """In layers that are scored, too: as transformers sees it where nothing else is in its cache (whose windows go by
+    place in it, not by position: of those the scores above tell).
+    """
+    stored = stored_for(kind)
+    prompt = stored.engine.tokenize(Prompt([*(Chunk(text) for text in TEXTS), Literal(SUFFIX)]))
+    start = prompt.places[-1][1]
+    decoder, before = stored.engine.runtime.decoder, {}
+    run_layer = decoder.run_layer
+
+    def recorded(layer, hidden, *more):
+        before.setdefault(layer, hidden[0])
+        return run_layer(layer, hidden, *more)
+
+    _, reused = reference_attention(stored, prompt)
+    monkeypatch.setattr(decoder, "run_layer", recorded)
+    stored.engine.prefill(prompt, method="qcfuse:digest_ratio=0.4", ratio=0.7)
+    (_, plan, _) = seen[-1]
+    rows = [row for row in range(start) if not plan.candidates[row]]
+    for begin, end in prompt.places:
+        chunk = list(range(begin, end))
+        rows += evenly(chunk, math.ceil(0.4 * len(chunk)))
+    rows = sorted(set(rows))
+    assert len(rows) < 0.8 * start
+    past = DynamicCache()
+    for layer in range(plan.layers):
+        past.update(*(part[None, :, rows] for part in reused.span(layer, 0, start)), layer)
+    ids = torch.tensor([list(prompt.token_ids[start:])])
+    positions = torch.arange(start, start + ids.shape[1])[None]
+    out = stored.reference(
+        ids, past_key_values=past, position_ids=positions, use_cache=True, output_hidden_states=True
+    )
+    for layer in range(plan.layers):
+        found = before[layer][-ids.shape[1] :]
+        assert largest_error(found, out.hidden_states[layer][0]) < 1e-4, f"before layer {layer}"
 
 
 def test_a3_merges_its_heads_into_one_product(llama, seen):
@@ -123,7 +171,7 @@ def test_a3_merges_its_heads_into_one_product(llama, seen):
     assert float(pooled[inner].max()) > 1e-2
 
 
-@pytest.mark.parametrize(("kind", "name"), pairs(("a3", "prophet", "probe"), always=("a3",)))
+@pytest.mark.parametrize(("kind", "name"), pairs(("a3", "prophet", "qcfuse", "probe"), always=("a3",)))
 def test_the_best_rows_are_taken_and_no_others(stored_for, seen, kind, name):
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
@@ -219,7 +267,7 @@ def test_a_probe_can_be_cancelled_between_layers(llama, monkeypatch, name):
     assert layers == [0]
 
 
-@pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "a3"])
+@pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "qcfuse", "a3"])
 def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(method, llama, monkeypatch):
     llama.engine.encode(TEXTS)
     asked = llama.engine.prefill(make_prompt(TEXTS), method=BLIND, ratio=0.5)
