@@ -137,10 +137,9 @@ class Decoder(ABC):
 
     def seeing(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
         """The same rows, given the keys at positions (S,) alone, themselves among them."""
-        windows = {kind: self.window if kind == SLIDING else None for kind in block.rotary}
         views: dict[str, View] = {
-            kind: {"attention_mask": additive(seen_mask(block.rows, keys, window), dtype)}
-            for kind, window in windows.items()
+            kind: {"attention_mask": additive(seen_mask(block.rows, keys, self._window(kind)), dtype)}
+            for kind in block.rotary
         }
         return replace(block, views=views, collecting={}, seen=keys)
 
@@ -152,8 +151,12 @@ class Decoder(ABC):
         view = block.collecting[kind]
         return view | {"collector": replace(view["collector"], collect=collect)}
 
+    def _window(self, kind: str) -> int | None:
+        """Tokens that a row sees in layers of that type, itself included; None for all before it."""
+        return self.window if kind == SLIDING else None
+
     def _view(self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None) -> View:
-        window = self.window if kind == SLIDING else None
+        window = self._window(kind)
         if self.attention not in (NAME, "sdpa"):
             # Eager (soft caps, sinks): adds the mask it is given, and no other.
             return {"attention_mask": additive(position_mask(rows, tokens, window, absent), dtype)}
@@ -168,7 +171,7 @@ class Decoder(ABC):
     ) -> View:
         """The same where attention is collected of the last rows, which are in no mask but the collector's."""
         first, last = rows[:-collected], rows[-collected:]
-        window = self.window if kind == SLIDING else None
+        window = self._window(kind)
         least = int(last[0]) + 1
         start = 0 if window is None else max(0, least - window)
         mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]

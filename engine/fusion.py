@@ -241,11 +241,11 @@ class Fusion:
         blank = absent.nonzero().squeeze(1)
         with self.recorder.part("prepare", stream="device"):
             work = self._embedded(rows, collected, absent if blank.numel() else None)
-            brief = self._brief(work, absent)
+            digest = policy.digest(plan)
+            between = work.blocks if digest is None else self._seeing(work, digest[~absent[digest]])
         layers = policy.attention_layers(plan)
         ends_early = layers.stop < plan.layers
         scores: dict[int, Tensor] = {}
-        passes = 0  # through a layer: one whose attention is collected is left, where there is a digest, and computed
         for layer in range(layers.stop):
             self._give_way()
             if blank.numel():
@@ -253,14 +253,12 @@ class Fusion:
             last = layer == layers.stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
-                    work = self._probed_layer(layer, work, scores, leaves=last or brief is not None)
-                    passes += 1
-                if layer not in layers or (brief is not None and not last):
-                    seeing = work if brief is None else replace(brief, hidden=work.hidden)
-                    work = replace(work, hidden=self._through(layer, seeing))
-                    passes += 1
-        spent.layer_rows += rows.numel() * passes
-        spent.again_layer_rows = rows.numel() * passes
+                    work = self._probed_layer(layer, work, scores, leaves=last or digest is not None)
+                    spent.layer_rows += rows.numel()
+                if layer not in layers or (digest is not None and not last):
+                    work = replace(work, hidden=self._through(layer, replace(work, blocks=between)))
+                    spent.layer_rows += rows.numel()
+        spent.again_layer_rows = spent.layer_rows  # nothing was computed before
         spent.probe_rows = rows.numel()
         settled = Settled()
         if count := plan.settled_by(rows):
@@ -271,18 +269,10 @@ class Fusion:
                 spent.again_layer_rows += count
         return Probed(scores, spent.again_layer_rows / plan.layers), settled
 
-    def _brief(self, work: Work, absent: Tensor) -> Work | None:
-        """The same rows, given the policy's digest alone, if it has one; absent (T,) bool: what is not there."""
-        digest = self.policy.digest(self.plan)
-        if digest is None:
-            return None
-        there = digest[~absent[digest]]
-        # What stands behind a block may not be written yet.
-        blocks = [
-            self.decoder.seeing(block, there[there <= block.rows[-1]], work.hidden.dtype)
-            for block in work.blocks
-        ]
-        return replace(work, blocks=blocks)
+    def _seeing(self, work: Work, keys: Tensor) -> list[RowBlock]:
+        """The work's blocks, given the keys at positions (S,) alone: what stands behind one may not be written yet."""
+        dtype = work.hidden.dtype
+        return [self.decoder.seeing(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
     def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
         """Take the probe's rows through one layer, of whose attention the policy makes scores.

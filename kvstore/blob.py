@@ -155,10 +155,8 @@ def tensor_bytes(tensor: Tensor) -> Any:
 
 def _bytes_by_head(tensor: Tensor) -> Any:
     """The same of (H, T, D), strided over H: (H, T, bytes), of which each head is contiguous."""
-    assert tensor.device.type == "cpu" and tensor.stride()[1:] == (tensor.shape[2], 1), (
-        tensor.device,
-        tensor.stride(),
-    )
+    assert tensor.stride()[1:] == (tensor.shape[2], 1), (tensor.shape, tensor.stride())
+    assert tensor.device.type == "cpu", tensor.device
     return tensor.detach().view(torch.uint8).numpy()
 
 

@@ -46,14 +46,14 @@ def affordable_rows(plan: Plan) -> Tensor | None:
 class ByAttention(Policy):
     """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
-    computed instead, and for a shift an even sample. anchors: what the probe sees of the chunks, None for all.
+    computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it.
     """
 
     layers: Callable[[int], range]
     score: Callable[[Plan, Attention], Tensor]
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
-    anchors: "Anchors | None" = field(default=None, kw_only=True)
+    anchors: Callable[[Plan], Tensor] | None = field(default=None, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
 
     def probe_rows(self, plan: Plan) -> Tensor | None:

@@ -39,23 +39,28 @@ def seen(monkeypatch):
     return calls
 
 
-@torch.inference_mode()
-def reference_attention(bench, prompt):
-    """Per layer the weights (N, W, T) and queries (N, W, D) of the rows behind the last chunk, by transformers alone.
-
-    They run behind the KV that full reuse leaves, which other tests hold against transformers.
+def reference_run(bench, prompt, seen_rows, **asked):
+    """transformers' output for the rows behind the last chunk, and the cache of full reuse, of which these rows see
+    `seen_rows` of what is before them.
     """
     reused = bench.engine.prefill(prompt, method="reuse").cache
     start = prompt.places[-1][1]
     past = DynamicCache()
     for layer in range(reused.geometry.layers):
         keys, values = reused.span(layer, 0, start)
-        past.update(keys[None].clone(), values[None].clone(), layer)
+        past.update(keys[None, :, seen_rows].clone(), values[None, :, seen_rows].clone(), layer)
     ids = torch.tensor([list(prompt.token_ids[start:])])
     positions = torch.arange(start, start + ids.shape[1])[None]
-    out = bench.reference(
-        ids, past_key_values=past, position_ids=positions, use_cache=True, output_attentions=True
-    )
+    return bench.reference(ids, past_key_values=past, position_ids=positions, use_cache=True, **asked), reused
+
+
+@torch.inference_mode()
+def reference_attention(bench, prompt):
+    """Per layer the weights (N, W, T) and queries (N, W, D) of the rows behind the last chunk, by transformers alone.
+
+    They run behind the KV that full reuse leaves, which other tests hold against transformers.
+    """
+    out, reused = reference_run(bench, prompt, slice(None), output_attentions=True)
     return [weights[0] for weights in out.attentions], reused
 
 
@@ -110,9 +115,9 @@ def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, se
         before.setdefault(layer, hidden[0])
         return run_layer(layer, hidden, *more)
 
-    _, reused = reference_attention(stored, prompt)
-    monkeypatch.setattr(decoder, "run_layer", recorded)
-    stored.engine.prefill(prompt, method="qcfuse:digest_ratio=0.4", ratio=0.7)
+    with monkeypatch.context() as watching:
+        watching.setattr(decoder, "run_layer", recorded)
+        stored.engine.prefill(prompt, method="qcfuse:digest_ratio=0.4", ratio=0.7)
     (_, plan, _) = seen[-1]
     rows = [row for row in range(start) if not plan.candidates[row]]
     for begin, end in prompt.places:
@@ -120,17 +125,10 @@ def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, se
         rows += evenly(chunk, math.ceil(0.4 * len(chunk)))
     rows = sorted(set(rows))
     assert len(rows) < 0.8 * start
-    past = DynamicCache()
+    out, _ = reference_run(stored, prompt, rows, output_hidden_states=True)
     for layer in range(plan.layers):
-        past.update(*(part[None, :, rows] for part in reused.span(layer, 0, start)), layer)
-    ids = torch.tensor([list(prompt.token_ids[start:])])
-    positions = torch.arange(start, start + ids.shape[1])[None]
-    out = stored.reference(
-        ids, past_key_values=past, position_ids=positions, use_cache=True, output_hidden_states=True
-    )
-    for layer in range(plan.layers):
-        found = before[layer][-ids.shape[1] :]
-        assert largest_error(found, out.hidden_states[layer][0]) < 1e-4, f"before layer {layer}"
+        expected = out.hidden_states[layer][0]
+        assert largest_error(before[layer][-len(expected) :], expected) < 1e-4, f"before layer {layer}"
 
 
 def test_a3_merges_its_heads_into_one_product(llama, seen):
