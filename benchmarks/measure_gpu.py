@@ -42,6 +42,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
         return
     tokenizer = Engine.open(device="cpu").tokenizer
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)
+    torch.manual_seed(0)
     with torch.device("cpu" if shape == TINY else "cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

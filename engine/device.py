@@ -164,21 +164,22 @@ def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], o
     with torch.cuda.device(device), _recording:  # another engine may be at it
         few = torch.ones(2, 2, device=device)
         few @ few  # makes this thread's handles, which cannot be made below
-        kept, stream = _recordings(device)
+        stream, pool, _ = _recordings(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        play: Callable[[], object] = _captured(work, stream, kept.pool()).replay
+        play: Callable[[], object] = _captured(work, stream, pool).replay
         torch.cuda.current_stream(device).wait_stream(stream)
     return play
 
 
 @functools.cache
-def _recordings(device: torch.device) -> tuple[Any, Any]:
-    """A recording that stays, since torch forgets their memory with the last of them, and the stream that all are made
-    in: libraries keep workspaces for each stream. They share memory: they are played one at a time, and keep nothing
-    there.
+def _recordings(device: torch.device) -> tuple[Any, Any, Any]:
+    """The stream that all recordings are made in, since libraries keep workspaces for each; the pool of memory that they
+    share, as they are played one at a time and keep nothing there; and one that stays: torch forgets a pool with the
+    last of them.
     """
     stream, few = torch.cuda.Stream(device), torch.ones(2, 2, device=device)
-    return _captured(lambda: few.mul_(1), stream, None), stream
+    pool = torch.cuda.graph_pool_handle()
+    return stream, pool, _captured(lambda: few.mul_(1), stream, pool)
 
 
 def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
@@ -191,6 +192,9 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
         except BaseException:
             with contextlib.suppress(RuntimeError):  # it says that the capture failed, and not why
                 graph.capture_end()
+            # Then it leaves the pool open: nothing could be recorded after it, and what two streams used stayed held.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             raise
         graph.capture_end()
     return graph
