@@ -173,9 +173,9 @@ def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], o
 
 @functools.cache
 def _recordings(device: torch.device) -> tuple[Any, Any, Any]:
-    """The stream that all recordings are made in, since libraries keep workspaces for each; the pool of memory that they
-    share, as they are played one at a time and keep nothing there; and one that stays: torch forgets a pool with the
-    last of them.
+    """The stream that all recordings are made in, since libraries keep workspaces for each; the pool of memory that
+    they share, as they are played one at a time and keep nothing there; and one that stays: torch forgets a pool with
+    the last of them.
     """
     stream, few = torch.cuda.Stream(device), torch.ones(2, 2, device=device)
     pool = torch.cuda.graph_pool_handle()
@@ -190,14 +190,23 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
         try:
             work()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # it says that the capture failed, and not why
+            try:
                 graph.capture_end()
-            # Then it leaves the pool open: nothing could be recorded after it, and what two streams used stayed held.
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            except RuntimeError:  # which says that it failed, and not why
+                _leave(stream.device_index, pool)
             raise
         graph.capture_end()
     return graph
+
+
+def _leave(index: int, pool: Any) -> None:
+    """The pool of a recording that failed, which torch leaves open: nothing more is recorded there, and what two
+    streams used stays held. That ends for the device's memory; for the host's it cannot be told, so the next has
+    another pool.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+    _recordings.cache_clear()
 
 
 def default_budgets(device: torch.device) -> tuple[int, int]:

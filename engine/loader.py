@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ragblend.engine.device import TransferStream
 from ragblend.engine.plan import Span
 from ragblend.engine.rope import UNROTATED, move_keys_, rotate_
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.codec import Part, Source
+from ragblend.kvstore.codec import RAW, Part, Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
@@ -113,6 +114,7 @@ class StagedLoader(LayerLoader):
 
     def _begin(self) -> None:
         self._from_files = [each for each in enumerate(self._spans) if not _reader(each[1]).in_memory]
+        self._placing = _Placing(self._spans, self._cache, self._decoder.device)
         moved = [span for span in self._spans if self._moves_keys and span.delta]
         self._moves = _Moves(moved, self._decoder) if moved else None
         self._tickets: list[Any] = []  # by layer, of those that the device was given
@@ -144,7 +146,8 @@ class StagedLoader(LayerLoader):
         layer = len(self._tickets)
         reads = iter([read.result() for read in self._reads[layer]])
         fills = [
-            self._filled(span, layer) if _reader(span).in_memory else next(reads) for span in self._spans
+            self._filled(number, span, layer) if _reader(span).in_memory else next(reads)
+            for number, span in enumerate(self._spans)
         ]
         self._tickets.append(self._transfers.deliver(partial(self._copied, layer, fills)))
         self._reads[layer] = []
@@ -161,10 +164,13 @@ class StagedLoader(LayerLoader):
         with self._recorder.part("copy", layer, stream="copy"):
             for fill in fills:
                 fill()
+            self._placing.place(layer)
             if self._moves is not None:
                 self._moves.move(layer, self._cache.fused[layer].key_buffer[0])
 
-    def _filled(self, span: Span, layer: int) -> Fill:
+    def _filled(self, number: int, span: Span, layer: int) -> Fill:
+        if number in self._placing.rooms:
+            return partial(_reader(span).read_packed, layer, self._placing.rooms[number])
         keys, values = self._cache.span(layer, span.start, span.stop)
         return partial(_reader(span).read_layer, layer, keys, values)
 
@@ -187,8 +193,45 @@ class StagedLoader(LayerLoader):
                 reader.read_packed(layer, packed)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
+        if number in self._placing.rooms:
+            return partial(self._placing.rooms[number].copy_, packed, non_blocking=True)
         unpack, geometry = reader.codec.unpack, reader.geometry
         return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
+
+
+class _Placing:
+    """Of spans that are stored as they are, one layer is unpacked together: keys and values of each by themselves take
+    the host longer than the device.
+
+    rooms: by the span's number, where its layer is to lie first, (bytes,) uint8.
+    """
+
+    def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
+        geometry = cache.geometry
+        heads, size = geometry.kv_heads, geometry.key_size
+        raw = [(number, span) for number, span in enumerate(spans) if _is_raw(_reader(span))]
+        found = raw if size == geometry.value_size else []
+        ends = list(pairwise([0, *accumulate(2 * heads * span.length for _, span in found)]))
+        self._cache, self._shape = cache, (2, heads, -1, size)
+        self._flat = torch.empty(ends[-1][1] if ends else 0, size, dtype=geometry.torch_dtype, device=device)
+        self.rooms = {
+            number: self._flat[start:stop].view(torch.uint8).flatten()
+            for (number, _), (start, stop) in zip(found, ends, strict=True)
+        }
+        if self.rooms:
+            # Rows (K and V, H, n) of what lies there, and the places (n,) where they go.
+            lengths = [span.length for _, span in found]
+            rows = [torch.arange(*each).view(2 * heads, n) for each, n in zip(ends, lengths, strict=True)]
+            self._rows = torch.cat(rows, dim=1).flatten().to(device)
+            self._places = torch.cat([torch.arange(span.start, span.stop) for _, span in found]).to(device)
+
+    def place(self, layer: int) -> None:
+        """Into that layer's buffers what lies in the rooms."""
+        if self.rooms:
+            held = self._cache.fused[layer]
+            keys, values = self._flat.index_select(0, self._rows).view(self._shape)
+            held.key_buffer[0].index_copy_(1, self._places, keys)
+            held.value_buffer[0].index_copy_(1, self._places, values)
 
 
 class _Moves:
@@ -214,6 +257,11 @@ class _Moves:
 def loader_of(transfers: TransferStream) -> type[LayerLoader]:
     """The kind for that device."""
     return StagedLoader if transfers.staged else LayerLoader
+
+
+def _is_raw(reader: Source) -> bool:
+    """Whether its keys and values lie somewhere as they are, one behind the other."""
+    return reader.codec is RAW and not isinstance(reader, Part | HeldChunk)
 
 
 def _reader(span: Span) -> Source:

@@ -6,6 +6,7 @@ import torch
 from benches import largest_error, make_prompt, make_text
 
 from ragblend.engine import decoder as decoder_module
+from ragblend.engine import gate
 from ragblend.engine.attention import register
 from ragblend.engine.decoder import TransformersDecoder
 from ragblend.engine.gate import TOLERANCE, run_gate
@@ -109,3 +110,19 @@ def test_kernels_of_other_makers_may_round_otherwise(decoder, rounding, monkeypa
     monkeypatch.setattr(decoder, "own_logits", lambda ids: (logits := own(ids)) + off * logits.std())
     monkeypatch.setattr(decoder, "rounding", rounding)
     assert (refused(decoder) == []) == (rounding == 2.0)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_what_passed_more_layers_may_be_further_off(decoder, layers, monkeypatch):
+    """By the root of their number: 1.5 times what few are allowed is a fault there, and rounding of four times them."""
+    monkeypatch.setattr(gate, "SHALLOW", decoder.geometry.layers / layers)
+    encode = gate.ChunkEncoder.encode
+
+    def off(encoder, ids):
+        chunk = encode(encoder, ids)
+        for keys in chunk.keys:
+            keys += 1.5 * TOLERANCE["float32"] * keys.std()
+        return chunk
+
+    monkeypatch.setattr(gate.ChunkEncoder, "encode", off)
+    assert refused(decoder) == ([] if layers == 4 else ["a chunk behind its prefix is exact"])

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from benches import chat, make_text
+from test_device import StagedTransfers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ RECORDED = {
     "cacheblend": (203.4, 6.93, 747),
     "probe-shift": (176.2, 12.2, 1784),
 }
+CALLS_ONCE = 6  # of a passage, whatever the number of layers: where it stands, and by how much it is moved
 
 
 class Work(TorchDispatchMode):
@@ -63,3 +65,14 @@ def test_a_prefill_does_no_more_than_it_did(stored, method):
     assert sum(loads) == (0 if method == "full" else layers * len(TEXTS))
     passes = Counter(part for part, layer, _ in events if layer is not None)
     assert passes["compute"] == layers and passes["probe"] == (layers if method == "probe-shift" else 0)
+
+
+def test_before_an_accelerator_a_passage_more_is_one_copy_more_a_layer(stored, monkeypatch):
+    """There calls take longer than the device: what was copied is unpacked for all passages together."""
+    monkeypatch.setattr(stored.engine.runtime, "transfers", StagedTransfers())
+    layers, calls = stored.engine.runtime.decoder.geometry.layers, []
+    for texts in (TEXTS[:2], TEXTS):
+        with Work() as work:
+            stored.engine.prefill(chat(stored, texts), method="reuse")
+        calls.append(work.calls)
+    assert (calls[1] - calls[0]) / len(TEXTS[2:]) <= layers + CALLS_ONCE
