@@ -190,23 +190,25 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
         try:
             work()
         except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:  # which says that it failed, and not why
-                _leave(stream.device_index, pool)
+            with contextlib.suppress(RuntimeError):  # which says that it failed, and not why
+                _end(graph, stream, pool)
             raise
-        graph.capture_end()
+        _end(graph, stream, pool)
     return graph
 
 
-def _leave(index: int, pool: Any) -> None:
-    """The pool of a recording that failed, which torch leaves open: nothing more is recorded there, and what two
-    streams used stays held. That ends for the device's memory; for the host's it cannot be told, so the next has
-    another pool.
+def _end(graph: Any, stream: Any, pool: Any) -> None:
+    """End a recording. One that failed leaves its pool open to torch: nothing more can be recorded there, and what two
+    streams used stays held. The second ends here; the first has no end for the host's memory, so the next recording has
+    another pool, and what this one holds of the device's is lost.
     """
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)
-    _recordings.cache_clear()
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it is called otherwise before torch 2.8
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        _recordings.cache_clear()
+        raise
 
 
 def default_budgets(device: torch.device) -> tuple[int, int]:

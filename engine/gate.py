@@ -39,9 +39,9 @@ VERSION = 5  # raise it when the test changes: old verdicts are then forgotten
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-# What passed so many layers may be so far off; of more, it grows as the root of their number (8 to 64 random layers in
-# bfloat16: as that or slower). Llama-3-8B's shape with random weights has 0.05 on an H100, real models of 24 to 30
-# layers by other kernels 0.02, and the least that a wrong prefix gives these is 0.17.
+# What passed so many layers may be so far off. Of more, it grows as the root of their number (8 to 64 random layers in
+# bfloat16: as that or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of
+# 24 to 30 layers by other kernels 0.02, and the least that a wrong prefix gives the real ones is 0.17.
 SHALLOW = 16
 FAR_TOKENS = 150  # where a chunk is moved to; not a multiple of any likely period
 TEXT = (
@@ -169,7 +169,7 @@ class _Exam:
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
         error = _largest(full, reuse, start, start + len(self.first))
-        allowed = self.allowed * max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5
+        allowed = self.allowed * min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
         return Check("a chunk behind its prefix is exact", error <= allowed, error, allowed)
 
     def shifting(self) -> Check:

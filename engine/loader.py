@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -207,29 +206,26 @@ class _Placing:
     """
 
     def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
-        geometry = cache.geometry
-        heads, size = geometry.kv_heads, geometry.key_size
-        raw = [(number, span) for number, span in enumerate(spans) if _is_raw(_reader(span))]
-        found = raw if size == geometry.value_size else []
-        ends = list(pairwise([0, *accumulate(2 * heads * span.length for _, span in found)]))
-        self._cache, self._shape = cache, (2, heads, -1, size)
-        self._flat = torch.empty(ends[-1][1] if ends else 0, size, dtype=geometry.torch_dtype, device=device)
+        g, self._cache = cache.geometry, cache
+        numbered = enumerate(spans if g.key_size == g.value_size else ())
+        found = {number: span for number, span in numbered if _is_raw(_reader(span))}
+        self._parts = [
+            torch.empty(2, g.kv_heads, span.length, g.key_size, dtype=g.torch_dtype, device=device)
+            for span in found.values()
+        ]
         self.rooms = {
-            number: self._flat[start:stop].view(torch.uint8).flatten()
-            for (number, _), (start, stop) in zip(found, ends, strict=True)
+            number: part.flatten().view(torch.uint8) for number, part in zip(found, self._parts, strict=True)
         }
-        if self.rooms:
-            # Rows (K and V, H, n) of what lies there, and the places (n,) where they go.
-            lengths = [span.length for _, span in found]
-            rows = [torch.arange(*each).view(2 * heads, n) for each, n in zip(ends, lengths, strict=True)]
-            self._rows = torch.cat(rows, dim=1).flatten().to(device)
-            self._places = torch.cat([torch.arange(span.start, span.stop) for _, span in found]).to(device)
+        if found:
+            self._joined = torch.cat(self._parts, dim=2)
+            places = [torch.arange(span.start, span.stop) for span in found.values()]
+            self._places = torch.cat(places).to(device)
 
     def place(self, layer: int) -> None:
         """Into that layer's buffers what lies in the rooms."""
         if self.rooms:
             held = self._cache.fused[layer]
-            keys, values = self._flat.index_select(0, self._rows).view(self._shape)
+            keys, values = torch.cat(self._parts, dim=2, out=self._joined)
             held.key_buffer[0].index_copy_(1, self._places, keys)
             held.value_buffer[0].index_copy_(1, self._places, values)
 

@@ -69,6 +69,9 @@ def listening(
             said = error.strerror or str(error)
             continue
         with at:
+            # Else what follows an answer's first part, a token of a stream too, waits 40 ms until that is acknowledged.
+            # uvloop does this by itself; asyncio only where a socket names its protocol, as this one does not.
+            at.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Address(host, at.getsockname()[1], tuple(names or ())), at
         return
     several = f"port {port}" if tried == 1 else f"ports {port} to {ports[-1]}"

@@ -47,14 +47,18 @@ def _staged(like):
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def test_what_is_stored_is_read_whatever_the_codec_is_now(packed):
+def test_what_is_stored_is_read_whatever_the_codec_is_now(packed, monkeypatch):
     again = Engine.open(
         str(packed.config.model), home=packed.home, device="cpu", dtype="float32", kv_codec="raw"
     )
     assert again is packed
     report = again.encode([*TEXTS, make_text(9)])
     assert (report.encoded, report.skipped) == (1, len(TEXTS))
-    assert again.prefill(make_prompt([*TEXTS, make_text(9)]), method="reuse").report.misses == 0
+    prompt = make_prompt([TEXTS[0], make_text(9), *TEXTS[1:]])
+    found = again.prefill(prompt, method="reuse")
+    assert found.report.misses == 0
+    monkeypatch.setattr(again.runtime, "transfers", StagedTransfers())
+    assert torch.equal(again.prefill(prompt, method="reuse").logits, found.logits)
     sizes = {round(file.nbytes / 1000) for file in value_files(again.store.root)}
     assert max(sizes) > 2 * min(sizes)
 

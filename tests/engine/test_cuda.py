@@ -138,12 +138,14 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
 
 def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
     device, made = on_cuda().runtime.device, torch.ones(4, device="cuda")
+    before = recorded(device, lambda: made.mul_(2))
     with pytest.raises(RuntimeError):
         recorded(device, lambda: made.add_(1).sum().item())
     play = recorded(device, lambda: made.add_(1))
     play()
     play()
-    assert made.tolist() == [3.0] * 4
+    before()
+    assert made.tolist() == [6.0] * 4
 
 
 def test_several_at_once(on_cuda):

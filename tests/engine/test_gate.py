@@ -114,7 +114,7 @@ def test_kernels_of_other_makers_may_round_otherwise(decoder, rounding, monkeypa
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_what_passed_more_layers_may_be_further_off(decoder, layers, monkeypatch):
-    """By the root of their number: 1.5 times what few are allowed is a fault there, and rounding of four times them."""
+    """By the root of their number: 1.5 times what is allowed is a fault there, and rounding in four times so many."""
     monkeypatch.setattr(gate, "SHALLOW", decoder.geometry.layers / layers)
     encode = gate.ChunkEncoder.encode
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from waiting import SOON_S, until
 
 from ragblend.app.cli import main
 from ragblend.app.serve.keys import Client, Keys
+from ragblend.app.serve.listening import listening
 from ragblend.kvstore.errors import SettingsError, UsageError
 
 PASSAGE = (
@@ -127,6 +129,16 @@ def test_what_keeps_it_from_listening(tmp_path, capsys) -> None:
         assert "one process at a time can: end that one" in capsys.readouterr().err
     assert main(["serve", *home, "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "needs a key" in capsys.readouterr().err
+
+
+def test_what_follows_the_first_part_of_an_answer_does_not_wait() -> None:
+    """Until that is acknowledged: 40 ms, of each answer and each token."""
+    with (
+        listening("127.0.0.1", 0) as (address, at),
+        socket.create_connection(("127.0.0.1", address.port)),
+        at.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_keys_are_made_listed_and_removed(tmp_path, capsys) -> None:
