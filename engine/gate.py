@@ -104,11 +104,8 @@ class _Exam:
         """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
-        error, allowed = (
-            relative_error(logits, self.decoder.own_logits(ids)),
-            self.allowed * self.decoder.rounding,
-        )
-        return Check("all rows recomputed equals the model", error <= allowed, error, allowed)
+        error = relative_error(logits, self.decoder.own_logits(ids))
+        return self._check("all rows recomputed equals the model", error, self.decoder.rounding)
 
     @torch.inference_mode()
     def some_rows(self) -> Check:
@@ -169,8 +166,8 @@ class _Exam:
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
         error = _largest(full, reuse, start, start + len(self.first))
-        allowed = self.allowed * min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
-        return Check("a chunk behind its prefix is exact", error <= allowed, error, allowed)
+        deep = min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
+        return self._check("a chunk behind its prefix is exact", error, deep)
 
     def shifting(self) -> Check:
         """What the policies that shift make of the KV is numbers, whether they collect attention or not."""
@@ -205,8 +202,10 @@ class _Exam:
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
-    def _check(self, name: str, error: float) -> Check:
-        return Check(name, error <= self.allowed, error, self.allowed)  # NaN compares false
+    def _check(self, name: str, error: float, times: float = 1.0) -> Check:
+        """times: of what is allowed otherwise."""
+        allowed = self.allowed * times
+        return Check(name, error <= allowed, error, allowed)  # NaN compares false
 
     def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
         decoder, policy = self.decoder, policy_named(method)
