@@ -79,6 +79,7 @@ class Answer:
                 "tokens_per_s": round(times.tokens_per_s, 2),
             },
             "store": {"hits": report.hits, "misses": report.misses},
+            "unsupported_figures": list(report.unsupported_figures),
         }
         if report.decision is not None:  # what the loading controller chose, and expected
             result["controller"] = report.decision.to_json()

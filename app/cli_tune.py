@@ -51,7 +51,13 @@ def tune(cli: Cli, asked: Tuning) -> None:
         return
     source = _with_default(
         Source(
-            asked.data, asked.docs, settings.collection, asked.limit, asked.seed, skip=True, home=home.root
+            data=asked.data,
+            docs=asked.docs,
+            collection=settings.collection,
+            limit=asked.limit,
+            seed=asked.seed,
+            skip=True,
+            home=home.root,
         )
     )
     try:

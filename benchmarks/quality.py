@@ -116,7 +116,7 @@ def transplanted(oracle: Variant) -> measured.Measure:
         reference.prefilled.cache.truncate()  # the answer stands behind the prompt
         given = policy.given(reference.prefilled.cache)
         outcome = measured.outcome_of(engine, prompt, oracle, reference, max_new_tokens, given)
-        return measured.record_of(question, oracle, reference, outcome)
+        return measured.record_of(question, oracle, reference, outcome, engine)
 
     return measure
 

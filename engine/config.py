@@ -181,6 +181,7 @@ class Report:
     fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
     averaged over layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt:
     `r`eused, re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
+    unsupported_figures: those of the answer that stand nowhere in the prompt, where it has chunks (`figures.py`).
     """
 
     method: str
@@ -197,6 +198,7 @@ class Report:
     computed_fraction: float = 1.0
     served: str = ""
     evicted_tokens: int = 0
+    unsupported_figures: tuple[str, ...] = ()
 
 
 def server_url(backend: str | None, url: str | None) -> str | None:

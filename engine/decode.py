@@ -14,8 +14,10 @@ from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.constrained import Constraint
 from ragblend.engine.decoder import regime_tokens
 from ragblend.engine.eviction import evict
+from ragblend.engine.figures import figures_in, unsupported_figures
 from ragblend.engine.lookup import Lookup
 from ragblend.engine.model import end_ids
+from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduler import Turn
@@ -87,6 +89,7 @@ def answered(
         stopped = False
     text = text_of(tokenizer, ids, options.stop, options.one_sentence)
     told = None if likely is None else tuple(likely.tokens[: len(ids) - ended])
+    report = replace(report, unsupported_figures=unsupported_in(text, prompt, tokenizer))
     return Result(text, tuple(ids), report, prompt, stopped, told)
 
 
@@ -189,6 +192,13 @@ def _generated(
             **_settings(model, tokenizer, max_new_tokens),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
+
+
+def unsupported_in(answer: str, prompt: Prompt, tokenizer: Any) -> tuple[str, ...]:
+    """The answer's figures that stand nowhere in a prompt with passages; nothing where it has none to check by."""
+    if not prompt.chunks or not figures_in(answer):
+        return ()
+    return unsupported_figures(answer, tokenizer.decode(prompt.token_ids))
 
 
 def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from ragblend.engine.figures import FigureRows
 from ragblend.kvstore.codec import Source
 
 
@@ -48,7 +49,8 @@ class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
     The counts are of the host, so that asking for them never waits for the device. settled_tokens: how many the prompt
-    begins with that nothing behind them can change: fresh ones and exact ones.
+    begins with that nothing behind them can change: fresh ones and exact ones. figures: where figures and lines are, on
+    the device; None where there is no tokenizer to tell.
     """
 
     token_ids: Tensor
@@ -63,6 +65,7 @@ class Plan:
     candidate_tokens: int
     stored_tokens: int
     settled_tokens: int
+    figures: FigureRows | None = None
 
     @property
     def tokens(self) -> int:
@@ -99,7 +102,8 @@ class Plan:
         spans = tuple(
             replace(span, reader=None, exact=False) if span.start in starts else span for span in self.spans
         )
-        return make_plan(self.token_ids, spans, self.layers, self.ratio, self.attention_share, self.seed)
+        shares = self.ratio, self.attention_share
+        return make_plan(self.token_ids, spans, self.layers, *shares, self.seed, self.figures)
 
 
 def make_plan(
@@ -109,6 +113,7 @@ def make_plan(
     ratio: float,
     attention_share: float,
     seed: int = 0,
+    figures: FigureRows | None = None,
 ) -> Plan:
     """Sort every token into its kind. The last token is always fresh: its row gives the first logits."""
     kinds = torch.full(token_ids.shape, int(Kind.FRESH), dtype=torch.int8)
@@ -132,4 +137,5 @@ def make_plan(
         candidate_tokens=counts[Kind.REUSABLE],
         stored_tokens=counts[Kind.EXACT] + counts[Kind.REUSABLE],
         settled_tokens=int(open_rows[0]) if open_rows.numel() else token_ids.numel(),
+        figures=None if figures is None else figures.to(token_ids.device),
     )

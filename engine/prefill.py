@@ -235,7 +235,8 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
     decoder, policy = runtime.decoder, request.policy
     ids = torch.tensor(request.prompt.token_ids, device=decoder.device)
     layers = decoder.geometry.layers
-    plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed)
+    figures = runtime.tokenizing.figure_rows(request.prompt)
+    plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed, figures)
     asked = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
     profile, remote = runtime.profile, runtime.store.remote
     if remote is not None:

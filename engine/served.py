@@ -31,7 +31,7 @@ from ragblend.engine.config import (
     TokenCounts,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decode import Clock, OnText
+from ragblend.engine.decode import Clock, OnText, unsupported_in
 from ragblend.engine.engine import Engine
 from ragblend.engine.files import DEFAULT, find_model
 from ragblend.engine.gate import TEXT, GateVerdict
@@ -403,7 +403,10 @@ class _Answer:
         text = text_of(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
         told = tuple(self._likely[: len(ids) - self._ended]) if options.logprobs is not None else None
         stops = self._text.stopped or self._ended
-        return Result(text, tuple(ids), self._report(stopped), self._request.prompt, stops, told)
+        prompt = self._request.prompt
+        unsupported = unsupported_in(text, prompt, self._runtime.tokenizing.tokenizer)
+        report = replace(self._report(stopped), unsupported_figures=unsupported)
+        return Result(text, tuple(ids), report, prompt, stops, told)
 
     def _report(self, stopped: Stopped) -> Report:
         """With what the connector noted."""

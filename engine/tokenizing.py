@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from ragblend.engine.chat import chat
+from ragblend.engine.figures import FigureFinder, FigureRows
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment, with_ids
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
@@ -25,6 +26,7 @@ class Tokenizing:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._figures = FigureFinder(tokenizer)
         self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         # A document that contains "<|im_end|>" must not end the user's turn: its text is split, not parsed.
         self._plain = copy.deepcopy(tokenizer)
@@ -55,6 +57,10 @@ class Tokenizing:
                 segments += [with_ids(each, self._segment_ids(each, node_ids)) for each in run]
         bos = self._begin_ids(segments)
         return Prompt([Literal("", bos), *segments] if bos else segments)
+
+    def figure_rows(self, prompt: Prompt) -> FigureRows:
+        """Where the figures and lines of a tokenized prompt are; a line begins with each segment."""
+        return self._figures(prompt.token_ids, prompt.offsets)
 
     def begun(self, segments: list[Segment]) -> tuple[int, ...]:
         """Token ids of literals at the very beginning of a prompt."""

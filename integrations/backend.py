@@ -274,4 +274,5 @@ def kv_statistics(result: "Result") -> dict[str, Any]:
         "chunks": [chunk.node_id for chunk in result.prompt.chunks],
         **{name: round(getattr(timings, name), 2) for name in timed},
         "warning": report.warning,
+        "unsupported_figures": list(report.unsupported_figures),
     }

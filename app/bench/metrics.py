@@ -8,9 +8,14 @@ Distributions against the reference: KL divergence and top-1 agreement over teac
 import functools
 import re
 import string
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+from ragblend.app.bench.data import Question
+from ragblend.engine.figures import contains, figures_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +99,34 @@ def top1_agreement(reference: "Tensor", other: "Tensor") -> float:
     """The part of the positions (n, vocab) where both give the same most likely token, in [0, 1]."""
     assert reference.shape == other.shape and reference.ndim == 2, (reference.shape, other.shape)
     return float((reference.argmax(-1) == other.argmax(-1)).float().mean())
+
+
+def right_figures(question: Question, answer: str) -> tuple[str, ...]:
+    """The figures that a right answer must have, if this one has them all; else none.
+
+    Of a question that does not say what is required, the figures of its first gold answer.
+    """
+    wanted = question.required or tuple(figures_in(question.answers[0]))
+    return wanted if all(contains(answer, each) for each in wanted) else ()
+
+
+def has_other_figure(answer: str, question: Question, figures: Sequence[str]) -> bool:
+    """Whether the answer has a figure that is none of these, and stands in the passages: that of something else."""
+    others = [each for each in figures_in(answer) if not any(contains(figure, each) for figure in figures)]
+    given = "\n".join(question.passages)
+    return any(contains(given, each) and not contains(question.text, each) for each in others)
+
+
+def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]:
+    """Which tokens of an answer say the figures. pieces: the text of each token; their join is the answer."""
+    ends = list(accumulate(len(piece) for piece in pieces))
+    text, found = "".join(pieces).casefold(), set[int]()
+    for figure in figures:
+        start = text.find(figure.casefold())
+        if start >= 0:
+            touched = range(bisect_right(ends, start), bisect_left(ends, start + len(figure)) + 1)
+            found.update(touched)
+    return sorted(found)
 
 
 def recovery(kl: float, kl_reuse: float) -> float | None:

@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -111,6 +111,30 @@ def timed_prefill(
             "the store's budget is too small for one question, or another process is evicting"
         )
     return Timed(prefilled, report, ttft_ms)
+
+
+def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed | None:
+    """Full prefill of a prompt that begins as the one before it, from that one's KV, which it overwrites.
+
+    None where there is none, or where the two differ before the last chunk's end: then all must be read.
+    """
+    if before is None or before.prefilled.cache is None or not prompt.places:
+        return None
+    stop, ids = prompt.places[-1][1], prompt.token_ids
+    if before.prefilled.prompt.token_ids[:stop] != ids[:stop]:
+        return None
+    import torch
+
+    from ragblend.engine.cache import Append
+
+    model, cache = engine.runtime.loaded.model, before.prefilled.cache
+    cache.prompt_tokens, cache.step = stop, Append()
+    cache.truncate()
+    with torch.inference_mode():
+        rows = torch.tensor([ids[stop:]], device=model.device)
+        logits = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+    cache.prompt_tokens = len(ids)
+    return replace(before, prefilled=replace(before.prefilled, prompt=prompt, logits=logits))
 
 
 def check_extra() -> None:

@@ -9,13 +9,15 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench import metrics
 from ragblend.app.bench.data import Question
-from ragblend.app.bench.prefilling import BenchError, stored, timed_prefill
+from ragblend.app.bench.prefilling import BenchError, Timed, continued, stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.variants import Variant
+from ragblend.engine.figures import contains
 from ragblend.kvstore.errors import PromptTooLongError
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ class Outcome:
     ttft_ms: float
     prefilled: "Prefilled"
 
+    @property
+    def timed(self) -> Timed:
+        return Timed(self.prefilled, self.report, self.ttft_ms)
+
 
 def run(
     engine: "Engine",
@@ -59,38 +65,56 @@ def run(
     until: Callable[[], bool] | None = None,
     warm: bool = True,
     others: Mapping[Variant, Measure] | None = None,
+    figures_only: bool = False,
 ) -> int:
     """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
 
     Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
     the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
     that are left is returned. warm: run every method once, unrecorded, before the first question. others: the variants
-    that are no methods of the engine, and how each is measured.
+    that are no methods of the engine, and how each is measured. figures_only: a question whose figures full prefill's
+    answer has not right gets a record of `full`, which must be among the variants, and no other.
 
     No question may come twice (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
     BenchError for what would be a wrong number.
     """
-    pending = [(question, _pending(question, variants, journal, seed)) for question in questions]
+    pending = [
+        (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
+    ]
     # All prompts first: one that is too long must stop the run now and not after an hour of work.
     work = [(each, todo, _fitting_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
     total = sum(len(todo) for _, todo, _ in work)
-    done = 0
-    for place, (question, todo, prompt) in enumerate(work):
+    done, left = 0, len(work)
+    for _, together in groupby(work, lambda each: frozenset(each[0].passages)):
+        of_set, before = list(together), None
         if until is not None and until():
-            return len(work) - place
-        with stored(engine, question.passages, keep_kv):
-            if place == 0 and warm:
-                warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
-            for record in measure(engine, question, prompt, todo, max_new_tokens, others or {}):
-                journal.add(record)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+            return left
+        with stored(engine, of_set[0][0].passages, keep_kv):
+            for question, todo, prompt in of_set:
+                if until is not None and until():
+                    return left
+                if left == len(work) and warm:
+                    warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
+                reference = full_outcome(engine, prompt, max_new_tokens, before)
+                before, left = reference.timed, left - 1
+                if figures_only and not metrics.right_figures(question, reference.answer.text):
+                    todo, total = [Variant("full")], total - len(todo) + 1
+                given = engine, question, prompt, todo, max_new_tokens, others or {}, reference
+                for record in measure(*given):
+                    journal.add(record)
+                    done += 1
+                    if progress is not None:
+                        progress(done, total)
     return 0
 
 
-def _pending(question: Question, variants: Sequence[Variant], journal: Journal, seed: int) -> list[Variant]:
+def _pending(
+    question: Question, variants: Sequence[Variant], journal: Journal, seed: int, figures_only: bool
+) -> list[Variant]:
     """What is left to measure, shuffled: no method always runs in the wake of the same other one."""
+    known = journal.records.get((question.digest, "full", None))
+    if figures_only and known is not None and known.figures_kept is None:
+        return []
     todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
     random.Random(f"{seed} {question.digest}").shuffle(todo)
     return todo
@@ -142,9 +166,9 @@ def measure(
     variants: Sequence[Variant],
     max_new_tokens: int,
     others: Mapping[Variant, Measure],
+    reference: Outcome,
 ) -> Iterator[Record]:
     """One record a variant, on one question, each beside the reference of this very run."""
-    reference = full_outcome(engine, prompt, max_new_tokens)
     for variant in variants:
         if variant in others:
             yield others[variant](engine, question, prompt, reference, max_new_tokens)
@@ -152,12 +176,18 @@ def measure(
         outcome = reference
         if variant.method != "full":
             outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
-        yield record_of(question, variant, reference, outcome)
+        yield record_of(question, variant, reference, outcome, engine)
 
 
-def full_outcome(engine: "Engine", prompt: "Prompt", max_new_tokens: int) -> Outcome:
-    """The reference: full prefill, its greedy answer, and its logits along that answer."""
-    timed = timed_prefill(engine, prompt, Variant("full"))
+def full_outcome(
+    engine: "Engine", prompt: "Prompt", max_new_tokens: int, before: Timed | None = None
+) -> Outcome:
+    """The reference: full prefill, its greedy answer, and its logits along that answer.
+
+    before: the last question's, which is gone afterwards. Where its prompt has the same passages in the same order,
+    these are not read again: their KV depends on nothing behind them. The time to first token is the last one's, then.
+    """
+    timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
     logits = teacher_logits(engine, timed.prefilled, answer)
     return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
@@ -187,10 +217,13 @@ def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
     return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
 
 
-def record_of(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> Record:
+def record_of(
+    question: Question, variant: Variant, reference: Outcome, outcome: Outcome, engine: "Engine"
+) -> Record:
     """How a method's outcome compares with the reference and with the gold answers. Raises BenchError."""
     text = outcome.answer.text
     return Record(
+        **_figures(question, reference, outcome, engine.tokenizer),
         question=question.digest,
         method=variant.method,
         ratio=variant.ratio,
@@ -207,6 +240,23 @@ def record_of(question: Question, variant: Variant, reference: Outcome, outcome:
         probe_rows=outcome.report.probe_rows,
         computed_fraction=outcome.report.computed_fraction,
     )
+
+
+def _figures(question: Question, reference: Outcome, outcome: Outcome, tokenizer: Any) -> dict[str, Any]:
+    """The part of a record that says what became of the figures that full prefill has right; nothing without any."""
+    figures = metrics.right_figures(question, reference.answer.text)
+    if not figures:
+        return {}
+    text, ids = outcome.answer.text, reference.answer.token_ids
+    kept = all(contains(text, each) for each in figures)
+    so_far = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+    pieces = [behind[len(before) :] for before, behind in pairwise(so_far)]
+    at = metrics.figure_positions(pieces, figures)
+    return {
+        "figures_kept": kept,
+        "figures_other": not kept and metrics.has_other_figure(text, question, figures),
+        "figure_kl": metrics.kl_divergence(reference.logits[at], outcome.logits[at]) if at else None,
+    }
 
 
 def _divergence(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> float:

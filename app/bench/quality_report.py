@@ -50,6 +50,8 @@ def report_quality(
     if request.methods:
         names = with_all(request.methods, METHODS)
         methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    if source.figures and Variant("full") not in methods:
+        methods = (Variant("full"), *methods)
     variants, seed = (*methods, *others.variants), source.seed or 0
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
@@ -74,8 +76,17 @@ def report_quality(
             keep_kv=request.keep_kv,
             progress=progress,
             others=others.variants,
+            figures_only=source.figures,
         )
-    measured = journal.records, loaded.questions, variants, seed
+    questions = loaded.questions
+    if source.figures:
+        questions = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
+        if not questions:
+            raise UsageError(
+                f"--figures: {engine.model_name} answers none of the {len(loaded.questions)} questions rightly by full "
+                "prefill, so there is nothing to keep; measure a larger model"
+            )
+    measured = journal.records, questions, variants, seed
     rows, comparisons = summarise(*measured, pairs)
     results = {
         "rows": rows,
@@ -86,7 +97,8 @@ def report_quality(
         "environment": environment(engine) | {"kv_codec": kv_codec},
         "settings": {
             "data": source.name,
-            "questions": len(loaded.questions),
+            "questions": len(questions),
+            "asked": len(loaded.questions),
             "seed": source.seed,
             "passages": source.passages,
             "resumed_records": journal.resumed,

@@ -53,6 +53,11 @@ class Record:
     select_ms: float | None = None
     probe_rows: int | None = None
     computed_fraction: float | None = None
+    # Of the figures that full prefill's answer has right; None where it has none (design: figures kept). figures_other:
+    # lost, and the answer has a figure of another place in the passages; figure_kl: at the figures' tokens alone.
+    figures_kept: bool | None = None
+    figures_other: bool | None = None
+    figure_kl: float | None = None
 
     @property
     def key(self) -> Key:

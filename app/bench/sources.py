@@ -6,12 +6,14 @@ from pathlib import Path
 
 from ragblend.app import samples
 from ragblend.app.bench.data import Loaded, Question, choose, load, without_repeats
+from ragblend.app.bench.figures import figure_questions
 from ragblend.app.cli_common import option
 from ragblend.kvstore.errors import UsageError
 
 ALL_DOCUMENTS = "all"
 PASSAGE_WORDS = 220  # of the samples
 PASSAGES = 6
+FIGURE_SETS = 25
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Source:
     docs: str | None = option(
         None, "Questions from ingested documents: those under this folder or file, or `all`."
     )
+    figures: bool = option(
+        False,
+        "Made-up questions for figures, 8 a set of passages, each in 2 orders; 400 unless --limit says otherwise.",
+        "--figures",
+    )
     collection: str | None = option(None, "Of --docs; as in the settings if absent.")
     limit: int | None = option(None, "How many questions; all if absent.")
     seed: int | None = option(None, "Shuffle the questions with it; the intervals are drawn from it.", min=0)
@@ -38,6 +45,8 @@ class Source:
 
     @property
     def name(self) -> str:
+        if self.figures:
+            return "figures"
         if self.data is not None:
             return self.data.name
         return "samples" if self.docs is None else f"documents: {self.docs}"
@@ -48,9 +57,12 @@ def read(source: Source) -> Loaded:
 
     Raises UsageError.
     """
-    if source.data is not None and source.docs is not None:
-        raise UsageError("--data and --docs name different questions; give one of them")
+    if (source.data is not None) + (source.docs is not None) + source.figures > 1:
+        raise UsageError("--data, --docs and --figures name different questions; give one of them")
     choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense before it reads
+    if source.figures:  # in their order, in which the questions of a set follow each other
+        made = figure_questions(FIGURE_SETS, seed=source.seed or 0)
+        return Loaded(choose(made, source.limit, passages=source.passages))
     found = _found(source)
     # Questions from documents have as many passages as asked for by now, and all of them that they need.
     passages = None if source.docs is not None else source.passages

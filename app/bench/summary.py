@@ -21,8 +21,12 @@ BASELINES = ("reuse", "random", "epic")
 COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
 # What choosing costs, beside `recomputed_fraction`, which has all of it that falls on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
+FIGURE_COLUMNS = (
+    "figures_n", "figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "figure_kl_ci",
+)  # fmt: skip
 TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
+    *FIGURE_COLUMNS,
 )  # fmt: skip
 LOSSES = (0.01, 0.02)  # of the task score, within which a speed-up counts
 EXACT = ("full", "exact", "prefix", "recompute")  # full prefill, by this way or that
@@ -95,7 +99,7 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
     for name in ("exact_match", "f1", "rouge_l"):
         row |= _mean_and_interval(name, records, seed)
-    row |= _recovery(records, reuse, seed) | _exact(records, seed)
+    row |= _recovery(records, reuse, seed) | _exact(records, seed) | _figures(records, seed)
     # Medians, as one hiccup must not decide; the speed-up is in pairs, as prompts differ in length.
     row["ttft_ms"] = median(record.ttft_ms for record in records)
     row["speedup"] = median(record.full_ttft_ms / record.ttft_ms for record in records)
@@ -145,6 +149,28 @@ def _exact(records: list[Record], seed: int) -> Row:
         return {"accuracy": None, "accuracy_ci": None, "found": None}
     exact = [float(value == 1) for value in column]
     return {"accuracy": fmean(exact), "accuracy_ci": mean_interval(exact, seed), "found": fmean(column)}
+
+
+def _figures(records: list[Record], seed: int) -> Row:
+    """Over the answers that full prefill gives right: the share whose figures are kept, with Wilson's interval (near 1
+    a bootstrap's would be empty), the share that gives another place's figure instead, and KL at the figures' tokens.
+    """
+    own = [record for record in records if record.figures_kept is not None]
+    if not own:
+        return dict.fromkeys(FIGURE_COLUMNS)
+    from scipy.stats import binomtest
+
+    kept = sum(bool(record.figures_kept) for record in own)
+    around = binomtest(kept, len(own)).proportion_ci(LEVEL, "wilson")
+    at_figures = [record.figure_kl for record in own if record.figure_kl is not None]
+    return {
+        "figures_n": len(own),
+        "figures_kept": kept / len(own),
+        "figures_kept_ci": (float(around.low), float(around.high)),
+        "figures_other": fmean(bool(record.figures_other) for record in own),
+        "figure_kl": fmean(at_figures) if at_figures else None,
+        "figure_kl_ci": mean_interval(at_figures, seed) if at_figures else None,
+    }
 
 
 def _mean(name: str, records: list[Record]) -> float | None:

@@ -94,6 +94,12 @@ QUALITY: tuple[Column, ...] = (
     ("speed-up", number("speedup", 1, "x")), ("tokens read", number("prompt_tokens", 0)),
     ("said", number("generated_tokens", 0)),
 )  # fmt: skip
+FIGURES: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")), ("n", text("figures_n")),
+    ("figures kept", share("figures_kept")), ("interval", lambda row: ends(row["figures_kept_ci"], 3)),
+    ("another place's", share("figures_other")), ("KL at figures", number("figure_kl", 4)),
+    ("interval", interval("figure_kl_ci")), ("KL", number("kl", 4)),
+)  # fmt: skip
 WITHIN: tuple[Column, ...] = (
     ("lost at most", share("loss")), ("method", text("method")), RATIO, ("of full's score", share("score_share")),
     ("interval", lambda row: ends(row["score_share_ci"], 3)), ("TTFT ms", number("ttft_ms", 0)),
@@ -120,6 +126,10 @@ def quality_tables(
         "that was computed, as a share of full prefill. choosing: selection within the time to first token."
     )
     found = [table_of("Quality against full prefill (intervals: 95%)", QUALITY, rows, costs)]
+    figures = [row for row in rows if row["figures_n"]]
+    if figures:
+        note = "Of the answers whose figures full prefill has right: those in which the method has them, too."
+        found.insert(0, table_of("Figures kept (intervals: 95%)", FIGURES, figures, note))
     if within:
         note = "Its interval says how sure that is: with few prompts it reaches far below what may be lost."
         found.append(table_of("The soonest first token that keeps the task score", WITHIN, within, note))

@@ -24,8 +24,8 @@ from ragblend.engine.selection.shift import evenly_spread
 from ragblend.engine.selection.static import nearness_to_beginning
 from ragblend.kvstore.errors import UsageError
 
-# Of the budget, what a probe may take: beyond that, chunks' beginnings and a shift came as near (docs/methods.md).
-PROBE_SHARE = 1 / 3
+# Of the budget, what a probe may take. Without one, figures of short prompts were lost (docs/methods.md).
+PROBE_SHARE = 0.6
 # Where a shift is fitted, of the rows to choose: so many, at most a quarter, are an even sample of all, and this share
 # are beginnings of chunks. All that it would know else are rows that the question attends to, which change more.
 CALIBRATION_ROWS = 48
@@ -46,7 +46,8 @@ def affordable_rows(plan: Plan) -> Tensor | None:
 class ByAttention(Policy):
     """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
-    computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it.
+    computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it;
+    figure_weight: what all tokens of a figure get, times the best score in their line; 0: their own scores.
     """
 
     layers: Callable[[int], range]
@@ -54,7 +55,12 @@ class ByAttention(Policy):
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
     anchors: Callable[[Plan], Tensor] | None = field(default=None, kw_only=True)
+    figure_weight: float = field(default=0.0, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.figure_weight < 0:
+            raise UsageError(f"figure_weight must be at least 0, not {self.figure_weight}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
         return self.probe(plan) if base.chooses(plan) else None
@@ -92,11 +98,12 @@ class ByAttention(Policy):
         if probed is None:
             sample = count // 2 if self.shift is not None else 0
             return _chosen(plan, sample, (nearness, count - sample))
+        scores = with_figures(plan, self.scores(probed), self.figure_weight)
         sample = beginnings = 0
         if self.shift is not None:
             sample, beginnings = min(CALIBRATION_ROWS, count // 4), round(count * BEGINNINGS)
         best = count - sample - beginnings
-        return _chosen(plan, sample, (self.scores(probed), best), (nearness, beginnings))
+        return _chosen(plan, sample, (scores, best), (nearness, beginnings))
 
 
 def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
@@ -111,6 +118,20 @@ def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
     for scores, count in ranked:
         take(scores.masked_fill(~left, -torch.inf).topk(min(count, int(left.sum()))).indices)
     return rows.nonzero().squeeze(1)
+
+
+def with_figures(plan: Plan, scores: Tensor, weight: float) -> Tensor:
+    """(T,) the scores, in which each token of a figure has at least weight times the best score in its line.
+
+    A figure of which one part is recomputed and another is not is read wrongly, and what the question looks at first is
+    the label before the figure (docs/methods.md).
+    """
+    if plan.figures is None or not weight:
+        return scores
+    lines = plan.figures.lines
+    known = scores.masked_fill(~plan.candidates, 0.0)
+    best = scores.new_zeros(int(lines[-1]) + 1).scatter_reduce(0, lines, known, "amax")[lines]
+    return torch.where(plan.figures.is_figure, torch.maximum(scores, weight * best), scores)
 
 
 def second_layer(count: int) -> range:

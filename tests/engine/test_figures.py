@@ -1,0 +1,159 @@
+"""Figures in texts and in token ids: found, compared, flagged where no passage has them, and recomputed as a whole."""
+
+import pytest
+import torch
+from benches import chat
+
+from ragblend.engine.figures import (
+    FigureFinder,
+    FigureRows,
+    contains,
+    figures_in,
+    unsupported_figures,
+)
+from ragblend.engine.plan import Span, make_plan
+from ragblend.engine.selection.by_attention import with_figures
+
+
+@pytest.mark.parametrize(
+    ("text", "figure"),
+    [
+        ("It lists 18,642 accessions.", "18642"),
+        ("18 642 entries", "18,642"),
+        ("kx–7731–b", "KX-7731-B"),
+        ("٤١ metres", "41"),
+        ("１９２１年", "1921年"),
+        ("It was 41.", "41"),
+        ("the curator MARA DOLVIN", "Mara Dolvin"),
+    ],
+)
+def test_two_ways_to_write_one_figure_are_equal(text, figure):
+    assert contains(text, figure)
+
+
+@pytest.mark.parametrize(
+    ("text", "figure"),
+    [("part 4-1163", "4"), ("41.5 metres", "41"), ("339", "39"), ("6.4", "64"), ("388.00", "38800")],
+)
+def test_a_part_of_a_figure_is_not_that_figure(text, figure):
+    assert not contains(text, figure)
+
+
+def test_the_figures_of_a_text_are_found_without_citations_and_list_numbers():
+    text = "1. Code KX-7731-B costs 18,642.50 euros [2], at 19:15 on 1931-03-14.\n2) 0471/55821; 4-1163, 50%"
+    expected = ["KX-7731-B", "18,642.50", "19:15", "1931-03-14", "0471/55821", "4-1163", "50"]
+    assert figures_in(text) == expected
+
+
+def test_a_figure_that_nothing_given_has_is_unsupported():
+    given = "The wall is 41 metres long, built in 1921."
+    assert unsupported_figures("It is 339 metres long, since 1921.", given) == ("339",)
+    assert unsupported_figures("It is 41 metres long.", given) == ()
+
+
+def test_an_answer_is_checked_against_its_prompt(llama, monkeypatch):
+    engine = llama.engine
+    prompt = chat(llama, ["The wall is 41 metres long."])
+    prefilled = engine.prefill(prompt, method="full")
+    for said, unsupported in (("It is 339 metres.", ("339",)), ("It is 41 metres.", ())):
+        monkeypatch.setattr("ragblend.engine.decode.text_of", lambda *_, said=said: said)
+        assert engine.decode(prefilled, max_new_tokens=1).report.unsupported_figures == unsupported
+
+
+class Pieces:
+    """A tokenizer of given pieces, one token each; a blank before a word is part of it."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+    def convert_ids_to_tokens(self, token_id):
+        return self.pieces[token_id].replace(" ", "Ġ")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ((" costs", " 1", "8", ",", "6", "4", " euros"), [" 1", "8", ",", "6", "4"]),
+        ((" costs", " 18,64", " euros"), [" 18,64"]),
+        ((" on", " 9", " March", " 19", "21", " at"), [" 9", " March", " 19", "21"]),
+        (("| ", "4", "-", "11", " |", " 3", "88", " |"), ["4", "-", "11", " 3", "88"]),
+        (("第", "4", "1", "条"), ["4", "1"]),
+        ((" no", " figure", " here", "."), []),
+        ((" 7", "\n", "8"), [" 7", "8"]),
+    ],
+)
+def test_all_tokens_of_a_figure_are_found(pieces, expected):
+    rows = FigureFinder(Pieces(*pieces))(range(len(pieces)))
+    assert [piece for piece, is_figure in zip(pieces, rows.is_figure, strict=True) if is_figure] == expected
+
+
+def test_a_line_ends_with_a_sentence_and_with_each_segment():
+    pieces = (" It", " is", " 1", ".", "5", ".", " Then", " 2", "\n", "3", " next")
+    rows = FigureFinder(Pieces(*pieces))(range(len(pieces)), starts=[0, 10])
+    assert rows.lines.tolist() == [1] * 6 + [2] * 3 + [3] + [4]
+
+
+def test_no_tokens_have_no_figures():
+    rows = FigureFinder(Pieces("a"))([])
+    assert rows.is_figure.numel() == rows.lines.numel() == 0
+
+
+class Stored:
+    start = 0
+
+
+def test_a_figure_gets_the_score_of_what_the_question_looks_at_in_its_line():
+    is_figure = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 0, 0], dtype=torch.bool)
+    lines = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2, 3, 3])
+    figures = FigureRows(is_figure, lines)
+    plan = make_plan(torch.arange(10), (Span(0, 8, Stored()),), 4, 0.5, 0.2, figures=figures)
+    scores = torch.tensor([0.4, 0.1, 0.0, 0.2, 0.1, 0.0, 0.0, 0.0, 0.9, 0.9])
+    found = with_figures(plan, scores, 3.0)
+    expected = [0.4, 0.1, 1.2, 1.2, 0.1, 0.0, 0.3, 0.3, 0.9, 0.9]
+    assert found.tolist() == pytest.approx(expected)
+    assert with_figures(plan, scores, 0.0) is scores
+
+
+def test_the_default_method_recomputes_no_part_of_a_figure_alone(llama):
+    """Half a number that was recomputed among stale digits was read as another number (41 became 339)."""
+    texts = [
+        f"The {name} hall is {length} metres long and holds {count} seats for guests who come by train. " * 4
+        for name, length, count in (
+            ("old", "1041", "18,642"),
+            ("new", "2339", "19,060"),
+            ("red", "5063", "12,045"),
+        )
+    ]
+    engine = llama.engine
+    engine.encode(texts)
+    prompt = chat(llama, texts)
+    report = engine.prefill(prompt, method="probe-shift", ratio=0.4).report
+    rows = engine.runtime.tokenizing.figure_rows(prompt)
+    plain = engine.prefill(prompt, method="probe-shift:figure_weight=0", ratio=0.4).report
+
+    def share(served: str) -> float:
+        """Of the neighbours within a figure of a stored passage, those of which one is recomputed and one is not."""
+        start, stop = prompt.places[1][0], prompt.places[-1][1]
+        pairs = [
+            served[i : i + 2]
+            for i in range(start, stop - 1)
+            if rows.is_figure[i] and rows.is_figure[i + 1] and set(served[i : i + 2]) <= {"r", "c"}
+        ]
+        assert len(pairs) > 10
+        return sum(pair in ("rc", "cr") for pair in pairs) / len(pairs)
+
+    assert share(report.served) < share(plain.served)
+
+
+def test_nothing_but_figures_is_ranked_by_its_lines(llama):
+    """A passage of numbers alone, and a table of 400 rows: the share is what was asked for."""
+    texts = ["1 22 333 4444 " * 40, "\n".join(f"| {n} | {7 * n} |" for n in range(60))]
+    llama.engine.encode(texts)
+    report = llama.engine.prefill(chat(llama, texts), method="probe-shift", ratio=0.15).report
+    assert report.recomputed_fraction == pytest.approx(0.15, abs=0.02)
