@@ -4,7 +4,8 @@
     python -m benchmarks.quality --generate ruler:multi_value,tokens=4000,n=20 --methods full,transplant:by=cacheblend
 
 Modes are LangChain's ways to read passages (`modes.py`); `transplant:by=METHOD` is the oracle, which computes
-nothing and copies the true KV in at the rows that METHOD chooses. All other options are the product's.
+nothing and copies the true KV in at the rows that METHOD chooses; `variant` is `probe-shift` with parts changed
+(`shift_variants.py`). All other options are the product's.
 """
 
 import sys
@@ -41,12 +42,16 @@ def quality(
     cli: Cli, source: Source, request: product.QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
-    names, others = parse(request.methods, request.ratios, request.compare or [])
-    if generate or form:
-        made = request.output / "questions.json"
-        write_questions(cli, made, generate or [], source.data, form)
-        source = replace(source, data=made)
-    product.show_quality(cli, source, replace(request, methods=names), others)
+    from benchmarks.shift_variants import VARIANT
+    from ragblend.engine.selection import added
+
+    with added(VARIANT):
+        names, others = parse(request.methods, request.ratios, request.compare or [])
+        if generate or form:
+            made = request.output / "questions.json"
+            write_questions(cli, made, generate or [], source.data, form)
+            source = replace(source, data=made)
+        product.show_quality(cli, source, replace(request, methods=names), others)
 
 
 def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:

@@ -152,20 +152,32 @@ def find_best(
 def _worse(
     journal: Journal, asked: Sequence[Question], left: Sequence[Variant], stands: Variant, seed: int
 ) -> list[Variant]:
-    """Those whose divergence is clearly above that of another that costs no more. What stands is kept to the end."""
+    """Those whose divergence is clearly above that of another that costs no more and loses no more figures.
+
+    What stands is kept to the end.
+    """
     if len(asked) < FEWEST_QUESTIONS:
         return []
     kl = {each: [_kl(journal, question, each) for question in asked] for each in left}
     mean = {each: sum(values) / len(values) for each, values in kl.items()}
+    lost = {each: sum(_loses(journal, question, each) for question in asked) for each in left}
     found = []
     for variant in left:
-        rivals = [each for each in left if (each.ratio or 0) <= (variant.ratio or 0) and each != variant]
+        rivals = [
+            each
+            for each in left
+            if (each.ratio or 0) <= (variant.ratio or 0) and lost[each] <= lost[variant] and each != variant
+        ]
         best = min(rivals, key=lambda each: mean[each], default=None)
         if variant == stands or best is None:
             continue
         if verdict(difference_interval(kl[variant], kl[best], seed)) == "worse":
             found.append(variant)
     return found
+
+
+def _loses(journal: Journal, question: Question, variant: Variant) -> bool:
+    return journal.records[question.digest, variant.method, variant.ratio].figures_kept is False
 
 
 def _kl(journal: Journal, question: Question, variant: Variant) -> float:
@@ -185,6 +197,7 @@ def _decided(
 ) -> Verdict:
     by_variant = dict(zip(left, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
+    allowed = _keeping_figures(allowed)
     lowest = min(row["kl"] for row in allowed.values())
     near = [each for each, row in allowed.items() if row["kl"] <= NEAR * lowest]
     best = min(near, key=lambda each: (allowed[each]["recomputed_fraction"], allowed[each]["kl"]))
@@ -195,11 +208,30 @@ def _decided(
         row = allowed[best]
         gain = f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times as soon as full prefill's"
         return dataclasses.replace(common, on_request=True, reason=f"{why} ({gain})")
-    if stands not in allowed:
+    if (stands.ratio or 0) > most_ratio:
         return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
+    if stands not in allowed:
+        lost, fewer, count = _lost(by_variant[stands]), _lost(allowed[best]), allowed[best]["figures_n"]
+        reason = f"{stands} loses the figures of {lost} answers of {count}, this one of {fewer}"
+        return dataclasses.replace(common, better=True, reason=reason)
     (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
     better, reason = _compared(pair)
     return dataclasses.replace(common, better=better, reason=reason, comparison=pair)
+
+
+def _keeping_figures(rows: dict[Variant, Row]) -> dict[Variant, Row]:
+    """Those that lose at most one answer's figures more than the one that loses fewest: a wrong number is worse than
+    other words. All of them where no answer has figures.
+    """
+    counted = {each: row for each, row in rows.items() if row["figures_n"]}
+    if not counted:
+        return rows
+    fewest = min(_lost(row) for row in counted.values())
+    return {each: row for each, row in counted.items() if _lost(row) <= fewest + 1}
+
+
+def _lost(row: Row) -> int:
+    return round(row["figures_n"] * (1 - row["figures_kept"]))
 
 
 def _compared(pair: Row) -> tuple[bool, str]:

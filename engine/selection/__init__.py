@@ -56,7 +56,7 @@ _TABLE: dict[str, Policy] = {
         by_attention.rooted_squares,
         probe=by_attention.affordable_rows,
         shift=KernelShift(),
-        figure_weight=3.0,
+        figure_gain=2.0,
     ),
 }
 _TABLE["auto"] = replace(_TABLE["probe-shift"], follows=True)

@@ -47,7 +47,8 @@ class ByAttention(Policy):
     """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
     computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it;
-    figure_weight: what all tokens of a figure get, times the best score in their line; 0: their own scores.
+    figure_gain: of the rows that the question chooses, that many times the share that figures have of the passages is
+    spent on whole figures, those in the best lines first.
     """
 
     layers: Callable[[int], range]
@@ -55,12 +56,12 @@ class ByAttention(Policy):
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
     anchors: Callable[[Plan], Tensor] | None = field(default=None, kw_only=True)
-    figure_weight: float = field(default=0.0, kw_only=True)
+    figure_gain: float = field(default=0.0, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.figure_weight < 0:
-            raise UsageError(f"figure_weight must be at least 0, not {self.figure_weight}")
+        if self.figure_gain < 0:
+            raise UsageError(f"figure_gain must be at least 0, not {self.figure_gain}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
         return self.probe(plan) if base.chooses(plan) else None
@@ -98,12 +99,16 @@ class ByAttention(Policy):
         if probed is None:
             sample = count // 2 if self.shift is not None else 0
             return _chosen(plan, sample, (nearness, count - sample))
-        scores = with_figures(plan, self.scores(probed), self.figure_weight)
         sample = beginnings = 0
         if self.shift is not None:
             sample, beginnings = min(CALIBRATION_ROWS, count // 4), round(count * BEGINNINGS)
-        best = count - sample - beginnings
-        return _chosen(plan, sample, (scores, best), (nearness, beginnings))
+        best, scores = count - sample - beginnings, self.scores(probed)
+        if not self.figure_gain:
+            return _chosen(plan, sample, (scores, best), (nearness, beginnings))
+        figures = figure_scores(plan, scores)
+        there = int(figures.isfinite().sum())
+        whole = min(there, round(best * min(1.0, self.figure_gain * there / plan.candidate_tokens)))
+        return _chosen(plan, sample, (figures, whole), (scores, best - whole), (nearness, beginnings))
 
 
 def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
@@ -120,18 +125,18 @@ def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
     return rows.nonzero().squeeze(1)
 
 
-def with_figures(plan: Plan, scores: Tensor, weight: float) -> Tensor:
-    """(T,) the scores, in which each token of a figure has at least weight times the best score in its line.
+def figure_scores(plan: Plan, scores: Tensor) -> Tensor:
+    """(T,) for each token of a figure the best score in its line, -inf for all others.
 
     A figure of which one part is recomputed and another is not is read wrongly, and what the question looks at first is
     the label before the figure (docs/methods.md).
     """
-    if plan.figures is None or not weight:
-        return scores
-    lines = plan.figures.lines
-    known = scores.masked_fill(~plan.candidates, 0.0)
-    best = scores.new_zeros(int(lines[-1]) + 1).scatter_reduce(0, lines, known, "amax")[lines]
-    return torch.where(plan.figures.is_figure, torch.maximum(scores, weight * best), scores)
+    nothing = torch.full_like(scores, -torch.inf)
+    if plan.figures is None:
+        return nothing
+    lines, known = plan.figures.lines, scores.masked_fill(~plan.candidates, -torch.inf)
+    best = nothing.new_full((int(lines[-1]) + 1,), -torch.inf).scatter_reduce(0, lines, known, "amax")
+    return torch.where(plan.figures.is_figure & plan.candidates, best[lines], nothing)
 
 
 def second_layer(count: int) -> range:

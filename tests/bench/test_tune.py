@@ -17,8 +17,8 @@ VARIANTS = (REUSE, STANDS, GOOD, CHEAP)
 class Bench:
     """Stands in for `quality.run`: a record a (question, variant) with a divergence of our choice, 1 s each."""
 
-    def __init__(self, kl):
-        self.kl, self.now, self.measured = kl, 0.0, []
+    def __init__(self, kl, keeps=lambda place, variant: None):
+        self.kl, self.keeps, self.now, self.measured = kl, keeps, 0.0, []
 
     def run(self, engine, questions, variants, journal, until, progress, warm, **options):
         for place, question in enumerate(questions):
@@ -36,6 +36,7 @@ class Bench:
             question=question.digest, method=variant.method, ratio=variant.ratio, kl=self.kl(question.index, variant),
             top1=1.0, exact_match=True, gold_match=False, f1=0.0, rouge_l=0.0, recomputed_fraction=variant.ratio or 0.0,
             ttft_ms=10.0, full_ttft_ms=40.0, prompt_tokens=100, answer="",
+            figures_kept=self.keeps(question.index, variant), figures_other=False,
         )  # fmt: skip
 
 
@@ -48,8 +49,8 @@ def questions():
 def find(questions, tmp_path, monkeypatch):
     """find(kl, ...) -> (verdict, bench)."""
 
-    def find(kl, variants=VARIANTS, stands=STANDS, seconds=10_000, most_ratio=0.15, asked=questions):
-        bench = Bench(kl)
+    def find(kl, variants=VARIANTS, stands=STANDS, seconds=10_000, most_ratio=0.15, asked=questions, **more):
+        bench = Bench(kl, **more)
         monkeypatch.setattr(tune.quality, "run", bench.run)
         journal = Journal(tmp_path / "journal.jsonl")
         limits = most_ratio, journal, seconds
@@ -69,6 +70,20 @@ def test_what_is_clearly_better_is_chosen(find) -> None:
     assert "better: 0.33 times its divergence" in verdict.reason
     assert verdict.comparison["against"] == "epic"
     assert verdict.questions == 40
+
+
+def test_lost_figures_count_before_divergence(find) -> None:
+    """By KL `good` is far ahead, and it gives wrong numbers in every fourth answer."""
+    kl = by_method({REUSE: 0.04, STANDS: 0.01, GOOD: 0.0001, CHEAP: 0.03})
+    verdict, _ = find(kl, keeps=lambda place, variant: variant != GOOD or place % 4 != 0)
+    assert (verdict.best, verdict.better) == (STANDS, False)
+
+
+def test_what_stands_is_replaced_where_it_loses_figures(find) -> None:
+    kl = by_method({REUSE: 0.2, STANDS: 0.0001, GOOD: 0.01, CHEAP: 0.2})
+    verdict, _ = find(kl, keeps=lambda place, variant: variant != STANDS or place % 4 != 0)
+    assert (verdict.best, verdict.better) == (GOOD, True)
+    assert "loses the figures of 10 answers of 40, this one of 0" in verdict.reason
 
 
 def test_noise_changes_nothing(find) -> None:

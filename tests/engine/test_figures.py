@@ -1,5 +1,7 @@
 """Figures in texts and in token ids: found, compared, flagged where no passage has them, and recomputed as a whole."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from benches import chat
@@ -12,7 +14,7 @@ from ragblend.engine.figures import (
     unsupported_figures,
 )
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.selection.by_attention import with_figures
+from ragblend.engine.selection.by_attention import figure_scores
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_a_figure_gets_the_score_of_what_the_question_looks_at_in_its_line():
     figures = FigureRows(is_figure, lines)
     plan = make_plan(torch.arange(10), (Span(0, 8, Stored()),), 4, 0.5, 0.2, figures=figures)
     scores = torch.tensor([0.4, 0.1, 0.0, 0.2, 0.1, 0.0, 0.0, 0.0, 0.9, 0.9])
-    found = with_figures(plan, scores, 3.0)
-    expected = [0.4, 0.1, 1.2, 1.2, 0.1, 0.0, 0.3, 0.3, 0.9, 0.9]
-    assert found.tolist() == pytest.approx(expected)
-    assert with_figures(plan, scores, 0.0) is scores
+    nothing = float("-inf")
+    expected = [nothing, nothing, 0.4, 0.4, nothing, nothing, 0.1, 0.1, nothing, nothing]
+    assert figure_scores(plan, scores).tolist() == pytest.approx(expected)
+    assert not figure_scores(replace(plan, figures=None), scores).isfinite().any()
 
 
 def test_the_default_method_recomputes_no_part_of_a_figure_alone(llama):
@@ -135,7 +137,7 @@ def test_the_default_method_recomputes_no_part_of_a_figure_alone(llama):
     prompt = chat(llama, texts)
     report = engine.prefill(prompt, method="probe-shift", ratio=0.4).report
     rows = engine.runtime.tokenizing.figure_rows(prompt)
-    plain = engine.prefill(prompt, method="probe-shift:figure_weight=0", ratio=0.4).report
+    plain = engine.prefill(prompt, method="probe-shift:figure_gain=0", ratio=0.4).report
 
     def share(served: str) -> float:
         """Of the neighbours within a figure of a stored passage, those of which one is recomputed and one is not."""
