@@ -9,7 +9,7 @@
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
 #   make bench-peers   beside transformers, llama.cpp and vLLM, each in an environment of its own   (PEERS=llama.cpp: one)
 #   make bench-speed   the machine's limits, and how near each phase comes to them, into docs/speed.md
-#   make bench-check   work that is counted, not timed, beside what is written down (make test has it too)
+#   make bench-check  counted work and figures kept, beside what is written down (make test has both too)
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
 #
@@ -123,7 +123,7 @@ bench-peers: $(VENV)/.installed-dev $(if $(findstring llama.cpp,$(PEERS)),$(LLAM
 	    --python llama.cpp=$(LLAMACPP_VENV)/bin/python --python vllm=$(VLLM_VENV)/bin/python
 
 bench-check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/engine/test_work.py
+	$(BIN)/python -m pytest tests/engine/test_work.py tests/bench/test_figures_kept.py
 
 bench-speed: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.measure_speed --home $(BENCH_HOME)

@@ -1,5 +1,6 @@
 """What a question gives: the answer, where it comes from, what it cost; and its JSON (design: the command line)."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -39,6 +40,13 @@ class Source:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Source":
         return cls(**{field.name: value[field.name] for field in fields(cls) if field.name in value})
+
+
+def unsupported_notice(figures: Sequence[str]) -> str | None:
+    """What a reader must know of an answer with figures that no passage has; None where there are none."""
+    if not figures:
+        return None
+    return f"Not in any passage: {', '.join(figures)}. Check before you rely on it."
 
 
 @dataclass(frozen=True)

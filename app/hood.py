@@ -59,6 +59,7 @@ def breakdown_of(
         "memory_bytes": memory_bytes(device),
         "hits": report.hits,
         "misses": report.misses,
+        "unsupported_figures": list(report.unsupported_figures),
         "notice": notice,
         "stopped": False,
     }

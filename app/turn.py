@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answer import Answer, Source
+from ragblend.app.answer import Answer, Source, unsupported_notice
 from ragblend.app.chats import UNFINISHED, Chats, Message
 from ragblend.app.citations import cite
 from ragblend.app.context import Context, Words
@@ -150,7 +150,8 @@ class Turn(Closing):
 
     def _described(self, result: "Result") -> dict[str, Any]:
         self._result, engine = result, self._engine
-        said = " ".join(text for text in (self.notice, result.report.warning) if text) or None
+        unsupported = unsupported_notice(result.report.unsupported_figures)
+        said = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
         return breakdown_of(
             result.report,
             result.prompt,

@@ -32,16 +32,18 @@ The last five runs give the command that was typed, but for `--home` and `--outp
 put together from several; their commands are written so that they repeat the run, `FILE` and `FOLDER` being the
 questions and the model of the title.
 
-KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
+*Figures kept* counts, of the answers whose figures full prefill has right, those in which the method has them too;
+*another passage's* are those that give a figure of something else instead. KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
 nats: 0 is full prefill. *Identical* are answers that are full prefill's word for word, *likeliest* the places at which
 the likeliest token is. *probe-shift leaves* is its KL as a part of that method's at the same ratio, with the paired 95%
 interval. F1 is against the right answers, *faster* the median of full prefill's time to first token through the
 method's.
 """
-README_RUN, README_TIMES = "MuSiQue, Qwen2.5-Coder-1.5B", "Time to first token, Qwen2.5-Coder-1.5B"
+README_RUN, README_TIMES = "Figures kept, Qwen2.5-Coder-0.5B", "Time to first token, Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.15)
+README_METHODS = ("full", "reuse", "cacheblend", "epic", "prophet", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
-README_COLUMNS = ("method", "kl", "exact_match", "speedup")
+README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
 
 
 def percent(value: float) -> str:
@@ -66,6 +68,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "prompt": ("prompt", str),
     "own": ("its own LLM", str),
     "fused": ("RAGBlend", str),
+    "figures_kept": ("figures kept", percent),
+    "figures_kept_ci": ("95%", lambda ends: f"{percent(ends[0])} to {percent(ends[1])}"),
+    "figures_other": ("another passage's", percent),
+    "figure_kl": ("KL at figures", three),
     "kl": ("KL", three),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
     "left": ("`probe-shift` leaves", str),
@@ -116,7 +122,7 @@ def results_page(runs: list[Run]) -> str:
 
 
 def readme_table(runs: list[Run]) -> str:
-    """How near, by the questions' run; how much faster, by the one that did nothing else."""
+    """Figures kept, by the questions' run; how much faster, by the one that did nothing else."""
     near, timed = (
         next(run["rows"] for run in runs if run["title"] == title) for title in (README_RUN, README_TIMES)
     )
@@ -124,7 +130,7 @@ def readme_table(runs: list[Run]) -> str:
     rows = [
         row | {"speedup": faster[row["method"], row.get("ratio")]}
         for row in near
-        if row.get("ratio") in README_RATIOS
+        if row.get("ratio") in README_RATIOS and row["method"] in README_METHODS
     ]
     return table(rows, README_COLUMNS)
 
@@ -179,7 +185,10 @@ def _run(report: Run, title: str, command: str, says: str) -> Run:
     rows = [
         {name: _rounded(row[name]) for name in COLUMNS if row.get(name) is not None} for row in report["rows"]
     ]
-    count = report.get("settings", {}).get("questions")
+    settings = report.get("settings", {})
+    count = settings.get("questions")
+    if settings.get("asked", count) != count:
+        says = f"Full prefill had {count} of {settings['asked']} right. {says}".strip()
     return {"title": title, "command": command, "machine": machine, "n": count, "says": says, "rows": rows}
 
 

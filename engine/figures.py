@@ -91,7 +91,7 @@ class FigureFinder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._kinds = np.zeros(len(tokenizer), dtype=np.uint8)
+        self._kinds = np.zeros(0, dtype=np.uint8)
 
     def __call__(self, token_ids: Sequence[int], starts: Iterable[int] = ()) -> FigureRows:
         """The figures and lines of a prompt; starts: positions at which a line begins in any case (its segments')."""
@@ -100,14 +100,14 @@ class FigureFinder:
         return FigureRows(torch.from_numpy(_figures(kinds, lines)), torch.from_numpy(lines))
 
     def _kinds_of(self, ids: np.ndarray) -> np.ndarray:
-        if not ids.size:
-            return np.zeros(0, dtype=np.uint8)
-        if (most := int(ids.max())) >= len(self._kinds):
-            self._kinds = np.pad(self._kinds, (0, most + 1 - len(self._kinds)))
-        for token_id in np.unique(ids[self._kinds[ids] == 0]).tolist():
-            self._kinds[token_id] = _kind(self._tokenizer, token_id)
-        kinds: np.ndarray = self._kinds[ids]
-        return kinds
+        kinds = self._kinds  # another thread may replace it; what that one found is found again
+        if (missing := int(ids.max(initial=-1)) + 1 - len(kinds)) > 0:
+            kinds = np.pad(kinds, (0, missing))
+        for token_id in np.unique(ids[kinds[ids] == 0]).tolist():
+            kinds[token_id] = _kind(self._tokenizer, token_id)
+        self._kinds = kinds
+        found: np.ndarray = kinds[ids]
+        return found
 
 
 def _kind(tokenizer: Any, token_id: int) -> int:

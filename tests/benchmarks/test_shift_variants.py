@@ -1,0 +1,57 @@
+"""`variant` is `probe-shift` with parts changed: each parameter changes what it says, and nothing else."""
+
+import pytest
+from bench_fixtures import some_text
+
+from benchmarks.shift_variants import VARIANT
+from ragblend.engine.prompt import Chunk
+from ragblend.engine.selection import added, policy_named
+from ragblend.kvstore.errors import UsageError
+
+TEXTS = [some_text(seed, 120) + f" It has {seed}41 seats." for seed in range(3)]
+
+
+@pytest.fixture
+def logits(engine):
+    """logits(method): of a prompt over TEXTS, at a third of the stored tokens."""
+    engine.encode(TEXTS)
+    prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "How many seats?"))
+    return lambda method: engine.prefill(prompt, method=method, ratio=0.33).logits
+
+
+def changed(**parameters):
+    said = ",".join(f"{name}={value}" for name, value in parameters.items())
+    with added(VARIANT):
+        return policy_named(f"variant:{said}")
+
+
+def apart(one, two) -> float:
+    return float((one - two).abs().max())
+
+
+def test_with_nothing_changed_it_is_probe_shift(logits):
+    assert apart(logits(VARIANT), logits("probe-shift")) < 1e-5
+
+
+def test_without_keys_and_values_nothing_is_shifted(logits):
+    """What `probe` would give, had it the same rows."""
+    unshifted = changed(keys=0, values=0)
+    assert apart(logits(unshifted), logits(VARIANT)) > 1e-4
+    assert apart(logits(unshifted), logits(changed(first=1))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"keys": 0}, {"values": 0}, {"last": 0.5}, {"spared": "figures"}, {"spared": "looked-at"},
+     {"scope": "passage"}, {"scope": "mean"}],
+)  # fmt: skip
+def test_each_part_can_be_changed(logits, parameters):
+    found = logits(changed(**parameters))
+    assert found.isfinite().all()
+    assert apart(found, logits(VARIANT)) > 1e-6
+
+
+@pytest.mark.parametrize("parameters", [{"scope": "wide"}, {"spared": "words"}, {"figure_gain": -1}])
+def test_what_makes_no_sense_is_refused(parameters):
+    with pytest.raises(UsageError, match=next(iter(parameters))):
+        changed(**parameters)
