@@ -33,7 +33,11 @@ put together from several; their commands are written so that they repeat the ru
 questions and the model of the title.
 
 *Figures kept* counts, of the answers whose figures full prefill has right, those in which the method has them too;
-*another passage's* are those that give a figure of something else instead. KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
+*another passage's* are those that give a figure of something else instead; *KL at figures* is KL over the tokens of
+these figures. The runs over MuSiQue, RULER and the samples measured a `probe-shift` that did not yet recompute figures
+as a whole; "Whole figures or not" compares the two.
+
+KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
 nats: 0 is full prefill. *Identical* are answers that are full prefill's word for word, *likeliest* the places at which
 the likeliest token is. *probe-shift leaves* is its KL as a part of that method's at the same ratio, with the paired 95%
 interval. F1 is against the right answers, *faster* the median of full prefill's time to first token through the

@@ -104,7 +104,8 @@ def _variant() -> Policy:
     return ShiftVariant(
         by_attention.later_layers,
         by_attention.rooted_squares,
-        probe=by_attention.affordable_rows,
+        probe=by_attention.asking_rows,
+        cheaper_layers=by_attention.second_quarter,
         shift=KernelShift(),
         figure_gain=ours.figure_gain,
         name="variant",

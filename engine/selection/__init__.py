@@ -49,12 +49,16 @@ _TABLE: dict[str, Policy] = {
     ),
     # Ours.
     "probe": ByAttention(
-        by_attention.later_layers, by_attention.rooted_squares, probe=by_attention.affordable_rows
+        by_attention.later_layers,
+        by_attention.rooted_squares,
+        probe=by_attention.asking_rows,
+        cheaper_layers=by_attention.second_quarter,
     ),
     "probe-shift": ByAttention(
         by_attention.later_layers,
         by_attention.rooted_squares,
-        probe=by_attention.affordable_rows,
+        probe=by_attention.asking_rows,
+        cheaper_layers=by_attention.second_quarter,
         shift=KernelShift(),
         figure_gain=2.0,
     ),

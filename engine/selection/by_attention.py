@@ -32,14 +32,13 @@ CALIBRATION_ROWS = 48
 BEGINNINGS = 0.2
 
 
-def affordable_rows(plan: Plan) -> Tensor | None:
-    """Our probe: of long literals behind the chunks (a conversation) only the end, and none that takes too much."""
+def asking_rows(plan: Plan) -> Tensor:
+    """Our probe: the fresh rows, and of long literals behind the chunks (a conversation) only the end."""
     rows = base.fresh_rows(plan)
     if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
         end = max(plan.suffix_start, plan.tokens - COLLECTED_ROWS)
         rows = rows[(rows < plan.settled_tokens) | (rows >= end)]
-    again = int((rows >= plan.settled_tokens).sum())
-    return rows if again <= PROBE_SHARE * base.budget_rows(plan) else None
+    return rows
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,15 @@ class ByAttention(Policy):
     smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
     computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it;
     figure_gain: of the rows that the question chooses, that many times the share that figures have of the passages is
-    spent on whole figures, those in the best lines first.
+    spent on whole figures, those in the best lines first; cheaper_layers: a probe may take PROBE_SHARE of the budget:
+    where `layers` would take more these are scored, and where these would there is no probe. None: it may take all.
     """
 
     layers: Callable[[int], range]
     score: Callable[[Plan, Attention], Tensor]
     smooth: Callable[[Tensor], Tensor] | None = None
     probe: Callable[[Plan], Tensor | None] = base.fresh_rows
+    cheaper_layers: Callable[[int], range] | None = field(default=None, kw_only=True)
     anchors: Callable[[Plan], Tensor] | None = field(default=None, kw_only=True)
     figure_gain: float = field(default=0.0, kw_only=True)
     needs_attention: bool = field(default=True, kw_only=True)
@@ -64,10 +65,20 @@ class ByAttention(Policy):
             raise UsageError(f"figure_gain must be at least 0, not {self.figure_gain}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        return self.probe(plan) if base.chooses(plan) else None
+        rows = self.probe(plan) if base.chooses(plan) else None
+        if rows is None or self.cheaper_layers is None:
+            return rows
+        return rows if self._is_affordable(plan, rows, self.attention_layers(plan)) else None
 
     def attention_layers(self, plan: Plan) -> range:
-        return self.layers(plan.layers)
+        layers = self.layers(plan.layers)
+        if self.cheaper_layers is None or (rows := self.probe(plan)) is None:
+            return layers
+        return layers if self._is_affordable(plan, rows, layers) else self.cheaper_layers(plan.layers)
+
+    def _is_affordable(self, plan: Plan, rows: Tensor, layers: range) -> bool:
+        again = int((rows >= plan.settled_tokens).sum()) * layers.stop / plan.layers
+        return again <= PROBE_SHARE * base.budget_rows(plan)
 
     def digest(self, plan: Plan) -> Tensor | None:
         return None if self.anchors is None else self.anchors(plan)
@@ -148,6 +159,11 @@ def second_layer(count: int) -> range:
 def later_layers(count: int) -> range:
     """From a quarter of the depth on: those before attend to sinks, neighbours and separators."""
     return range(count // 4, count)
+
+
+def second_quarter(count: int) -> range:
+    """As `later_layers` begins, to the middle of the depth: half the cost, and nearly as good for figures."""
+    return range(count // 4, max(count // 2, count // 4 + 1))
 
 
 def middle_layers(count: int) -> range:

@@ -346,6 +346,18 @@ def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
     assert stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
 
 
+def test_a_probe_that_would_cost_too_much_ends_at_half_the_depth(stored):
+    """A figure's line is found by the lower layers, too; without any probe figures of short prompts were lost."""
+    prompt = make_prompt(TEXTS)
+    layers = stored.engine.runtime.decoder.geometry.layers
+    probed = {}
+    for ratio in (0.1, 0.25, 0.3, 0.35, 0.4, 0.5, 0.9):
+        trace = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio).report.trace
+        probed[ratio] = len({event.layer for event in trace.events if event.part == "probe"})
+    assert probed[0.1] == 0 and probed[0.9] == layers
+    assert set(probed.values()) == {0, layers // 2, layers}
+
+
 def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
     """A conversation without a session is mostly literals: to read them twice would cost more than full prefill."""
     monkeypatch.setattr(by_attention, "COLLECTED_ROWS", 12)
