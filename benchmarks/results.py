@@ -43,7 +43,7 @@ the likeliest token is. *probe-shift leaves* is its KL as a part of that method'
 interval. F1 is against the right answers, *faster* the median of full prefill's time to first token through the
 method's.
 """
-README_RUN, README_TIMES = "Figures kept, Qwen2.5-Coder-0.5B", "Time to first token, Qwen2.5-Coder-0.5B"
+README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.15)
 README_METHODS = ("full", "reuse", "cacheblend", "epic", "prophet", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
@@ -126,17 +126,10 @@ def results_page(runs: list[Run]) -> str:
 
 
 def readme_table(runs: list[Run]) -> str:
-    """Figures kept, by the questions' run; how much faster, by the one that did nothing else."""
-    near, timed = (
-        next(run["rows"] for run in runs if run["title"] == title) for title in (README_RUN, README_TIMES)
-    )
-    faster = {(row["method"], row.get("ratio")): row["speedup"] for row in timed}
-    rows = [
-        row | {"speedup": faster[row["method"], row.get("ratio")]}
-        for row in near
-        if row.get("ratio") in README_RATIOS and row["method"] in README_METHODS
-    ]
-    return table(rows, README_COLUMNS)
+    """The README's methods, at its ratio."""
+    rows = next(run["rows"] for run in runs if run["title"] == README_RUN)
+    shown = [row for row in rows if row.get("ratio") in README_RATIOS and row["method"] in README_METHODS]
+    return table(shown, README_COLUMNS)
 
 
 def with_table(readme: str, runs: list[Run]) -> str:

@@ -124,15 +124,21 @@ class ByAttention(Policy):
 
 def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
     """(R,) the rows that must be computed, and of the candidates so many evenly spread over all of them; then for each
-    of ranked, scores (T,) and a count, as many of the best of what is left."""
-    left, rows = plan.candidates.clone(), plan.always.clone()
+    of ranked, scores (T,) and a count, as many of the best of what is left. A score of -inf is never taken; what is
+    missing goes to the next of ranked.
+    """
+    left, rows, missing = plan.candidates.clone(), plan.always.clone(), 0
 
     def take(those: Tensor) -> None:
         rows[those], left[those] = True, False
 
     take(evenly_spread(left.nonzero().squeeze(1), sample))
     for scores, count in ranked:
-        take(scores.masked_fill(~left, -torch.inf).topk(min(count, int(left.sum()))).indices)
+        wanted = min(count + missing, int(left.sum()))
+        best = scores.masked_fill(~left, -torch.inf).topk(wanted)
+        found = best.indices[best.values.isfinite()]
+        take(found)
+        missing = wanted - found.numel()
     return rows.nonzero().squeeze(1)
 
 

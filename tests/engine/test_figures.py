@@ -153,6 +153,14 @@ def test_the_default_method_recomputes_no_part_of_a_figure_alone(llama):
     assert share(report.served) < share(plain.served)
 
 
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 0.6, 0.9])
+def test_the_share_is_what_was_asked_for_however_few_figures_there_are(llama, ratio):
+    texts = ["The ferry crosses the river slowly in fog and ice, " * 12 + f"and costs {n}." for n in (7, 8)]
+    llama.engine.encode(texts)
+    report = llama.engine.prefill(chat(llama, texts), method="probe-shift", ratio=ratio).report
+    assert report.recomputed_fraction == pytest.approx(min(ratio, 0.5), abs=0.03)  # the first one is exact
+
+
 def test_nothing_but_figures_is_ranked_by_its_lines(llama):
     """A passage of numbers alone, and a table of 400 rows: the share is what was asked for."""
     texts = ["1 22 333 4444 " * 40, "\n".join(f"| {n} | {7 * n} |" for n in range(60))]
