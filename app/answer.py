@@ -43,10 +43,10 @@ class Source:
 
 
 def unsupported_notice(figures: Sequence[str]) -> str | None:
-    """What a reader must know of an answer with figures that no passage has; None where there are none."""
+    """What a reader must know of an answer with figures that stand nowhere in its prompt; None where there are none."""
     if not figures:
         return None
-    return f"Not in any passage: {', '.join(figures)}. Check before you rely on it."
+    return f"Neither in the passages nor in the question: {', '.join(figures)}. Check before you rely on it."
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
             compare, [*(parse_variants(own, ratios, method_names(), WITHOUT_RATIO) if own else ()), *oracles]
         )
     code = tuple(Path(path) for path in ragblend.integrations.__path__) if modes else ()
+    if any(base_name(name) == "variant" for name in names):
+        code += (Path(__file__).parent,)
     return own, Others(variants, depends, code)
 
 

@@ -53,7 +53,7 @@ class ShiftVariant(ByAttention):
     def deltas(self, plan: Plan, change: Change) -> Iterable[Delta]:
         if not self.first * plan.layers <= change.layer < self.last * plan.layers:
             return
-        shifted = torch.ones(plan.tokens, dtype=change.run.dtype)
+        shifted = torch.ones(plan.tokens, dtype=change.run.dtype, device=plan.token_ids.device)
         if self.spared == "figures" and plan.figures is not None:
             shifted[plan.figures.is_figure] = 0
         if self.spared == "looked-at" and self._scores:
@@ -87,7 +87,9 @@ class ShiftVariant(ByAttention):
         fitted, every = scale.compared(*known).float(), scale.compared(*change.stored(chunk)).float()
         system = _similar(fitted, fitted, computed, computed)
         system.diagonal().add_(NOISE)
-        near = _similar(every, fitted, torch.arange(chunk.start, chunk.stop), computed)
+        near = _similar(
+            every, fitted, torch.arange(chunk.start, chunk.stop, device=computed.device), computed
+        )
         return near @ torch.linalg.solve(system, trust * observed)
 
 

@@ -23,6 +23,8 @@ _JOINED = r"[^\W_]*\d[^\W_]*"  # letters and at least one digit
 FIGURE = re.compile(
     rf"(?:(?<![^\W_])[^\W\d_]{{1,4}}[-/])?{_JOINED}(?:[.,:/'’-]{_JOINED}|[-/][^\W\d_]{{1,3}}(?![^\W_]))*"
 )
+_GROUPED = re.compile(r"(?<![\w.,-])\d{1,3}(?:[  ]\d{3})+(?!\d)")  # by blanks: `18 642`
+_UNIT = re.compile(r"(?<=\d)(?:st|nd|rd|th|[^\W\d_]{1,2})(?![^\W_])")  # of `9th`, `41m`, `20km`
 _LIST_NUMBER = re.compile(r"^\s*\d{1,3}[.)]\s", re.MULTILINE)
 _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
@@ -41,8 +43,11 @@ def contains(text: str, figure: str) -> bool:
 
 def figures_in(text: str) -> list[str]:
     """The figures of a text as they are written there, each once, in their order; no citations, no list numbers."""
-    plain = unicodedata.normalize("NFKC", _LIST_NUMBER.sub("", _CITATION.sub(" ", text))).translate(_HYPHENS)
-    return list(dict.fromkeys(FIGURE.findall(plain)))
+    if len(_LIST_NUMBER.findall(text)) > 1:  # one alone may be `13. März`
+        text = _LIST_NUMBER.sub("", text)
+    plain = unicodedata.normalize("NFKC", _CITATION.sub(" ", text)).translate(_HYPHENS)
+    grouped = _GROUPED.findall(plain)
+    return list(dict.fromkeys([*grouped, *FIGURE.findall(_GROUPED.sub(" ", plain))]))
 
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
@@ -51,7 +56,12 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     if not found:
         return ()
     known = normalised(given)
-    return tuple(figure for figure in found if not _stands_in(normalised(figure), known))
+    return tuple(figure for figure in found if not _supported(normalised(figure), known))
+
+
+def _supported(figure: str, known: str) -> bool:
+    """With or without the letters of a unit behind it: `41m` for `41 m`, `9th` for `9`."""
+    return _stands_in(figure, known) or _stands_in(_UNIT.sub("", figure), known)
 
 
 def _stands_in(figure: str, text: str) -> bool:
@@ -65,7 +75,9 @@ def _ascii_digit(letter: str) -> str:
 
 # --- tokens: which rows of a prompt belong to one figure, and to one line
 
-_DIGIT, _BEGINS_WORD, _ENDS_LINE, _ENDS_SENTENCE, _BREAKS, _KNOWN = 1, 2, 4, 8, 16, 32
+_DIGIT, _BEGINS_WORD, _ENDS_LINE, _ENDS_SENTENCE, _BREAKS, _BLANK, _LONG_NUMBER, _KNOWN = (
+    1 << bit for bit in range(8)
+)
 _INSIDE = frozenset(".,:;/'’°%€$£#-‐‑‒–—−()*")  # what a figure may have between and beside its digits
 _STOPS = frozenset(".!?…")
 _WIDE_STOPS = frozenset("。！？")
@@ -114,8 +126,12 @@ def _kind(tokenizer: Any, token_id: int) -> int:
     text, piece = tokenizer.decode([token_id]), tokenizer.convert_ids_to_tokens(token_id) or ""
     bare = text.strip()
     kind = _KNOWN
-    if any(letter.isdigit() for letter in bare):
+    if digits := sum(letter.isdigit() for letter in bare):
         kind |= _DIGIT
+    if digits > 2:
+        kind |= _LONG_NUMBER
+    if not bare:
+        kind |= _BLANK
     if text[:1].isspace() or piece[:1] in ("▁", "Ġ"):
         kind |= _BEGINS_WORD
     if "\n" in text:
@@ -135,12 +151,25 @@ def _fits(letter: str) -> bool:
 
 
 def _lines(kinds: np.ndarray, starts: Iterable[int]) -> np.ndarray:
-    ends = kinds & _ENDS_LINE > 0
-    ends[:-1] |= (kinds[:-1] & _ENDS_SENTENCE > 0) & (kinds[1:] & _BEGINS_WORD > 0)
+    sentences = np.zeros(len(kinds), dtype=bool)
+    sentences[:-1] = (kinds[:-1] & _ENDS_SENTENCE > 0) & (kinds[1:] & _BEGINS_WORD > 0)
+    # Not the dot of `Nr. 339` or of `12. März`: one before a figure, or behind a number of one or two digits.
+    digit = kinds & _DIGIT > 0
+    sentences[:-1] &= ~digit[1:]
+    sentences[:-2] &= ~digit[2:] | (kinds[1:-1] & _BLANK == 0)
+    short = _behind(digit & (kinds & _LONG_NUMBER == 0), 1) & ~_behind(digit, 3)
+    sentences &= ~short
     begins = np.zeros(len(kinds), dtype=bool)
-    begins[1:] = ends[:-1]
+    begins[1:] = (sentences | (kinds & _ENDS_LINE > 0))[:-1]
     begins[[start for start in starts if 0 < start < len(kinds)]] = True
     return 1 + np.cumsum(begins)
+
+
+def _behind(marks: np.ndarray, tokens: int) -> np.ndarray:
+    """The marks, each so many tokens later."""
+    later = np.zeros_like(marks)
+    later[tokens:] = marks[:-tokens]
+    return later
 
 
 def _figures(kinds: np.ndarray, lines: np.ndarray) -> np.ndarray:

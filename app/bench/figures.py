@@ -2,7 +2,7 @@
 
 Every word here is ours and every figure is drawn by a seeded generator, so a run needs no data file. A *set* is six or
 ten passages, each about a thing with a name of its own (the Orbeck Museum, the Saltin Dam). They are of different
-topics, whose figures are of the same kinds with like words around them, or, in every second set, of a few topics only,
+topics, whose figures are of the same kinds with like words around them, or, in half of the sets, of a few topics only,
 so that several passages say the same of different things. Many have a table of spare parts. Each set is asked
 QUESTIONS_A_SET questions, in several orders of its passages.
 """

@@ -119,13 +119,12 @@ def has_other_figure(answer: str, question: Question, figures: Sequence[str]) ->
 
 def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]:
     """Which tokens of an answer say the figures. pieces: the text of each token; their join is the answer."""
-    ends = list(accumulate(len(piece) for piece in pieces))
-    text, found = "".join(pieces).casefold(), set[int]()
+    folded = [piece.casefold() for piece in pieces]  # which may be longer: each piece by itself, then
+    ends, found = list(accumulate(map(len, folded))), set[int]()
     for figure in figures:
-        start = text.find(figure.casefold())
-        if start >= 0:
-            touched = range(bisect_right(ends, start), bisect_left(ends, start + len(figure)) + 1)
-            found.update(touched)
+        place = re.search(rf"(?<!\w){re.escape(figure.casefold())}(?!\w)", "".join(folded))
+        if place is not None:
+            found.update(range(bisect_right(ends, place.start()), bisect_left(ends, place.end()) + 1))
     return sorted(found)
 
 

@@ -134,7 +134,10 @@ def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed
         rows = torch.tensor([ids[stop:]], device=model.device)
         logits = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
     cache.prompt_tokens = len(ids)
-    return replace(before, prefilled=replace(before.prefilled, prompt=prompt, logits=logits))
+    tokens = replace(before.report.tokens, prompt=len(ids), fresh=len(ids))
+    report = replace(before.report, tokens=tokens)
+    prefilled = replace(before.prefilled, prompt=prompt, logits=logits, report=report)
+    return replace(before, prefilled=prefilled, report=report)
 
 
 def check_extra() -> None:

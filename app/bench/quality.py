@@ -97,7 +97,8 @@ def run(
                     warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
                 reference = full_outcome(engine, prompt, max_new_tokens, before)
                 before, left = reference.timed, left - 1
-                if figures_only and not metrics.right_figures(question, reference.answer.text):
+                is_right = bool(metrics.right_figures(question, reference.answer.text))
+                if figures_only and Variant("full") in todo and not is_right:
                     todo, total = [Variant("full")], total - len(todo) + 1
                 given = engine, question, prompt, todo, max_new_tokens, others or {}, reference
                 for record in measure(*given):

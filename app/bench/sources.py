@@ -31,7 +31,7 @@ class Source:
     )
     figures: bool = option(
         False,
-        "Made-up questions for figures, 8 a set of passages, each in 2 orders; 400 unless --limit says otherwise.",
+        "Made-up questions for figures, 8 a set of passages, in 2 orders; nearly 400 unless --limit says otherwise.",
         "--figures",
     )
     collection: str | None = option(None, "Of --docs; as in the settings if absent.")
@@ -61,8 +61,9 @@ def read(source: Source) -> Loaded:
         raise UsageError("--data, --docs and --figures name different questions; give one of them")
     choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense before it reads
     if source.figures:  # in their order, in which the questions of a set follow each other
-        made = figure_questions(FIGURE_SETS, seed=source.seed or 0)
-        return Loaded(choose(made, source.limit, passages=source.passages))
+        made = choose(figure_questions(FIGURE_SETS, seed=source.seed or 0), passages=source.passages)
+        once = without_repeats(made)
+        return Loaded(choose(once.questions, source.limit), once.skipped)
     found = _found(source)
     # Questions from documents have as many passages as asked for by now, and all of them that they need.
     passages = None if source.docs is not None else source.passages

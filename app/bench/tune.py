@@ -2,7 +2,8 @@
 
 Candidates are measured on the same questions, a few at a time. After each round those that are clearly worse than
 another that costs no more are dropped, so that the time left goes to telling the others apart. What stands in the
-settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper. Where it cannot
+settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper, or where it
+loses the figures of two answers more than another. Where it cannot
 be compared (it is exact, or loading decides its ratio), only the user can say that it is to be replaced.
 """
 
@@ -212,7 +213,7 @@ def _decided(
         return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
     if stands not in allowed:
         lost, fewer, count = _lost(by_variant[stands]), _lost(allowed[best]), allowed[best]["figures_n"]
-        reason = f"{stands} loses the figures of {lost} answers of {count}, this one of {fewer}"
+        reason = f"{stands} loses figures in {lost} of {count} answers, {best} in {fewer}"
         return dataclasses.replace(common, better=True, reason=reason)
     (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
     better, reason = _compared(pair)

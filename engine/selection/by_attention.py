@@ -114,46 +114,57 @@ class ByAttention(Policy):
         if self.shift is not None:
             sample, beginnings = min(CALIBRATION_ROWS, count // 4), round(count * BEGINNINGS)
         best, scores = count - sample - beginnings, self.scores(probed)
-        if not self.figure_gain:
-            return _chosen(plan, sample, (scores, best), (nearness, beginnings))
-        figures = figure_scores(plan, scores)
-        there = int(figures.isfinite().sum())
-        whole = min(there, round(best * min(1.0, self.figure_gain * there / plan.candidate_tokens)))
-        return _chosen(plan, sample, (figures, whole), (scores, best - whole), (nearness, beginnings))
+        figures = whole_figures(plan, scores, self.figure_gain, best) if self.figure_gain else None
+        return _chosen(plan, sample, (scores, best), (nearness, beginnings), figures=figures)
 
 
-def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int]) -> Tensor:
+def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int], figures: Tensor | None = None) -> Tensor:
     """(R,) the rows that must be computed, and of the candidates so many evenly spread over all of them; then for each
-    of ranked, scores (T,) and a count, as many of the best of what is left. A score of -inf is never taken; what is
-    missing goes to the next of ranked.
+    of ranked, scores (T,) and a count, as many of the best of what is left. figures (F,): rows that are taken in any
+    case, on account of the first of ranked.
     """
-    left, rows, missing = plan.candidates.clone(), plan.always.clone(), 0
+    left, rows = plan.candidates.clone(), plan.always.clone()
+    evenly = evenly_spread(left.nonzero().squeeze(1), sample)
 
     def take(those: Tensor) -> None:
         rows[those], left[those] = True, False
 
-    take(evenly_spread(left.nonzero().squeeze(1), sample))
+    total = sample
+    if figures is not None:
+        take(figures)
+    take(evenly)
     for scores, count in ranked:
-        wanted = min(count + missing, int(left.sum()))
-        best = scores.masked_fill(~left, -torch.inf).topk(wanted)
-        found = best.indices[best.values.isfinite()]
-        take(found)
-        missing = wanted - found.numel()
+        total += count  # what figures and the sample have in common goes to the first
+        wanted = min(max(total - int((plan.candidates & ~left).sum()), 0), int(left.sum()))
+        take(scores.masked_fill(~left, -torch.inf).topk(wanted).indices)
     return rows.nonzero().squeeze(1)
 
 
-def figure_scores(plan: Plan, scores: Tensor) -> Tensor:
-    """(T,) for each token of a figure the best score in its line, -inf for all others.
+def whole_figures(plan: Plan, scores: Tensor, gain: float, best: int) -> Tensor:
+    """(F,) rows of whole figures, those in the lines with the best score first.
+
+    Of `best` rows at most `gain` times the share that figures have of the candidates.
 
     A figure of which one part is recomputed and another is not is read wrongly, and what the question looks at first is
     the label before the figure (docs/methods.md).
     """
-    nothing = torch.full_like(scores, -torch.inf)
     if plan.figures is None:
-        return nothing
-    lines, known = plan.figures.lines, scores.masked_fill(~plan.candidates, -torch.inf)
-    best = nothing.new_full((int(lines[-1]) + 1,), -torch.inf).scatter_reduce(0, lines, known, "amax")
-    return torch.where(plan.figures.is_figure & plan.candidates, best[lines], nothing)
+        return torch.empty(0, dtype=torch.long, device=scores.device)
+    is_figure, lines = plan.figures.is_figure & plan.candidates, plan.figures.lines
+    rows = is_figure.nonzero().squeeze(1)
+    most = round(best * min(1.0, gain * rows.numel() / plan.candidate_tokens))
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[1:] = (rows.diff() > 1) | (lines[rows].diff() > 0)
+    figure = begins.cumsum(0) - 1  # of each row its number
+    sizes = torch.bincount(figure)
+    known = scores.masked_fill(~plan.candidates, -torch.inf)
+    nothing = scores.new_full((plan.tokens + 1,), -torch.inf)  # lines are counted from 1
+    best_of_line = nothing.scatter_reduce(0, lines, known, "amax")
+    order = best_of_line[lines[rows[begins]]].argsort(descending=True, stable=True)
+    order = order[sizes[order] <= most]
+    taken = torch.zeros_like(sizes, dtype=torch.bool)
+    taken[order[sizes[order].cumsum(0) <= most]] = True
+    return rows[taken[figure]]
 
 
 def second_layer(count: int) -> range:

@@ -83,7 +83,7 @@ def test_what_stands_is_replaced_where_it_loses_figures(find) -> None:
     kl = by_method({REUSE: 0.2, STANDS: 0.0001, GOOD: 0.01, CHEAP: 0.2})
     verdict, _ = find(kl, keeps=lambda place, variant: variant != STANDS or place % 4 != 0)
     assert (verdict.best, verdict.better) == (GOOD, True)
-    assert "loses the figures of 10 answers of 40, this one of 0" in verdict.reason
+    assert "loses figures in 10 of 40 answers, good 0.15 in 0" in verdict.reason
 
 
 def test_noise_changes_nothing(find) -> None:

@@ -14,7 +14,7 @@ from ragblend.engine.figures import (
     unsupported_figures,
 )
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.selection.by_attention import figure_scores
+from ragblend.engine.selection.by_attention import whole_figures
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,22 @@ def test_the_figures_of_a_text_are_found_without_citations_and_list_numbers():
     text = "1. Code KX-7731-B costs 18,642.50 euros [2], at 19:15 on 1931-03-14.\n2) 0471/55821; 4-1163, 50%"
     expected = ["KX-7731-B", "18,642.50", "19:15", "1931-03-14", "0471/55821", "4-1163", "50"]
     assert figures_in(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "unsupported"),
+    [
+        ("It has 18 642 entries.", "The catalogue has 18 642 entries.", ()),
+        ("Tel 040 123 456", "Call 040 123 456.", ()),
+        ("13. März 1921", "12. März 1921", ("13",)),
+        ("1. The wall\n2. The roof", "The wall and the roof.", ()),
+        ("41m", "41 m", ()),
+        ("on March 9th", "on 9 March", ()),
+        ("part A41", "part 41", ("A41",)),
+    ],
+)
+def test_an_answer_may_write_a_figure_otherwise(answer, given, unsupported):
+    assert unsupported_figures(answer, given) == unsupported
 
 
 def test_a_figure_that_nothing_given_has_is_unsupported():
@@ -84,6 +100,10 @@ class Pieces:
         ((" costs", " 1", "8", ",", "6", "4", " euros"), [" 1", "8", ",", "6", "4"]),
         ((" costs", " 18,64", " euros"), [" 18,64"]),
         ((" on", " 9", " March", " 19", "21", " at"), [" 9", " March", " 19", "21"]),
+        (
+            (" am", " ", "1", "2", ".", " März", " 19", "21", "."),
+            [" ", "1", "2", ".", " März", " 19", "21", "."],
+        ),
         (("| ", "4", "-", "11", " |", " 3", "88", " |"), ["4", "-", "11", " 3", "88"]),
         (("第", "4", "1", "条"), ["4", "1"]),
         ((" no", " figure", " here", "."), []),
@@ -101,6 +121,20 @@ def test_a_line_ends_with_a_sentence_and_with_each_segment():
     assert rows.lines.tolist() == [1] * 6 + [2] * 3 + [3] + [4]
 
 
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ((" Raum", " Nr", ".", " ", "3", "3", "9"), 1),
+        ((" am", " 12", ".", " März"), 1),
+        ((" in", " 19", "2", "1", ".", " Then"), 2),
+        ((" in", " 1921", ".", " Then"), 2),
+        ((" here", ".", " Then"), 2),
+    ],
+)
+def test_a_dot_of_an_abbreviation_or_of_a_day_ends_no_line(pieces, lines):
+    assert FigureFinder(Pieces(*pieces))(range(len(pieces))).lines.max() == lines
+
+
 def test_no_tokens_have_no_figures():
     rows = FigureFinder(Pieces("a"))([])
     assert rows.is_figure.numel() == rows.lines.numel() == 0
@@ -110,19 +144,23 @@ class Stored:
     start = 0
 
 
-def test_a_figure_gets_the_score_of_what_the_question_looks_at_in_its_line():
-    is_figure = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 0, 0], dtype=torch.bool)
-    lines = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2, 3, 3])
-    figures = FigureRows(is_figure, lines)
-    plan = make_plan(torch.arange(10), (Span(0, 8, Stored()),), 4, 0.5, 0.2, figures=figures)
-    scores = torch.tensor([0.4, 0.1, 0.0, 0.2, 0.1, 0.0, 0.0, 0.0, 0.9, 0.9])
-    nothing = float("-inf")
-    expected = [nothing, nothing, 0.4, 0.4, nothing, nothing, 0.1, 0.1, nothing, nothing]
-    assert figure_scores(plan, scores).tolist() == pytest.approx(expected)
-    assert not figure_scores(replace(plan, figures=None), scores).isfinite().any()
+@pytest.mark.parametrize(
+    ("best", "rows"),
+    [(10, [2, 3, 6, 7, 8]), (4, [2, 3]), (3, [2, 3]), (1, [])],
+)
+def test_figures_are_taken_as_a_whole_and_the_best_line_first(best, rows):
+    """The question looks at the label in the first line, not at the figure behind it."""
+    is_figure = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
+    lines = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2, 2, 3])
+    scores = torch.tensor([0.4, 0.1, 0.0, 0.0, 0.1, 0.0, 0.2, 0.2, 0.2, 0.9])
+    plan = make_plan(
+        torch.arange(10), (Span(0, 9, Stored()),), 4, 0.5, 0.2, figures=FigureRows(is_figure, lines)
+    )
+    assert whole_figures(plan, scores, 2.0, best).tolist() == rows
+    assert whole_figures(replace(plan, figures=None), scores, 2.0, best).tolist() == []
 
 
-def test_the_default_method_recomputes_no_part_of_a_figure_alone(llama):
+def test_the_default_method_recomputes_fewer_parts_of_figures_alone(llama):
     """Half a number that was recomputed among stale digits was read as another number (41 became 339)."""
     texts = [
         f"The {name} hall is {length} metres long and holds {count} seats for guests who come by train. " * 4
