@@ -28,9 +28,9 @@ INTRODUCTION = """# Results
 How near each method comes to full prefill, and how much faster its first token comes. Each run names its command; a
 run on your own documents and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
 
-The last five runs give the command that was typed, but for `--home` and `--output`. The others are earlier ones, some
-put together from several; their commands are written so that they repeat the run, `FILE` and `FOLDER` being the
-questions and the model of the title.
+The runs of figures and the last five give the command that was typed, but for `--home` and `--output`. The others are
+earlier ones, some put together from several; their commands are written so that they repeat the run, `FILE` and
+`FOLDER` being the questions and the model of the title.
 
 *Figures kept* counts, of the answers whose figures full prefill has right, those in which the method has them too;
 *another passage's* are those that give a figure of something else instead; *KL at figures* is KL over the tokens of
