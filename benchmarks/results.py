@@ -45,7 +45,7 @@ method's.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.15)
-README_METHODS = ("full", "reuse", "cacheblend", "epic", "prophet", "probe-shift")
+README_METHODS = ("full", "reuse", "cacheblend", "epic", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
 README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
 

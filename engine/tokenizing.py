@@ -1,12 +1,15 @@
 """From text to token ids: control tokens are read in literals, never in passages or verbatim literals."""
 
 import copy
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.chat import chat
-from ragblend.engine.figures import FigureFinder, FigureRows
 from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment, with_ids
+
+if TYPE_CHECKING:
+    from ragblend.engine.figure_rows import FigureFinder, FigureRows
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
 OPENING = "Passages:\n\n"
@@ -26,7 +29,6 @@ class Tokenizing:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._figures = FigureFinder(tokenizer)
         self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         # A document that contains "<|im_end|>" must not end the user's turn: its text is split, not parsed.
         self._plain = copy.deepcopy(tokenizer)
@@ -58,9 +60,15 @@ class Tokenizing:
         bos = self._begin_ids(segments)
         return Prompt([Literal("", bos), *segments] if bos else segments)
 
-    def figure_rows(self, prompt: Prompt) -> FigureRows:
+    def figure_rows(self, prompt: Prompt) -> "FigureRows":
         """Where the figures and lines of a tokenized prompt are; a line begins with each segment."""
-        return self._figures(prompt.token_ids, prompt.offsets)
+        return self._figure_finder(prompt.token_ids, prompt.offsets)
+
+    @cached_property
+    def _figure_finder(self) -> "FigureFinder":
+        from ragblend.engine.figure_rows import FigureFinder  # it needs torch, which the words in here do not
+
+        return FigureFinder(self.tokenizer)
 
     def begun(self, segments: list[Segment]) -> tuple[int, ...]:
         """Token ids of literals at the very beginning of a prompt."""

@@ -26,6 +26,8 @@ from ragblend.kvstore.errors import UsageError
 
 # Of the budget, what a probe may take. Without one, figures of short prompts were lost (docs/methods.md).
 PROBE_SHARE = 0.6
+# And what it must leave: of fewer rows there is nothing to choose.
+LEAST_CHOSEN = 8
 # Where a shift is fitted, of the rows to choose: so many, at most a quarter, are an even sample of all, and this share
 # are beginnings of chunks. All that it would know else are rows that the question attends to, which change more.
 CALIBRATION_ROWS = 48
@@ -78,7 +80,8 @@ class ByAttention(Policy):
 
     def _is_affordable(self, plan: Plan, rows: Tensor, layers: range) -> bool:
         again = int((rows >= plan.settled_tokens).sum()) * layers.stop / plan.layers
-        return again <= PROBE_SHARE * base.budget_rows(plan)
+        budget = base.budget_rows(plan)
+        return again <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN)
 
     def digest(self, plan: Plan) -> Tensor | None:
         return None if self.anchors is None else self.anchors(plan)

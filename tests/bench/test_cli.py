@@ -117,7 +117,7 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--data", "nowhere.json"), "nowhere.json"),
         (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
         (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
-        (("quality", "--data", "a.json", "--docs", "all"), "--data and --docs"),
+        (("quality", "--data", "a.json", "--docs", "all"), "--data, --docs and --figures"),
         (("quality", "--docs", "all"), "ragblend ingest"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
         (("ttft", "--chunks", "0"), "--chunks"),

@@ -6,13 +6,8 @@ import pytest
 import torch
 from benches import chat
 
-from ragblend.engine.figures import (
-    FigureFinder,
-    FigureRows,
-    contains,
-    figures_in,
-    unsupported_figures,
-)
+from ragblend.engine.figure_rows import FigureFinder, FigureRows
+from ragblend.engine.figures import contains, figures_in, unsupported_figures
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.selection.by_attention import whole_figures
 

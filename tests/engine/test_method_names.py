@@ -42,8 +42,8 @@ def test_parameters_reach_the_policy_and_its_parts():
         "3/1",
         "cacheblend:check_layer=2, shares=3/1",
     )
-    assert policy_named("a3:kernel=1").parameters == {"kernel": 1}
-    assert METHODS["a3"].parameters == {"kernel": 5}
+    assert policy_named("a3:kernel=1").parameters == {"kernel": 1, "figure_gain": 0.0}
+    assert METHODS["a3"].parameters == {"kernel": 5, "figure_gain": 0.0}
 
 
 MODULE = """
