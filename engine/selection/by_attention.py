@@ -67,21 +67,22 @@ class ByAttention(Policy):
             raise UsageError(f"figure_gain must be at least 0, not {self.figure_gain}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        rows = self.probe(plan) if base.chooses(plan) else None
-        if rows is None or self.cheaper_layers is None:
-            return rows
-        return rows if self._is_affordable(plan, rows, self.attention_layers(plan)) else None
+        return self._affordable_probe(plan)[0] if base.chooses(plan) else None
 
     def attention_layers(self, plan: Plan) -> range:
-        layers = self.layers(plan.layers)
-        if self.cheaper_layers is None or (rows := self.probe(plan)) is None:
-            return layers
-        return layers if self._is_affordable(plan, rows, layers) else self.cheaper_layers(plan.layers)
+        return self._affordable_probe(plan)[1]
 
-    def _is_affordable(self, plan: Plan, rows: Tensor, layers: range) -> bool:
-        again = int((rows >= plan.settled_tokens).sum()) * layers.stop / plan.layers
-        budget = base.budget_rows(plan)
-        return again <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN)
+    def _affordable_probe(self, plan: Plan) -> tuple[Tensor | None, range]:
+        """The rows of the probe, None where it would take too much of the budget, and the layers that it scores."""
+        rows, every = self.probe(plan), self.layers(plan.layers)
+        if rows is None or self.cheaper_layers is None:
+            return rows, every
+        budget, again = base.budget_rows(plan), int((rows >= plan.settled_tokens).sum())
+        cheaper = self.cheaper_layers(plan.layers)
+        for layers in (every, cheaper):
+            if again * layers.stop / plan.layers <= min(PROBE_SHARE * budget, budget - LEAST_CHOSEN):
+                return rows, layers
+        return None, cheaper
 
     def digest(self, plan: Plan) -> Tensor | None:
         return None if self.anchors is None else self.anchors(plan)
