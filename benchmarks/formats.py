@@ -4,6 +4,7 @@
 |---|---|---|
 | `longbench` | JSON lines of `{context, input, answers, dataset}` (Bai et al., ACL'24) | its context in its parts |
 | `squad` | SQuAD (Rajpurkar et al., 2016), or rows of `{context, question, answers}` | its paragraph among others |
+| `summary` | the product's own format, whose passages are to be summarised in place of its question | its own |
 
 A list may be one JSON array or one object a line.
 """
@@ -30,6 +31,7 @@ LONGBENCH_TASKS = {
     "trec": "Give the type of the question, as in the examples.",
     "lcc": "Write the next line of the code.",
 }
+SUMMARISE = "Summarise the passages above in five sentences. Name persons, places, dates and numbers."
 # How its contexts begin their parts, whichever comes first: its passages, few-shot examples, paragraphs.
 PARTS = (r"Passage \d+:", r"Paragraph \d+:", r"Dialogue: ", r"Question: ", r"Passage:")
 
@@ -100,6 +102,15 @@ def _squad(records: Records, passages: int) -> Iterator[Entry]:
             yield _entry(question, chosen, answers, "squad")
 
 
+def _summary(records: Records, passages: int) -> Iterator[Entry]:
+    """What a good summary is nobody has written down: it is compared with full prefill's, and the gold is the text."""
+    for where, record in records:
+        texts = [
+            f"{ctx.get('title', '')}\n{ctx['text']}".strip() for ctx in field_of(record, "ctxs", list, where)
+        ][:passages]
+        yield _entry(SUMMARISE, texts, ["\n".join(texts)], "summary", instruction="")
+
+
 def _squad_asked(record: Any, where: str) -> Iterator[tuple[str, str, str, list[str]]]:
     """Title, paragraph, question and answers of all questions of one article, or of the one of a row."""
     title = str(record.get("title", "")).replace("_", " ").strip() if isinstance(record, dict) else ""
@@ -127,6 +138,7 @@ def _squad_answers(qa: Any, where: str) -> list[str]:
 FORMATS: dict[str, Callable[[Records, int], Iterator[Entry]]] = {
     "longbench": _longbench,
     "squad": _squad,
+    "summary": _summary,
 }
 
 

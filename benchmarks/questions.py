@@ -25,10 +25,15 @@ Generate = Annotated[
     typer.Option(
         "--generate",
         help="Made-up questions with exact answers: `ruler:multi_value,tokens=4000,n=20`; `ruler` for all of its "
-        "tasks, or `two_hop`. More settings: chunk, seed, items, hops, chains. May be given several times.",
+        "tasks, or `two_hop`. More settings: chunk, seed, items, hops, chains, depth. May be given several times.",
     ),
 ]
-Form = Annotated[str | None, typer.Option("--format", help="longbench or squad: what --data is.")]
+Form = Annotated[
+    str | None,
+    typer.Option(
+        "--format", help="longbench or squad: what --data is. summary: its passages are to be summarised."
+    ),
+]
 Data = Annotated[Path | None, typer.Option(help="A file in another format: see --format.")]
 
 

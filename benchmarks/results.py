@@ -79,6 +79,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kl": ("KL", three),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
     "left": ("`probe-shift` leaves", str),
+    "first_kl": ("KL of the first token", three),
+    "rouge_l_to_full": ("ROUGE-L to full's", three),
     "ms_token": ("ms a token", str),
     "found_values": ("found, multi-value", percent),
     "found_queries": ("found, multi-query", percent),

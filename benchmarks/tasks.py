@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ class Spec:
     """What to generate. tokens: of all passages together; chunk: of one; seed: other questions of the same kind.
 
     items: keys, values or queries, as the task has them; hops: of a variable's chain; chains: how many of
-    those there are, the asked one included.
+    those there are, the asked one included; depth: where in the text the needles stand, in percent (None: anywhere). At
+    every depth the needles, and what is around them, are the same.
     """
 
     task: str
@@ -41,6 +42,7 @@ class Spec:
     items: int = 4
     hops: int = 4
     chains: int = 3
+    depth: int | None = field(default=None, repr=False)  # no part of the seed
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,16 @@ TASKS: dict[str, Callable[[random.Random, Spec, CountTokens], Task]] = {
 
 FAMILY = "ruler"
 RULER = tuple(name for name in TASKS if name != "two_hop")
-LIMITS = {"n": 10_000, "tokens": 4_000_000, "items": 100, "hops": 100, "chains": 20, "chunk": 100_000}
+LIMITS = {
+    "n": 10_000,
+    "tokens": 4_000_000,
+    "items": 100,
+    "hops": 100,
+    "chains": 20,
+    "chunk": 100_000,
+    "depth": 100,
+}
+FROM_ZERO = ("depth", "seed")
 
 
 def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
@@ -145,7 +156,7 @@ def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
         "answers": [", ".join(task.required)],
         "instruction": task.instruction,
         "required": list(task.required),
-        "task": f"{spec.task} {spec.tokens:,}",
+        "task": f"{spec.task} {spec.tokens:,}{'' if spec.depth is None else f' at {spec.depth}%'}",
     }
 
 
@@ -168,14 +179,18 @@ def _setting(text: str) -> tuple[str, int]:
     if name not in known:
         raise UsageError(f"--generate: {name!r} is unknown; there are {', '.join(known)}")
     most = LIMITS.get(name)
-    if not (value.isascii() and value.isdigit()) or (most is not None and not 1 <= int(value) <= most):
-        expected = "a whole number from 0" if most is None else f"a whole number from 1 to {most}"
+    least = 0 if name in FROM_ZERO else 1
+    if not (value.isascii() and value.isdigit()) or int(value) < least or (most and int(value) > most):
+        expected = f"a whole number from {least}" + (f" to {most}" if most else "")
         raise UsageError(f"--generate: {name} is {value!r}; expected {expected}")
     return name, int(value)
 
 
 def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: CountTokens) -> tuple[str, ...]:
-    """Passages of filler with the needles in their order at different places. Raises UsageError if there is no room."""
+    """Passages of filler with the needles in their order, at different places or all at the depth that was asked for.
+
+    Raises UsageError if there is no room.
+    """
     hay: list[str] = []
     left = spec.tokens - sum(count(f" {needle}") for needle in needles)
     source = filler.sentences(draw)
@@ -184,9 +199,10 @@ def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: Cou
         left -= count(f" {hay[-1]}")
     if len(hay) < len(needles):
         raise _too_short(spec, f"{len(needles)} sentences that are asked about")
-    for place, needle in zip(
-        sorted(draw.sample(range(len(hay) + 1), len(needles)))[::-1], needles[::-1], strict=True
-    ):
+    places = sorted(draw.sample(range(len(hay) + 1), len(needles)))
+    if spec.depth is not None:
+        places = [round(len(hay) * spec.depth / 100)] * len(needles)
+    for place, needle in zip(places[::-1], needles[::-1], strict=True):
         hay.insert(place, needle)
     return tuple(pack(hay, spec.chunk, lambda sentence: count(f" {sentence}"), " "))
 

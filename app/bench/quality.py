@@ -232,6 +232,8 @@ def record_of(
         top1=metrics.top1_agreement(reference.logits, outcome.logits),
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
         **against_gold(text, question),
+        first_kl=metrics.kl_divergence(reference.logits[:1], outcome.logits[:1]),
+        rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
         recomputed_fraction=outcome.report.recomputed_fraction,
         ttft_ms=outcome.ttft_ms,
         full_ttft_ms=reference.ttft_ms,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 ANSWER_TOKENS = 32
+FIGURE_ANSWER_TOKENS = 40  # enough for each of --figures, so that --limit changes no answer
 ALL_METHODS = "all"
 TEMPLATE = Path(__file__).with_name("report.html")
 PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
@@ -61,7 +62,8 @@ def report_quality(
     engine = Engine.open(**engine_arguments)
     # How stored KV is packed: an engine that others use as well takes the codec it was opened with last.
     kv_codec = engine_arguments.get("kv_codec") or "raw"
-    most_tokens = answer_tokens(engine, loaded.questions, request.max_new_tokens)
+    asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
+    most_tokens = answer_tokens(engine, loaded.questions, asked)
     if source.skip:  # else `quality.run` names the first one before it measures anything
         loaded = fitting(engine, loaded, most_tokens)
     journal = quality_journal(engine, folder, request.fresh, kv_codec, most_tokens, others)

@@ -58,6 +58,9 @@ class Record:
     figures_kept: bool | None = None
     figures_other: bool | None = None
     figure_kl: float | None = None
+    # KL before the answer's first token alone, and ROUGE-L of this answer against full prefill's.
+    first_kl: float | None = None
+    rouge_l_to_full: float | None = None
 
     @property
     def key(self) -> Key:

@@ -26,7 +26,7 @@ FIGURE_COLUMNS = (
 )  # fmt: skip
 TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
-    *FIGURE_COLUMNS,
+    "rouge_l_to_full", *FIGURE_COLUMNS,
 )  # fmt: skip
 LOSSES = (0.01, 0.02)  # of the task score, within which a speed-up counts
 EXACT = ("full", "exact", "prefix", "recompute")  # full prefill, by this way or that
@@ -97,7 +97,8 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
     """Every name is in every row; None is what the variant has not: its prompts may not be full prefill's."""
     row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records)}
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
-    for name in ("exact_match", "f1", "rouge_l"):
+    row |= {"first_kl": _mean("first_kl", records)}
+    for name in ("exact_match", "f1", "rouge_l", "rouge_l_to_full"):
         row |= _mean_and_interval(name, records, seed)
     row |= _recovery(records, reuse, seed) | _exact(records, seed) | _figures(records, seed)
     # Medians, as one hiccup must not decide; the speed-up is in pairs, as prompts differ in length.

@@ -108,6 +108,7 @@ WITHIN: tuple[Column, ...] = (
 TASKS: tuple[Column, ...] = (
     ("task", text("task")), ("method", text("method")), RATIO, ("n", text("n")), ("KL", number("kl", 4)),
     ("exact", share("accuracy")), ("found", share("found")), ("F1", number("f1", 3)),
+    ("figures kept", share("figures_kept")),
 )  # fmt: skip
 COMPARISONS: tuple[Column, ...] = (
     ("method", text("method")), RATIO, ("against", text("against")), ("ratio", share("against_ratio", "")),

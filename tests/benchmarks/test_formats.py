@@ -46,6 +46,19 @@ def squad():
     return {"version": "1.1", "data": [article("North_Port", 3), article("South_Port", 9)]}
 
 
+def test_passages_are_summarised_in_place_of_their_question(write) -> None:
+    ctxs = [
+        {"title": "A", "text": "Ten boats."},
+        {"title": "", "text": "Two crews."},
+        {"title": "", "text": "x"},
+    ]
+    path = write([{"ctxs": ctxs, "question": "How many?", "answers": ["10"]}])
+    (question,) = load(path, "summary", passages=2).questions
+    assert question.text.startswith("Summarise")
+    assert question.passages == ("A\nTen boats.", "Two crews.")
+    assert (question.instruction, question.required, question.task) == ("", (), "summary")
+
+
 def test_a_longbench_context_is_cut_where_its_passages_begin(write) -> None:
     (question,) = load(write([longbench()], lines=True)).questions
     assert [passage[:10] for passage in question.passages] == [f"Passage {n}:" for n in range(1, 5)]

@@ -77,6 +77,19 @@ def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
         assert len(re.findall("was born in", text)) == 4
 
 
+def test_a_needle_stands_at_the_depth_that_was_asked_for_in_the_same_text() -> None:
+    """At every depth the same sentences, so that depths are compared and not texts."""
+    texts = {}
+    for depth in (0, 50, 100):
+        (question,) = made(f"single_needle,n=1,tokens=1500,depth={depth}")
+        assert question.task == f"single_needle 1,500 at {depth}%"
+        texts[depth] = re.split(r"(?<=\.)\s", text_of(question))
+    places = {depth: next(n for n, s in enumerate(text) if "magic" in s) for depth, text in texts.items()}
+    last = len(texts[0]) - 1
+    assert places == {0: 0, 50: round(last / 2), 100: last}
+    assert sorted(texts[0]) == sorted(texts[50]) == sorted(texts[100])
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
@@ -90,6 +103,7 @@ def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
         ("multi_key,n", "n is ''"),
         ("multi_key,seed=-1", "seed is '-1'"),
         ("multi_key,items=500", "items is '500'"),
+        ("multi_key,depth=101", "depth is '101'; expected a whole number from 0 to 100"),
     ],
 )
 def test_a_wrong_spec_is_named(spec, said) -> None:
