@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragblend.app.answer import Source
 from ragblend.app.citations import with_marks
-from ragblend.app.database import Database, Layout, is_sound, now, sealing, storable
+from ragblend.app.database import Database, Layout, now, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 TITLE_CHARACTERS = 60
@@ -18,22 +18,24 @@ DELETED_TEXT = "(The document was deleted, or changed: this passage is no longer
 Known = Callable[[Sequence[str]], Container[str]]  # of node ids, those that are in the library
 UNFINISHED = "unfinished"  # in the report of an answer that is being written
 # AUTOINCREMENT: the number of a deleted message must not come back, somebody may still hold it.
-TABLES = """
-CREATE TABLE chats (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, title TEXT NOT NULL, created_at TEXT NOT NULL, updated_at TEXT NOT NULL,
-    used INTEGER NOT NULL);
-CREATE TABLE messages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
-    role TEXT NOT NULL CHECK (role IN ('user', 'assistant')), text TEXT NOT NULL, sources TEXT NOT NULL,
-    report TEXT NOT NULL, created_at TEXT NOT NULL);
-CREATE INDEX messages_by_chat ON messages (chat_id, id);
-CREATE INDEX chats_by_use ON chats (used)
-"""
+TABLES = (
+    "CREATE TABLE chats (id INTEGER PRIMARY KEY AUTOINCREMENT, title TEXT NOT NULL, created_at TEXT NOT NULL, "
+    "updated_at TEXT NOT NULL, used INTEGER NOT NULL)",
+    "CREATE TABLE messages (id INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE, "
+    "role TEXT NOT NULL CHECK (role IN ('user', 'assistant')), text TEXT NOT NULL, sources TEXT NOT NULL, "
+    "report TEXT NOT NULL, created_at TEXT NOT NULL)",
+    "CREATE INDEX messages_by_chat ON messages (chat_id, id)",
+    "CREATE INDEX chats_by_use ON chats (used)",
+)
 MESSAGE = ("id", "chat_id", "role", "text", "sources", "report", "created_at")
-LAYOUT = Layout("conversations", TABLES, upgrades=(sealing("messages", MESSAGE),))
+ADOPTED = (
+    "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
+    "GROUP BY chat_id"
+)
+LAYOUT = Layout("conversations", 3, TABLES, copied=("chats", "messages"), adopted=(ADOPTED,))
 INTERRUPTED = "RAGBlend ended while this answer was being written. This is as far as it came."
 Role = Literal["user", "assistant"]
-DAMAGED_TEXT = "(This message is damaged on the disk and cannot be shown.)"
 CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
 
 
@@ -301,10 +303,6 @@ def _chat(row: sqlite3.Row) -> Chat:
 
 
 def _message(row: sqlite3.Row) -> Message:
-    """A message; one that is not what was written says so, and nothing else."""
-    if not is_sound(row, MESSAGE):
-        role: Role = "user" if row["role"] == "user" else "assistant"
-        return Message(row["id"], row["chat_id"], role, DAMAGED_TEXT, "", (), {"error": DAMAGED_TEXT})
     values = {name: row[name] for name in MESSAGE}
     values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
     return Message(**values | {"report": json.loads(row["report"])})

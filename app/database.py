@@ -1,103 +1,81 @@
 """A small SQLite file of the app's own: private, in WAL, every change one transaction, deleted bytes overwritten."""
 
 import hashlib
-import logging
+import os
 import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ragblend.app import rescue
+from ragblend.app.rescue import Rescued
 from ragblend.kvstore.errors import LibraryError, StoreFullError
-from ragblend.kvstore.files import Closing, make_private_file
+from ragblend.kvstore.files import Closing, discard_database, identity, make_private_file
+from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.sqlite import (
     BUSY,
+    BUSY_SECONDS,
+    SQL_ERRORS,
     connect,
     erase,
     erase_log,
     error_code,
     integrity,
+    is_damage,
     lenient_text,
     transaction,
     write_ahead,
 )
 
-log = logging.getLogger("ragblend")
 BATCH_ROWS = 500
 WORD = re.compile(r"[^\W_]+")
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
 
 @dataclass(frozen=True)
-class FullText:
-    """A table of words (FTS5), which SQLite can build again from the others.
-
-    removed: statements by which a SQLite without FTS5 takes out what would keep it from writing the other tables.
-    """
-
-    name: str
-    removed: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Layout:
     """What is in the file. durable: a commit survives a power cut; else only a kill, and costs no fsync.
 
-    tables: of version 1; upgrades: statements that make each next version of the one before, once, all or none;
-    checked: the file is read through when it is opened, and what SQLite finds wrong with it is raised at every use;
-    full_text: what the last upgrade makes, which is left out where SQLite has no FTS5.
+    version: a file of another one is named and left alone; tables: statements that make them; full_text: that one of
+    them which is an index of words (FTS5), and can be made again from the others; copied: those tables whose rows are
+    all there is to keep; adopted: statements that make again, in a file that was damaged, what other rows belong to.
     """
 
     what: str
-    tables: str
+    version: int
+    tables: tuple[str, ...]
+    copied: tuple[str, ...]
+    adopted: tuple[str, ...] = ()
     durable: bool = True
-    upgrades: tuple[tuple[str, ...], ...] = ()
-    checked: bool = False
-    full_text: FullText | None = None
-
-    @property
-    def version(self) -> int:
-        return 1 + len(self.upgrades)
+    full_text: str = ""
 
 
 class Database(Closing):
     """A file of that layout, opened or made: one connection, shared between threads; other processes may have theirs.
 
-    Raises LibraryError. damage: what was wrong with a `checked` file when it was opened; empty when it was sound.
+    The file is read through when it is opened. A damaged one is set aside, and what can be read of it is in a new one:
+    `rescued` says so. Raises LibraryError.
     """
 
     layout: Layout
 
     def __init__(self, path: Path) -> None:
-        self.path, layout = path, self.layout
+        self.path = path
         self._mutex = threading.RLock()
+        self.rescued: Rescued | None = None
         with self._named_errors():
-            try:
-                # SQLite gives its journal files the mode of the database, so it is right from the first byte.
-                make_private_file(path)
-            except OSError as error:
-                raise LibraryError(
-                    f"Opening the {layout.what} {path}: {error.strerror}. Check its rights."
-                ) from error
-            self._sql = connect(path)
-            try:
-                self._prepare()
-                self.damage = self._check() if layout.checked else ""
-            except BaseException:
-                self._sql.close()
-                raise
+            self._sql = self._opened()
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """All rows of a query. Raises LibraryError."""
-        self._demand_sound()
         with self._mutex, self._named_errors():
-            return self._sql.execute(query, values).fetchall()
+            return self._connected().execute(query, values).fetchall()
 
     def column(self, query: str, *values: object) -> list[Any]:
         """The first value of each row."""
@@ -120,9 +98,8 @@ class Database(Closing):
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing. Raises LibraryError, StoreFullError when the disk is full."""
-        self._demand_sound()
-        with self._mutex, self._named_errors(), transaction(self._sql):
-            yield self._sql
+        with self._mutex, self._named_errors(), transaction(sql := self._connected()):
+            yield sql
 
     @property
     def changes(self) -> int:
@@ -132,68 +109,112 @@ class Database(Closing):
     def erase_log(self) -> bool:
         """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
         with self._mutex, self._named_errors():
-            return erase_log(self._sql)
+            return erase_log(self._connected())
 
     def erase(self) -> bool:
         """Leave no byte of what was deleted in the file; False while others use it for long, or on a full disk."""
         with self._mutex, self._named_errors():
             # FTS5 only notes what is deleted: it goes when the parts of the index are merged.
-            return erase(self._sql, self.path.parent, *self._full_text("optimize"))
-
-    def _check(self) -> str:
-        """What SQLite finds wrong, or a layout that is not ours. Damaged indexes are made again from the rows."""
-        found = integrity(self._sql, 1)
-        if found:
-            with suppress(sqlite3.Error):
-                for statement in ("REINDEX", *self._full_text("rebuild")):
-                    self._sql.execute(statement)
-                found = integrity(self._sql, 1)
-        if not found and _definitions(self._sql, self.layout) != _expected(self.layout, self._version):
-            found = ["its tables are not those that were made"]
-        return found[0] if found else ""
+            return erase(self._connected(), self.path.parent, *self._full_text("optimize"))
 
     def _full_text(self, command: str) -> list[str]:
         """The statement that gives FTS5 a command, if there is such a table."""
-        if not self.full_text:
+        name = self.layout.full_text
+        if not name:
             return []
-        name = self.full_text.name
         return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"]
-
-    def _demand_sound(self) -> None:
-        if self.damage:
-            raise LibraryError(
-                f"Using the {self.layout.what} {self.path}: it is damaged ({self.damage}). It cannot be built from "
-                "anything else: restore it from a backup, or move it away and ingest the documents again."
-            )
 
     def close(self) -> None:
         with self._mutex:
             self._sql.close()
 
-    def _prepare(self) -> None:
-        sql, layout = self._sql, self.layout
-        sql.row_factory = sqlite3.Row
-        found = sql.execute("PRAGMA user_version").fetchone()[0]
-        if not 0 <= found <= layout.version:
+    def _connected(self) -> sqlite3.Connection:
+        """The connection; to the file that another process has put in the place of a damaged one, if it has."""
+        if not self._sql.in_transaction:
+            with suppress(OSError):  # a file that is gone altogether stays in use, and is not begun anew
+                if identity(os.stat(self.path)) != self._identity:
+                    self._sql.close()
+                    self._sql = self._opened()
+        return self._sql
+
+    def _opened(self) -> sqlite3.Connection:
+        path, layout = self.path, self.layout
+        try:
+            if Path(f"{path}.rescued").exists():
+                with self._rescuing():
+                    rescue.finish(path)
+            # SQLite gives its journal files the mode of the database, so it is right from the first byte.
+            make_private_file(path)
+            sql, why = self._tried()
+            if sql is None:
+                with self._rescuing():
+                    sql, why = self._tried()  # unless another process has done it meanwhile
+                    if sql is None:
+                        new = _begun(Path(f"{path}.rescuing"), layout)
+                        self.rescued = rescue.rescue(
+                            path, new, layout.what, why, layout.copied, layout.adopted
+                        )
+                        sql, why = self._tried()
+        except OSError as error:
             raise LibraryError(
-                f"Opening the {layout.what} {self.path}: it has format {found}, this version of RAGBlend reads up to "
-                f"{layout.version}. Use the version that made it, or another --home."
+                f"Opening the {layout.what} {path}: {error.strerror}. Check its rights."
+            ) from error
+        if sql is None:
+            raise LibraryError(
+                f"Opening the {layout.what} {path}: it is damaged ({why}), even after it was made anew."
             )
-        write_ahead(sql, "FULL" if layout.durable else "NORMAL")
-        sql.execute("PRAGMA foreign_keys = ON")
-        _add_functions(sql)
-        self.full_text = layout.full_text if has_full_text(sql) else None
-        self._version = layout.version - (self.full_text != layout.full_text)
-        if found != self._version:
-            if found:
-                log.warning(
-                    "%s is brought to the form of this version, once; that may take a minute", self.path
+        self._identity = identity(os.stat(path))
+        return sql
+
+    def _rescuing(self) -> AbstractContextManager[None]:
+        return WriterLock(self.path.with_name(f".{self.path.name}.lock"), BUSY_SECONDS).hold()
+
+    def _tried(self) -> tuple[sqlite3.Connection | None, str]:
+        """A connection to the file, or what is wrong with it."""
+        sql = connect(self.path)
+        try:
+            why = self._prepare(sql)
+        except BaseException:
+            sql.close()
+            raise
+        if why:
+            sql.close()
+        return (None, why) if why else (sql, "")
+
+    def _prepare(self, sql: sqlite3.Connection) -> str:
+        """Make the tables of a new file, and read one that is there through. Returns what is wrong with it."""
+        layout, sql.row_factory = self.layout, sqlite3.Row
+        try:
+            found = sql.execute("PRAGMA user_version").fetchone()[0]
+            if found not in (0, layout.version):
+                raise LibraryError(
+                    f"Opening the {layout.what} {self.path}: another version of RAGBlend made it (format {found}; this "
+                    f"one has {layout.version}). Use that version, or another --home, into which your documents can be "
+                    "ingested again. Nothing was changed."
                 )
-            with transaction(sql):
-                # Unless another process has done it meanwhile.
-                _upgrade(sql, layout, sql.execute("PRAGMA user_version").fetchone()[0], self._version)
-        # Text that damage has made no UTF-8 must not keep the sound rows beside it from being read.
+            write_ahead(sql, "FULL" if layout.durable else "NORMAL")
+            sql.execute("PRAGMA foreign_keys = ON")
+            _add_functions(sql)
+            if not found:
+                with transaction(sql):
+                    if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
+                        _make_tables(sql, layout)
+            if why := self._wrong(sql):
+                return why
+        except SQL_ERRORS as error:
+            if not is_damage(error):
+                raise
+            return str(error)
+        # Text that damage has made no UTF-8 must not keep the rows beside it from being read.
         sql.text_factory = lenient_text
+        return ""
+
+    def _wrong(self, sql: sqlite3.Connection) -> str:
+        """What SQLite finds wrong, or tables that are not ours."""
+        found = integrity(sql, 1)
+        if not found and _definitions(sql, self.layout) != _expected(self.layout):
+            found = ["its tables are not those that were made"]
+        return found[0] if found else ""
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -201,31 +222,6 @@ class Database(Closing):
             yield
         except sqlite3.Error as error:
             raise _named(error, self.layout.what, self.path) from error
-
-
-SEAL = "seal"
-
-
-def sealing(table: str, columns: Sequence[str]) -> tuple[str, ...]:
-    """Statements that give every row a checksum over these columns, kept true by SQLite itself at every write.
-
-    SQLite does not notice a bit that flips on the disk. A row that does not fit its checksum cannot be changed, which
-    would make the damage look sound; see `is_sound`.
-    """
-    new, old = (", ".join(f"{row}.{name}" for name in columns) for row in ("new", "old"))
-    seal = f"UPDATE {table} SET {SEAL} = sealed({new}) WHERE rowid = new.rowid"
-    damaged = f"SELECT RAISE(ABORT, 'a row is damaged') WHERE old.{SEAL} IS NOT sealed({old})"
-    return (
-        f"ALTER TABLE {table} ADD COLUMN {SEAL} BLOB",
-        f"UPDATE {table} SET {SEAL} = sealed({', '.join(columns)})",
-        f"CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN {seal}; END",
-        f"CREATE TRIGGER {table}_changed AFTER UPDATE OF {', '.join(columns)} ON {table} BEGIN {damaged}; {seal}; END",
-    )
-
-
-def is_sound(row: Mapping[str, object] | sqlite3.Row, columns: Sequence[str]) -> bool:
-    """Whether a row is what was written."""
-    return bool(row[SEAL] == _sealed(*(row[name] for name in columns)))
 
 
 def now() -> str:
@@ -241,52 +237,41 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def has_full_text(sql: sqlite3.Connection) -> bool:
-    """Whether SQLite was built with FTS5."""
-    return ("fts5",) in map(tuple, sql.execute("PRAGMA module_list"))
+def _begun(path: Path, layout: Layout) -> sqlite3.Connection:
+    """A new file with the tables, in a transaction: rows may come in any order."""
+    discard_database(path)
+    make_private_file(path)
+    sql = connect(path)
+    sql.execute("PRAGMA secure_delete = ON")
+    _add_functions(sql)
+    sql.execute("BEGIN")
+    _make_tables(sql, layout)
+    return sql
 
 
-def _upgrade(sql: sqlite3.Connection, layout: Layout, found: int, version: int) -> None:
-    steps = list(layout.upgrades[max(0, found - 1) : version - 1])
-    if not found:
-        steps.insert(0, tuple(layout.tables.strip().split(";\n")))
-    elif found > version and layout.full_text:
-        steps = [layout.full_text.removed]
-    for statement in chain(*steps):
+def _make_tables(sql: sqlite3.Connection, layout: Layout) -> None:
+    for statement in layout.tables:
         sql.execute(statement)
-    sql.execute(f"PRAGMA user_version = {version}")
+    sql.execute(f"PRAGMA user_version = {layout.version}")
 
 
 def _add_functions(sql: sqlite3.Connection) -> None:
     sql.create_function("folded", 1, _folded, deterministic=True)
     sql.create_function("worded", 2, _worded, deterministic=True)
-    sql.create_function("sealed", -1, _sealed, deterministic=True)
 
 
 def _definitions(sql: sqlite3.Connection, layout: Layout) -> set[tuple[object, ...]]:
-    """Of what we made: how SQLite keeps its own tables and those of FTS5 is each version's own.
-
-    Without FTS5 its table itself cannot be dropped, and is there or not.
-    """
+    """Of what we made: how SQLite keeps its own tables and those of FTS5 is each version's own."""
     rows = {tuple(row) for row in sql.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")}
-    name = layout.full_text.name if layout.full_text else "sqlite"
-    left = "" if has_full_text(sql) else name
-    return {row for row in rows if row[1] != left and not str(row[1]).startswith(("sqlite_", f"{name}_"))}
+    others = ("sqlite_", f"{layout.full_text}_") if layout.full_text else ("sqlite_",)
+    return {row for row in rows if not str(row[1]).startswith(others)}
 
 
-def _expected(layout: Layout, version: int) -> set[tuple[object, ...]]:
+def _expected(layout: Layout) -> set[tuple[object, ...]]:
     with closing(connect(":memory:")) as sql:
         _add_functions(sql)
-        _upgrade(sql, layout, 0, version)
+        _make_tables(sql, layout)
         return _definitions(sql, layout)
-
-
-def _sealed(*values: object) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-        digest.update(f"{type(value).__name__} {len(raw)} ".encode() + raw)
-    return digest.digest()
 
 
 def _folded(text: object) -> str:
@@ -318,7 +303,7 @@ def _named(error: sqlite3.Error, what: str, path: Path) -> LibraryError | StoreF
         return LibraryError(
             f"Using the {what} {path}: another program keeps it locked. Close that, and try again."
         )
-    advice = "Restore it from a backup or move it away."
+    advice = "Close every program that uses it: when it is opened again, what can be read is kept."
     if code in READ_ONLY:
         advice = "Check the folder's rights and space."
     elif error.sqlite_errorcode == sqlite3.SQLITE_CORRUPT_VTAB:

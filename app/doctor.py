@@ -97,10 +97,10 @@ def _disk(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _library(workspace: Workspace) -> tuple[Status, str]:
-    if damage := workspace.library.damage:
-        return "failed", f"the registry is damaged: {damage}; restore {workspace.home.library} from a backup"
-    if findings := check_library(workspace.library):
-        return "failed", f"{len(findings)} damaged documents, such as {findings[0].message}"
+    if findings := check_library(workspace.home, workspace.library):
+        return "failed", f"{findings[0].message}" + (
+            f" (and {len(findings) - 1} more)" if findings[1:] else ""
+        )
     library, states = workspace.library, Counter[str]()
     names = library.collections()
     for name in names:

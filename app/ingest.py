@@ -8,7 +8,6 @@ passage is embedded by a third of its windows first, and in full (`embed_in_full
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from ragblend.integrations.embeddings import Part, joined
 from ragblend.integrations.passages import Passage as Known
 from ragblend.kvstore.errors import (
     Cancelled,
-    DamagedDocumentError,
     DocumentError,
     EmptyDocumentError,
     UnreadableDocumentError,
@@ -118,8 +116,7 @@ def embed_in_full(
             meter.count("embed", more=sum(document.passages for document in waiting))
         for document in waiting:
             meter.name = document.name
-            with suppress(DamagedDocumentError):  # it is marked, and ingested anew
-                _embed_rest(workspace, document, meter)
+            _embed_rest(workspace, document, meter)
             meter.count("embed", done=document.passages)
     except (Cancelled, KeyboardInterrupt):
         return False

@@ -16,22 +16,21 @@ Kind = Literal["ingest", "remove"]
 STATES: tuple[State, ...] = get_args(State)
 RUNNING: tuple[State, ...] = ("parsing", "embedding")
 OPEN: tuple[State, ...] = ("queued", *RUNNING)
-# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on; `batch`: unused.
-TABLES = """
-CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, batch INTEGER NOT NULL, kind TEXT NOT NULL, collection TEXT NOT NULL,
-    path TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL DEFAULT 0,
-    turn INTEGER NOT NULL, again INTEGER NOT NULL DEFAULT 0, added_at TEXT NOT NULL, finished_at TEXT,
-    UNIQUE (collection, path));
-CREATE INDEX jobs_by_state ON jobs (state, turn);
-CREATE TABLE watched (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, collection TEXT NOT NULL, UNIQUE (path, collection));
-CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
-"""
+# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on.
+TABLES = (
+    "CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, collection TEXT NOT NULL, "
+    "path TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL DEFAULT 0, "
+    "turn INTEGER NOT NULL, again INTEGER NOT NULL DEFAULT 0, added_at TEXT NOT NULL, finished_at TEXT, "
+    "UNIQUE (collection, path))",
+    "CREATE INDEX jobs_by_state ON jobs (state, turn)",
+    "CREATE TABLE watched (id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL, collection TEXT NOT NULL, "
+    "UNIQUE (path, collection))",
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+)
 COLUMNS = ("id", "kind", "collection", "path", "state", "reason", "size", "added_at", "finished_at")
-QUEUE = Layout("job queue", TABLES, durable=False)
+QUEUE = Layout("job queue", version=2, tables=TABLES, copied=("jobs", "watched", "facts"), durable=False)
 ADD = """
-INSERT INTO jobs (batch, kind, collection, path, state, size, turn, added_at) VALUES (0, ?, ?, ?, 'queued', ?, ?, ?)
+INSERT INTO jobs (kind, collection, path, state, size, turn, added_at) VALUES (?, ?, ?, 'queued', ?, ?, ?)
 ON CONFLICT (collection, path) DO UPDATE SET
     kind = excluded.kind, size = excluded.size, added_at = excluded.added_at,
     again = state IN ('parsing', 'embedding'),
@@ -72,8 +71,7 @@ class JobStore(Database):
 
     def requeue_running(self) -> None:
         """What nobody works on any more waits for its turn again, before the others."""
-        left = _listed((*RUNNING, "encoding"))  # a state of earlier versions
-        self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {left}")
+        self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_listed(RUNNING)}")
 
     def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
         """Queue files, (path, size) each; one that is queued already keeps its place. Returns how many."""

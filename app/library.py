@@ -11,9 +11,7 @@ import sqlite3
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -21,65 +19,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import WORD, Database, FullText, Layout, is_sound, now, sealing, words_of
+from ragblend.app.database import WORD, Database, Layout, now, words_of
 from ragblend.app.documents import Document, FileFacts, Passage, State, document_id
 from ragblend.app.home import absolute
-from ragblend.kvstore.errors import DamagedDocumentError, LibraryError
+from ragblend.app.rescue import Gap
+from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
-DAMAGED = "What was kept of it is damaged on the disk. Run `ragblend store repair`, or ingest it again."
+LOST = "Passages of it were lost to damage on the disk. Run `ragblend store repair`, or ingest it again."
 log = logging.getLogger("ragblend")
 # `stale` lists node ids whose vectors and KV are still to be removed: written in the transaction that replaces
 # the chunks, and emptied once Chroma and the KV store have let go, so that a crash in between leaks nothing.
-TABLES = """
-CREATE TABLE documents (
-    id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '',
-    size INTEGER NOT NULL DEFAULT -1, mtime_ns INTEGER NOT NULL DEFAULT -1, sha256 TEXT NOT NULL DEFAULT '',
-    recipe TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL, UNIQUE (collection, path));
-CREATE TABLE chunks (
-    node_id TEXT PRIMARY KEY, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
-    position INTEGER NOT NULL, text TEXT NOT NULL, location TEXT NOT NULL,
-    windows INTEGER NOT NULL, embedding BLOB NOT NULL,
-    UNIQUE (document_id, position));
-CREATE TABLE stale (
-    node_id TEXT NOT NULL, document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
-    PRIMARY KEY (node_id, document_id));
-"""
-DOCUMENT = (
-    "id", "path", "collection", "state", "reason", "size", "mtime_ns", "sha256", "recipe", "updated_at",
-)  # fmt: skip
-PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
-INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-# Version 2: checksums; and collections from which something was taken, whose bytes are still to be erased elsewhere
-# (`whole`: also those of nobody knows what, which earlier versions of this program left there).
-ERASED = (
-    "CREATE TABLE IF NOT EXISTS collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    "CREATE INDEX IF NOT EXISTS documents_by_state ON documents (collection, state, path, id)",
-    "CREATE TABLE unerased (collection TEXT PRIMARY KEY, whole INTEGER NOT NULL) WITHOUT ROWID",
-    "INSERT INTO unerased SELECT DISTINCT collection, 1 FROM documents",
-)
-SEALED = (*sealing("documents", DOCUMENT), *sealing("chunks", PASSAGE))
-# Version 3: what a model wrote of a document on the way to its summary, by what it was written from.
-NOTE = ("document_id", "origin", "text")
-NOTES = (
+# `unerased`: collections from which something was taken, whose bytes are still to be erased in other files.
+# `notes`: what a model wrote of a document on the way to its summary, by what it was written from.
+# `words`: those of passages, in FTS5, which keeps no copy of the text and reads it from a view where it must; rows of
+# `chunks` have no number that a VACUUM keeps. A passage goes before its document does: the view needs both.
+TABLES = (
+    "CREATE TABLE documents (id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL, "
+    "state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '', "
+    "size INTEGER NOT NULL DEFAULT -1, mtime_ns INTEGER NOT NULL DEFAULT -1, sha256 TEXT NOT NULL DEFAULT '', "
+    "recipe TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL DEFAULT '', UNIQUE (collection, path))",
+    "CREATE INDEX documents_by_state ON documents (collection, state, path, id)",
+    "CREATE TABLE chunks (node_id TEXT PRIMARY KEY, "
+    "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, position INTEGER NOT NULL, "
+    "text TEXT NOT NULL, location TEXT NOT NULL, windows INTEGER NOT NULL, embedding BLOB NOT NULL, "
+    "UNIQUE (document_id, position))",
+    "CREATE TABLE stale (node_id TEXT NOT NULL, "
+    "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
+    "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
+    "CREATE TABLE unerased (collection TEXT PRIMARY KEY) WITHOUT ROWID",
     "CREATE TABLE notes (document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, origin TEXT NOT NULL, "
     "text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
-    *sealing("notes", NOTE),
-)
-# Version 4: the words of passages in FTS5, which keeps no copy of the text and reads it from a view where it must.
-# Rows of `chunks` have no number that a VACUUM keeps. A passage goes before its document does: the view needs both.
-WORDS = (
-    "DROP TABLE IF EXISTS words",  # what WITHOUT_WORDS leaves
     "CREATE TABLE numbers (id INTEGER PRIMARY KEY, node_id TEXT NOT NULL UNIQUE)",
-    "INSERT INTO numbers (node_id) SELECT node_id FROM chunks",
     "CREATE VIEW wordings AS SELECT numbers.id, node_id, worded(collection, CAST(text AS BLOB)) AS text FROM numbers "
     "JOIN chunks USING (node_id) JOIN documents ON documents.id = document_id",
     "CREATE VIRTUAL TABLE words USING fts5 (text, content = 'wordings', content_rowid = 'id', "
     "tokenize = 'porter unicode61 remove_diacritics 2')",
-    "INSERT INTO words (words) VALUES ('rebuild')",
     "CREATE TRIGGER chunks_worded AFTER INSERT ON chunks BEGIN INSERT INTO numbers (node_id) VALUES (new.node_id); "
     "INSERT INTO words (rowid, text) SELECT id, text FROM wordings WHERE node_id = new.node_id; END",
     "CREATE TRIGGER chunks_unworded BEFORE DELETE ON chunks BEGIN INSERT INTO words (words, rowid, text) "
@@ -88,21 +65,16 @@ WORDS = (
     "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
     "DELETE FROM chunks WHERE document_id = old.id; END",
 )
-# Without FTS5 `words` cannot be dropped, and is dropped later only with its first ten rows, which hold no word.
-WITHOUT_WORDS = (
-    "DROP TRIGGER chunks_worded",
-    "DROP TRIGGER chunks_unworded",
-    "DROP TRIGGER documents_unworded",
-    "DROP VIEW wordings",
-    "DROP TABLE numbers",
-    "DELETE FROM words_data WHERE id > 10",
-    "DELETE FROM words_idx",
-    "DELETE FROM words_docsize",
-)
-UPGRADES = ((*ERASED, *SEALED), NOTES, WORDS)
 REGISTRY = Layout(
-    "registry", TABLES, upgrades=UPGRADES, checked=True, full_text=FullText("words", WITHOUT_WORDS)
+    "registry",
+    version=5,
+    tables=TABLES,
+    copied=("documents", "chunks", "stale", "collections", "unerased", "notes"),
+    full_text="words",
 )
+NOTE = ("document_id", "origin", "text")
+PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
+INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
 MOST_WORDS = 100  # of a question that are looked for
 # A number or code with its parts: INV-2024-0817, 48213, 4711. One that is no more than a year, a round number or a
 # number with its unit stands in passages by chance.
@@ -120,17 +92,14 @@ class DocumentPage:
 
 
 class Library(Database):
-    """All reads and writes of the registry; every change is one transaction. Safe to share between threads.
-
-    damage: what is wrong with the file as a whole: nothing of it can be believed.
-    """
+    """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
 
     layout = REGISTRY
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        if not self.damage:
-            self._mark_damaged(self._bereft())
+        if self.rescued is not None:
+            self._mark_incomplete(self.rescued.gaps["chunks"])
 
     # --- documents -------------------------------------------------------------------------------
 
@@ -209,8 +178,6 @@ class Library(Database):
     def begin(self, collection: str, path: str) -> str:
         """Write down that work on a document starts; what was known of it stays. Returns its id."""
         key = document_id(collection, path)
-        if not self.is_sealed(key):  # a damaged row cannot be changed
-            self.remove(key)
         query = (
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
             "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at"
@@ -290,20 +257,18 @@ class Library(Database):
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
 
     def passages_of(self, document: str) -> list[Passage]:
-        """A document's passages in reading order. Raises DamagedDocumentError."""
+        """A document's passages in reading order."""
         return [_passage(row) for row in self._passage_rows(document)]
 
     def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
-        """The passages that are known of these; ids that nobody knows, and what is damaged, are left out."""
+        """The passages that are known of these; ids that nobody knows are left out."""
         rows = self.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
-        found = {row["node_id"]: _passage(row) for row in rows if is_sound(row, PASSAGE)}
-        self._mark_damaged({row["document_id"] for row in rows if row["node_id"] not in found})
-        return found
+        return {row["node_id"]: _passage(row) for row in rows}
 
     def scores(self, node_ids: Sequence[str], question: NDArray[np.float32]) -> dict[str, float]:
         """The cosine similarity of these passages to a question (E,): that of the nearest window.
 
-        Damage shows when the passages are read; an embedding of which a part is gone is left out.
+        Those of another embedder, of other sizes, are left out.
         """
         whole = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
         rows = self.among(
@@ -316,11 +281,8 @@ class Library(Database):
 
         With each whether it holds a code of the question (`codes_of`): these are the first. A word that half of the
         passages have says nothing. How rare a word is in other collections has no part in it: nobody learns what these
-        hold. An index that cannot be read is as if empty, and said; so is a SQLite without one.
+        hold. An index that cannot be read is as if empty, and said.
         """
-        if self.full_text is None:
-            say_no_words()
-            return {}
         try:
             scores = self._by_words(collections, question)
             holding = self._holding(collections, question, count)
@@ -367,7 +329,7 @@ class Library(Database):
         return {row[0] for row in self.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
 
     def node_ids(self, document: str) -> list[str]:
-        """Of a document's passages, whether they are sound or not."""
+        """Of a document's passages, in reading order."""
         query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
         return self.column(query, document)
 
@@ -376,21 +338,20 @@ class Library(Database):
         return self.column("SELECT node_id FROM stale WHERE document_id = ?", document)
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
-        """A document's node ids and embeddings, (W, E) each, in reading order. Raises DamagedDocumentError."""
+        """A document's node ids and embeddings, (W, E) each, in reading order."""
         rows = self._passage_rows(document)
         return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
 
     def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
-        """Every node id and embedding of a collection, a document at a time; what is damaged is left out."""
+        """Every node id and embedding of a collection, a document at a time."""
         for document in self.documents(collection):
             if document.passages:
-                with suppress(DamagedDocumentError):
-                    yield self.embeddings_of(document.id)
+                yield self.embeddings_of(document.id)
 
     def nearest(self, collection: str, embedding: Embeddings, count: int) -> dict[str, float]:
         """The nodes nearest to one embedding (E,), each with its cosine similarity, best first; from reading all.
 
-        A node is as near as the nearest of its vectors. Damage shows when the passages are read.
+        A node is as near as the nearest of its vectors.
         """
         query = (
             "SELECT node_id, windows, embedding FROM chunks JOIN documents ON id = document_id "
@@ -423,9 +384,9 @@ class Library(Database):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, document: str, origin: str) -> str | None:
-        """What was written of a document from that; None where nothing was, or it is damaged."""
-        rows = self.rows("SELECT * FROM notes WHERE document_id = ? AND origin = ?", document, origin)
-        return next((str(row["text"]) for row in rows if is_sound(row, NOTE)), None)
+        """What was written of a document from that; None where nothing was."""
+        query = "SELECT text FROM notes WHERE document_id = ? AND origin = ?"
+        return next(iter(self.column(query, document, origin)), None)
 
     def keep_note(self, document: Document, origin: str, text: str) -> None:
         """Keep it as long as the document is what it was; of one that is another by now nothing is kept."""
@@ -438,34 +399,26 @@ class Library(Database):
 
     # --- damage and erasing ----------------------------------------------------------------------
 
-    def damaged_documents(self) -> list[Document]:
-        """Those whose row or passages are not what was written, from reading everything."""
-        documents = [_document(row) for row in self.rows(f"SELECT {COLUMNS} ORDER BY path")]
-        return [each for each in documents if each.reason == DAMAGED or not self._is_whole(each)]
+    def incomplete_documents(self) -> list[Document]:
+        """Those of which damage took passages, and that were not ingested again since."""
+        rows = self.rows(f"SELECT {COLUMNS} WHERE state = 'failed' AND reason = ? ORDER BY path", LOST)
+        return [_document(row) for row in rows]
 
-    def is_sealed(self, document: str) -> bool:
-        """Whether the document's own row is what was written."""
-        rows = self.rows("SELECT * FROM documents WHERE id = ?", document)
-        return all(is_sound(row, DOCUMENT) for row in rows)
-
-    def unerased(self) -> dict[str, bool]:
-        """Collections from which something was taken that may still stand in other files; True: anything may."""
-        rows = self.rows("SELECT collection, whole FROM unerased")
-        return {row["collection"]: bool(row["whole"]) for row in rows}
+    def unerased(self) -> list[str]:
+        """Collections from which something was taken that may still stand in other files."""
+        return self.column("SELECT collection FROM unerased")
 
     def erased(self, collection: str) -> None:
         """Nothing that was taken from it stands anywhere else."""
         self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
     def index_words(self) -> None:
-        """Build the index of words again from the passages, where SQLite has FTS5."""
+        """Build the index of words again from the passages."""
         for statement in self._full_text("rebuild"):
             self.execute(statement)
 
     def words_damage(self) -> str:
         """What is wrong with the index of words, or that it does not fit the passages."""
-        if self.full_text is None:
-            return ""
         try:
             self.execute("INSERT INTO words (words, rank) VALUES ('integrity-check', 1)")
         except LibraryError as error:
@@ -473,42 +426,27 @@ class Library(Database):
         return ""
 
     def _passage_rows(self, document: str) -> list[sqlite3.Row]:
-        rows = self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
-        if not all(is_sound(row, PASSAGE) for row in rows):
-            self._mark_damaged([document])
-            raise DamagedDocumentError(f"Reading the passages of the document {document}: {DAMAGED}")
-        return rows
+        return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
 
-    def _mark_damaged(self, documents: Iterable[str]) -> None:
-        """So that `docs list` shows them, and the next ingest cuts and embeds them again."""
-        for document in documents:
-            log.warning("the passages of the document %s: %s", document, DAMAGED)
-            with suppress(LibraryError):
-                query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
-                self.execute(query, DAMAGED, document)
-
-    def _bereft(self) -> set[str]:
-        """Documents that a passage was taken from by a flipped bit in its `document_id`: with theirs it is sound."""
-        query = "SELECT * FROM chunks WHERE document_id NOT IN (SELECT id FROM documents)"
-        strays = [dict(row) for row in self.rows(query)]
-        ids = self.column("SELECT id FROM documents") if strays else []
-        return {id for row in strays for id in ids if is_sound({**row, "document_id": id}, PASSAGE)}
-
-    def _is_whole(self, document: Document) -> bool:
-        try:
-            return bool(self._passage_rows(document.id)) or document.state is not State.DONE
-        except DamagedDocumentError:
-            return False
-
-
-@cache
-def say_no_words() -> None:
-    """Once in a process, however many libraries it opens."""
-    log.warning(
-        "searching without words: the SQLite of this Python (%s) was built without FTS5. Passages are found by meaning "
-        "alone; use a Python whose SQLite has it, or say `--search vectors`.",
-        sqlite3.sqlite_version,
-    )
+    def _mark_incomplete(self, gaps: Iterable[Gap]) -> None:
+        """Documents that have lost passages, so that `docs list` shows them, and the next ingest reads them again."""
+        found = self.column(
+            "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
+            "(SELECT document_id FROM chunks))"
+        )
+        found += self.column(
+            "SELECT document_id FROM chunks GROUP BY document_id HAVING count(*) <= max(position)"
+        )
+        for (
+            first,
+            last,
+        ) in gaps:  # a document's passages stand together: those beside a gap may have been in it
+            for query, number in (("< ? ORDER BY rowid DESC", first), ("> ? ORDER BY rowid", last)):
+                found += self.column(f"SELECT document_id FROM chunks WHERE rowid {query} LIMIT 1", number)
+        query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
+        for document in dict.fromkeys(found):
+            log.warning("the document %s: %s", document, LOST)
+            self.execute(query, LOST, document)
 
 
 def codes_of(question: str) -> list[str]:
@@ -532,7 +470,7 @@ def _rarity(having: int, passages: int) -> float:
 
 
 def _note_unerased(connection: sqlite3.Connection, document: str) -> None:
-    query = "INSERT OR IGNORE INTO unerased SELECT collection, 0 FROM documents WHERE id = ?"
+    query = "INSERT OR IGNORE INTO unerased SELECT collection FROM documents WHERE id = ?"
     connection.execute(query, (document,))
 
 
@@ -544,15 +482,14 @@ def _update_facts(connection: sqlite3.Connection, document: str, facts: FileFact
 
 
 def _document(row: sqlite3.Row) -> Document:
-    sound = is_sound(row, DOCUMENT)
     return Document(
         id=row["id"],
         path=row["path"],
         collection=row["collection"],
-        state=State(row["state"]) if sound else State.FAILED,
-        reason=row["reason"] if sound else DAMAGED,
+        state=State(row["state"]),
+        reason=row["reason"],
         facts=FileFacts(row["size"], row["mtime_ns"], row["sha256"]),
-        recipe=row["recipe"] if sound else "",
+        recipe=row["recipe"],
         updated_at=row["updated_at"],
         passages=row["passages"],
     )

@@ -62,13 +62,10 @@ def erase_removed(workspaces: Workspaces) -> None:
         with Chats(home.chats) as chats:
             erased = chats.forget_removed(library.known) and erased
     erased = library.erase() and erased
-    for collection, whole in unerased.items():
+    for collection in unerased:
         index = VectorIndex(home.chroma, collection)
         with closing(index):
-            if whole:  # from before it was noted what went
-                index.rebuild(library.embeddings(collection))
-            else:
-                index.erase()
+            index.erase()
         if erased:
             library.erased(collection)
     if not erased:

@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.documents import Document, content_digest, document_id
+from ragblend.app.documents import Document, content_digest
 from ragblend.app.encoding import KvProgress, encode_missing
+from ragblend.app.home import Home
 from ragblend.app.ingest import ingest_file
-from ragblend.app.library import DAMAGED, Library
+from ragblend.app.library import LOST, Library
 from ragblend.app.progress import silent
+from ragblend.app.rescue import set_aside_files
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
@@ -47,21 +49,22 @@ class Repaired:
 def check(workspace: Workspace, collection: str | None = None) -> list[Finding]:
     """Everything that is wrong, from reading all of the registry, the KV store and the index.
 
-    collection: whose index; None: that of every one. Where the registry's file itself is damaged nothing else
-    is looked at.
+    collection: whose index; None: that of every one.
     """
-    findings = check_library(workspace.library)
-    if workspace.library.damage:
-        return findings
+    findings = check_library(workspace.home, workspace.library)
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
     return findings + check_index(workspace, collection)
 
 
-def check_library(library: Library) -> list[Finding]:
-    """The file as a whole, or else every document and passage against its checksum."""
-    if library.damage:
-        return [Finding("library", library.damage)]
-    return [Finding("library", f"{each.path}: {DAMAGED}") for each in library.damaged_documents()]
+def check_library(home: Home, library: Library) -> list[Finding]:
+    """Documents that have lost passages, and damaged files that were set aside when they were opened."""
+    aside = [path for database in (home.library, home.chats, home.jobs) for path in set_aside_files(database)]
+    findings = [Finding("library", f"{each.path}: {LOST}") for each in library.incomplete_documents()]
+    said = (
+        "was damaged, and what could be read of it is in a new file. Remove it once you do not need it: your text is "
+        "in it."
+    )
+    return findings + [Finding("library", f"{path} {said}") for path in aside]
 
 
 def check_index(workspace: Workspace, collection: str | None = None) -> list[Finding]:
@@ -104,16 +107,17 @@ def repair(
 ) -> Repaired:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
 
-    leave: as in `encode_missing`; collection: as in `check`. Raises LibraryError where the registry's file itself is
-    damaged: it cannot be built from anything else.
+    leave: as in `encode_missing`; collection: as in `check`.
     """
     library = workspace.library
     spaces = {each.settings.collection: each for each in _opened(workspace, collection)}
     library.index_words()  # first: a passage whose words it has otherwise could not be taken out
-    damaged_here = [each for each in library.damaged_documents() if each.collection in spaces]
-    lost = tuple(each.path for each in damaged_here if not _restored(spaces[each.collection], each))
+    incomplete = [each for each in library.incomplete_documents() if each.collection in spaces]
+    lost = tuple(each.path for each in incomplete if not _restored(spaces[each.collection], each))
     for path in lost:
-        note(f"{path}: {DAMAGED} Its file is not what was ingested; until then its passages are left out.")
+        note(
+            f"{path}: {LOST} Its file is not what was ingested; until then only its other passages are found."
+        )
     note("Building the vector index from the registry ...")
     workspace.workspaces.close_indexes()  # one that is open would keep hold of files that another one makes anew
     vectors = sum(each.index.rebuild(library.embeddings(name)) for name, each in spaces.items())
@@ -129,7 +133,7 @@ def repair(
         encoded=sum(each.encoded for each in kv),
         with_kv=None if any(each.with_kv is None for each in kv) else sum(each.with_kv or 0 for each in kv),
         damaged_kv=damaged,
-        restored=len(damaged_here) - len(lost),
+        restored=len(incomplete) - len(lost),
         lost=lost,
     )
 
@@ -137,21 +141,17 @@ def repair(
 def _enter(workspace: Workspace) -> None:
     """Make known again, to the engine and to frameworks, what the collection's passages are."""
     library, known = workspace.library, workspace.library.documents(workspace.settings.collection)
-    passages = [p for d in known if d.reason != DAMAGED for p in library.passages_of(d.id)]
+    passages = [p for d in known for p in library.passages_of(d.id)]
     workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
     if passages:
         workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
 
 
 def _restored(workspace: Workspace, document: Document) -> bool:
+    """Whether the document's file is what was ingested; then it is ingested again."""
     path = Path(document.path)
-    if document.id != document_id(document.collection, document.path) or not path.is_file():
+    if not path.is_file() or content_digest(path) != document.facts.sha256:
         return False
-    if workspace.library.is_sealed(document.id):
-        if content_digest(path) != document.facts.sha256:
-            return False
-    else:  # its row cannot be changed, and says nothing of the file that could be believed
-        workspace.library.remove(document.id)
     ingest_file(workspace, path)
     return True
 

@@ -26,7 +26,6 @@ RagBlendError
 │   ├── EncryptedDocumentError   a password is needed
 │   ├── EmptyDocumentError       no text in it (an empty file, a scanned PDF)
 │   ├── OversizedDocumentError   too large, or an archive that unpacks to too much
-│   └── DamagedDocumentError     what was kept of it is not what was written
 └── LibraryError              the registry of documents cannot do what was asked
 """
 
@@ -136,9 +135,6 @@ class EmptyDocumentError(DocumentError): ...
 
 
 class OversizedDocumentError(DocumentError): ...
-
-
-class DamagedDocumentError(DocumentError): ...
 
 
 class LibraryError(RagBlendError): ...

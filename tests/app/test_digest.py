@@ -160,18 +160,6 @@ def test_what_cannot_be_summed_up_is_said(talks, document, engine, workspaces):
         turn.whole()
 
 
-def test_a_registry_of_version_two_gets_a_place_for_notes(home, document, workspaces):
-    with workspaces.library.transaction() as sql:
-        later = "name LIKE '%worded' OR name IN ('notes', 'words', 'numbers', 'wordings')"
-        for kind, name in sql.execute(f"SELECT type, name FROM sqlite_master WHERE {later}").fetchall():
-            sql.execute(f"DROP {kind} IF EXISTS {name}")
-        sql.execute("PRAGMA user_version = 2")
-    with Library(home / "library.sqlite") as again:
-        assert not again.damage
-        again.keep_note(document, "origin", "text")
-        assert again.note(document.id, "origin") == "text"
-
-
 def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd):
     cli.engine.reply = ("The ship number 7 carries 10 barrels of salted herring.",)
     found = told("digest", log, "--top-k", "4")

@@ -4,18 +4,13 @@ import random
 import re
 import sqlite3
 import stat
-import subprocess
-import sys
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from ragblend.app import database
-from ragblend.app import library as registry
-from ragblend.app.database import Database, Layout
 from ragblend.app.documents import FileFacts, Passage, State, document_id, node_id
-from ragblend.app.library import DOCUMENT, INSERT_PASSAGE, Library
+from ragblend.app.library import Library
 from ragblend.kvstore.errors import LibraryError
 
 FACTS = FileFacts(10, 20, "ab" * 32)
@@ -42,7 +37,6 @@ def test_round_trip(library, tmp_path):
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
         assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
-        assert again.damage == ""
 
 
 def test_file_is_private_and_durable(library):
@@ -118,23 +112,6 @@ def test_damaged_file_is_named_and_kept(tmp_path):
     assert path.read_bytes().startswith(b"this is no database")
 
 
-def test_a_registry_of_version_one_gets_checksums_once(tmp_path):
-    """Homes of before go on working; what Chroma and the conversations may hold of them is to be erased."""
-    from ragblend.app.library import TABLES
-
-    path = tmp_path / "old.sqlite"
-    sql = sqlite3.connect(path)
-    sql.executescript(TABLES + ";PRAGMA user_version = 1")
-    sql.execute("INSERT INTO documents VALUES ('d', '/a', 'default', 'done', '', 1, 2, 'x', 'r', 'now')")
-    sql.execute("INSERT INTO chunks VALUES ('n', 'd', 0, 'one', '', 1, ?)", (np.ones(3, "<f4").tobytes(),))
-    sql.commit()
-    sql.close()
-    for _ in range(2):
-        with Library(path) as library:
-            assert [p.text for p in library.passages_of("d")] == ["one"] and library.damaged_documents() == []
-            assert library.unerased() == {"default": True} and library.collections() == ["default"]
-
-
 def words_in(path):
     """What the index of words holds, from the file."""
     with closing(sqlite3.connect(path)) as sql:
@@ -164,63 +141,6 @@ def test_no_word_of_a_deleted_text_stays_in_the_index(library):
     assert library.words_damage() == ""
 
 
-def old_registry(path, version, text="a red boat"):
-    """As it was made by the version before the index of words."""
-    from ragblend.app.library import TABLES, UPGRADES
-
-    class Before(Database):
-        layout = Layout("registry", TABLES, upgrades=UPGRADES[: version - 1], checked=True)
-
-    with Before(path) as old, old.transaction() as sql:
-        for number in range(5):
-            values = (f"d{number}", f"/{number}", "default", "done", "", 1, 2, "x", "r", "now")
-            sql.execute(
-                f"INSERT INTO documents ({', '.join(DOCUMENT)}) VALUES ({', '.join('?' * 10)})", values
-            )
-            said = text if number == 3 else f"nothing {number}"
-            row = (f"n{number}", f"d{number}", 0, said, "", 1, np.ones(3, "<f4").tobytes())
-            sql.execute(INSERT_PASSAGE, row)
-
-
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_registry_of_before_has_its_words_indexed_once_and_says_so(tmp_path, caplog, version):
-    path = tmp_path / "old.sqlite"
-    old_registry(path, version)
-    for said in (1, 1):
-        with Library(path) as library:
-            assert library.by_words(["default"], "Whose is the boat?", 5).keys() == {"n3"}
-            assert library.words_damage() == "" and len(caplog.records) == said
-    with Library(path) as library:
-        library.remove("d3")
-        assert library.by_words(["default"], "boat", 5) == {} and library.words_damage() == ""
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from ragblend.app import database, library
-found = []
-def words_of(*_):
-    found.append(1)
-    if len(found) == 4:
-        os._exit(9)
-    return ["word"]
-database.words_of = words_of
-library.Library(Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_home_killed_while_its_words_are_indexed_opens_again(tmp_path, version):
-    path = tmp_path / "old.sqlite"
-    old_registry(path, version)
-    assert subprocess.run([sys.executable, "-c", KILLED, path], check=False).returncode == 9
-    with closing(sqlite3.connect(path)) as sql:
-        assert sql.execute("PRAGMA user_version").fetchone() == (version,)
-    with Library(path) as library:
-        assert library.by_words(["default"], "boat", 5).keys() == {"n3"} and library.words_damage() == ""
-
-
 def test_a_damaged_index_of_words_harms_nothing_else_and_is_made_again(library, caplog):
     document, nodes = fill(library, "/a", ["a red boat", "a house", "a mill"])
     with library.transaction() as sql:
@@ -236,79 +156,9 @@ def test_a_passage_that_is_no_text_any_more_can_be_removed(library):
     """Python's own decoding would refuse the row, and the document could not be deleted."""
     document, _ = fill(library, "/a", ["one", "two"])
     with closing(sqlite3.connect(library.path)) as sql, sql:
-        sql.execute("DROP TRIGGER chunks_changed")
         sql.execute("UPDATE chunks SET text = CAST(x'ff6f6e65' AS TEXT) WHERE position = 0")
     library.remove(document)
     assert library.count_passages("default") == 0
-
-
-@pytest.fixture
-def sqlite_without_fts5(monkeypatch):
-    """As far as a connection can tell: FTS5 is not among the modules, and what asks for its table fails."""
-
-    def allowed(action, first, *_):
-        if action == sqlite3.SQLITE_PRAGMA and first == "module_list":
-            return sqlite3.SQLITE_IGNORE
-        used = (
-            sqlite3.SQLITE_INSERT,
-            sqlite3.SQLITE_READ,
-            sqlite3.SQLITE_CREATE_VTABLE,
-            sqlite3.SQLITE_DROP_VTABLE,
-        )
-        return sqlite3.SQLITE_DENY if action in used and first == "words" else sqlite3.SQLITE_OK
-
-    def connect(*arguments):
-        made = real(*arguments)
-        made.set_authorizer(allowed)
-        return made
-
-    real = database.connect
-    registry.say_no_words.cache_clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(database, "connect", connect)
-        yield patched.undo
-
-
-def test_without_fts5_a_registry_works_and_says_once_that_words_are_not_found(
-    tmp_path, sqlite_without_fts5, caplog
-):
-    for name in ("a", "b"):
-        with Library(tmp_path / f"{name}.sqlite") as library:
-            document, _ = fill(library, "/a", ["a red boat", "a house"])
-            assert library.by_words(["default"], "boat", 5) == {} and library.words_damage() == ""
-            library.index_words()
-            library.remove(document)
-            assert library.erase() and not library.damage
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert "without FTS5" in said and "--search vectors" in said
-
-
-def test_a_home_is_used_in_turns_with_fts5_and_without(tmp_path, request):
-    """A trigger that writes to the index would refuse every change, and words of what is deleted would stay."""
-    path, texts = tmp_path / "registry.sqlite", [" ".join(made_up_words(5, seed)) for seed in range(6)]
-    with Library(path) as library:
-        documents = [fill(library, f"/{n}", [text])[0] for n, text in enumerate(texts)]
-    back = request.getfixturevalue("sqlite_without_fts5")
-    with Library(path) as library:
-        assert not library.damage and len(library.documents("default")) == 6
-        library.remove(documents[0])
-        fill(library, "/new", ["a red boat"])
-        assert library.erase()
-    assert not [word for text in texts for word in text.split()[:1] if word[4:].encode() in index_of(path)]
-    with Library(path) as library:
-        assert not library.damage
-    back()
-    with Library(path) as library:
-        assert not library.damage and library.words_damage() == ""
-        assert len(library.by_words(["default"], "boat", 5)) == 1
-        assert library.by_words(["default"], texts[0], 5) == {}
-        assert len(library.by_words(["default"], texts[1], 5)) == 1
-
-
-def index_of(path):
-    """The bytes of the index of words."""
-    with closing(sqlite3.connect(path)) as sql:
-        return b"".join(block for (block,) in sql.execute("SELECT block FROM words_data"))
 
 
 def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):

@@ -89,21 +89,6 @@ def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home
     assert b"CANARY" not in read(home)
 
 
-def test_a_home_of_before_is_cleaned_by_its_next_writer(cli, home, told):
-    """Chroma's files and the conversations there hold what was deleted; nobody noted what."""
-    nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
-    with told.library.transaction() as sql:
-        sql.execute("DELETE FROM documents WHERE path LIKE '%secret.txt'")
-        sql.execute("INSERT INTO unerased VALUES ('default', 1)")
-    told.library.erase()
-    told.known_passages.remove(nodes)
-    told.engine.forget(nodes)
-    told.close()
-    assert left_of(home, nodes) and b"CANARY" in read(home)
-    assert cli("store", "repair") == 0
-    assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
-
-
 def test_writing_without_deleting_erases_nothing(workspace, documents, monkeypatch):
     from ragblend.integrations.chroma import VectorIndex
 

@@ -1,105 +1,85 @@
-"""Flipped bits in a registry: what is read is what was written, or the damage is named. Nothing else is right."""
+"""Pages of a registry overwritten: what can be read is kept, and what is missing is named. Nothing else is right."""
 
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ragblend.app.documents import FileFacts, Passage, document_id, node_id
-from ragblend.app.library import Library
+from ragblend.app.library import LOST, Library
 from ragblend.kvstore.errors import RagBlendError
 
-WORDS = 40  # of a passage: two kibibytes of text and embedding, as a real one has
+WORDS = 40  # of a passage: with its embedding under a kibibyte, so that no row needs a page of its own
+PAGE = 4096
 
 
-def make_library(path: Path, documents: int = 12, passages: int = 6, seed: int = 0) -> None:
-    """A registry as ingest leaves it: documents in two collections, one that failed, one empty collection."""
-    chance = random.Random(seed)
-    library = Library(path)
-    for number in range(documents):
-        collection = "default" if number % 3 else "letters"
-        name = f"/documents/{chance.randbytes(4).hex()}-{number}.txt"
-        key = document_id(collection, name)
-        library.begin(collection, name)
-        texts = [" ".join(chance.randbytes(4).hex() for _ in range(WORDS)) for _ in range(passages)]
-        parts = [Passage(node_id(key, i, text), key, i, text, f"p. {i + 1}") for i, text in enumerate(texts)]
-        rows = [np.array([[chance.gauss(0, 1) for _ in range(96)]], np.float32) for _ in texts]
-        facts = FileFacts(chance.randrange(10**6), chance.randrange(10**18), chance.randbytes(32).hex())
-        library.replace_passages(key, facts, "recipe", parts, rows)
-        library.finish(key) if number % 5 else library.fail(key, "It could not be read again.")
-    library.keep_collection("empty")
-    library.close()
-
-
-def flip(path: Path, seed: int) -> int:
-    """Turn one bit round; the byte's offset."""
-    chance, content = random.Random(seed), bytearray(path.read_bytes())
-    at = chance.randrange(len(content))
-    content[at] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-    return at
-
-
-def read_all(path: Path) -> dict[str, Any]:
-    """All that a registry says, by the names that the app reads it by; what is refused by name is None."""
-    said: dict[str, Any] = {}
-    library = Library(path)
-    try:
-        for collection in library.collections():
-            said[f"collection {collection}"] = library.counts_by_state(collection)
-            for document in library.documents(collection):
-                said[f"document {document.id}"] = document
-                for read in (library.passages_of, library.embeddings_of):
-                    try:
-                        said[f"{read.__name__} {document.id}"] = repr(read(document.id))
-                    except RagBlendError:
-                        said[f"{read.__name__} {document.id}"] = None
-    finally:
-        library.close()
-    return said
-
-
-def verdict_on(sound: Path, at_work: Path, truth: dict[str, Any], nodes: list[str], seed: int) -> str:
-    """'harmless', 'named', or what was silently changed."""
-    shutil.copyfile(sound, at_work)
-    for suffix in ("-wal", "-shm"):
-        at_work.with_name(at_work.name + suffix).unlink(missing_ok=True)
-    at = flip(at_work, seed)
-    try:
-        said = read_all(at_work)
-        library = Library(at_work)
-        try:
-            found = library.passages(nodes)
-            marked = [
-                each for name in library.collections() for each in library.documents(name) if _marked(each)
+def make_library(path: Path, documents: int = 12, passages: int = 6, seed: int = 0) -> dict[str, str]:
+    """A registry as ingest leaves it: documents in two collections. Returns the text of each passage, by node id."""
+    chance, truth = random.Random(seed), {}
+    with Library(path) as library:
+        for number in range(documents):
+            collection = "default" if number % 3 else "letters"
+            name = f"/documents/{chance.randbytes(4).hex()}-{number}.txt"
+            key = library.begin(collection, name)
+            assert key == document_id(collection, name)
+            texts = [" ".join(chance.randbytes(4).hex() for _ in range(WORDS)) for _ in range(passages)]
+            parts = [
+                Passage(node_id(key, i, text), key, i, text, f"p. {i + 1}") for i, text in enumerate(texts)
             ]
-        finally:
-            library.close()
-    except RagBlendError:
-        return "named"
-    paths = {each.path for each in marked}  # a flipped bit in an id leaves the path to name it by
-    named = {each.id for each in marked} | {
-        name.removeprefix("document ")
-        for name, document in truth.items()
-        if name.startswith("document ") and document.path in paths
-    }
-    wrong = [node for node, passage in found.items() if repr(passage) != truth[f"passage {node}"]]
-    if wrong:
-        return f"byte {at}: the passage {wrong[0]} is another"
-    keys = {key for key in {*truth, *said} if not key.startswith(("passage ", "owner "))}
-    changed = {key for key in keys if truth.get(key) != said.get(key)}
-    changed |= {f"passage {node} of {truth[f'owner {node}']}" for node in nodes if node not in found}
-    silent = [key for key in changed if not _is_named(key, said, named)]
-    return f"byte {at}: {sorted(silent)[:2]}" if silent else "named" if changed else "harmless"
+            rows = [np.array([[chance.gauss(0, 1) for _ in range(96)]], np.float32) for _ in texts]
+            facts = FileFacts(chance.randrange(10**6), chance.randrange(10**18), chance.randbytes(32).hex())
+            library.replace_passages(key, facts, "recipe", parts, rows)
+            library.finish(key)
+            truth |= {part.node_id: part.text for part in parts}
+    return truth
 
 
-def _marked(document: Any) -> bool:
-    return document.state == "failed" and "damaged" in document.reason
+def spoil(path: Path, seed: int) -> list[int]:
+    """Overwrite one to three pages, but not the first, with noise, ones or zeros. Returns their numbers."""
+    chance = random.Random(seed)
+    content = bytearray(path.read_bytes())
+    pages = chance.sample(range(1, len(content) // PAGE), chance.randint(1, 3))
+    for page in pages:
+        noise = chance.choice((bytes(PAGE), b"\xff" * PAGE, chance.randbytes(PAGE)))
+        content[page * PAGE : (page + 1) * PAGE] = noise
+    path.write_bytes(content)
+    return pages
 
 
-def _is_named(key: str, said: dict[str, Any], named: set[str]) -> bool:
-    if key.startswith("collection "):  # its counts by state follow its documents
-        return bool(named)
-    return any(key.endswith(document) for document in named) or (key in said and said[key] is None)
+def verdict_on(sound: Path, at_work: Path, truth: dict[str, str], seed: int) -> str:
+    """'harmless', 'rescued', 'refused', or what is missing or changed without being named."""
+    for left in at_work.parent.glob(f"{at_work.name}*"):
+        left.unlink()
+    shutil.copyfile(sound, at_work)
+    pages = spoil(at_work, seed)
+    spoilt = at_work.read_bytes()
+    try:
+        library = Library(at_work)
+    except RagBlendError as error:
+        return (
+            "refused"
+            if at_work.read_bytes() == spoilt
+            else f"pages {pages}: {error}, and the file is another"
+        )
+    with library:
+        rescued, found = library.rescued, library.passages(list(truth))
+        if wrong := [node for node, passage in found.items() if passage.text != truth[node]]:
+            return f"pages {pages}: the passage {wrong[0]} is another"
+        whole: dict[str, int] = {}
+        for passage in found.values():
+            whole[passage.document_id] = whole.get(passage.document_id, 0) + 1
+        for name in library.collections():
+            for document in library.documents(name):
+                if whole.get(document.id) != 6 and (document.state, document.reason) != ("failed", LOST):
+                    return f"pages {pages}: {document.path} lacks passages and is {document.state}"
+        if rescued is None:
+            return (
+                "harmless"
+                if len(found) == len(truth)
+                else f"pages {pages}: rows are missing, and nothing was said"
+            )
+        if rescued.kept.read_bytes()[PAGE:] != spoilt[PAGE:]:
+            return f"pages {pages}: what was set aside is another file"
+    with Library(at_work) as again:
+        return "rescued" if again.rescued is None else f"pages {pages}: rescued twice"
