@@ -3,12 +3,13 @@
     python -m benchmarks.measure_vllm speed --home HOME --data musique.json
     python -m benchmarks.measure_vllm decode --home HOME --data musique.json --starts 4
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
+    python -m benchmarks.measure_vllm figures --home HOME --limit 50 --dtype float32
 
 In an environment with vLLM (`make test-vllm` makes one). Both servers get the same model, dtype, cores and options,
 have prefix caching on, and are asked the same prompts over HTTP in turns; what is behind `--` goes to both. Who is not
 asked is stopped: an idle server's threads spin. vLLM keeps a core from a server that has a connector
 (VLLM_CPU_NUM_OF_RESERVED_CPU), unless one says, as here, how many. Passages are encoded before, by the built-in engine,
-which `agree` asks as well.
+which `agree` and `figures` ask as well.
 """
 
 import argparse
@@ -47,13 +48,15 @@ def main() -> int:
     """Run what was asked for, print it, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "decode", "agree"))
+    parser.add_argument("what", choices=("speed", "decode", "agree", "figures"))
     parser.add_argument(
         "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
     )
     parser.add_argument("--model", default="default", help="as in `ragblend --model`")
     parser.add_argument(
-        "--data", type=Path, required=True, help="questions with passages, as `ragblend bench quality` reads"
+        "--data",
+        type=Path,
+        help="questions with passages, as `ragblend bench quality` reads; not for `figures`",
     )
     parser.add_argument("--passages", type=int, default=6, help="in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
@@ -67,18 +70,19 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=4, help="of each server, by `decode`")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
-    if (
-        given.what == "agree"
-    ):  # nothing is timed, and threads that spin beside busy ones take ten times as long
+    if (given.data is None) != (given.what == "figures"):
+        parser.error("--data: `figures` makes its own questions, and the others need some")
+    # Nothing is timed by these, and threads that spin beside busy ones take ten times as long.
+    if given.what in ("agree", "figures"):
         os.environ["GOMP_SPINCOUNT"] = SERVERS["GOMP_SPINCOUNT"] = "0"
     if given.what == "speed" and given.limit <= WARM_UP:
         parser.error(f"--limit: the first {WARM_UP} prompts warm up; ask for more")
     engine, questions = opened(given)
-    run = {"speed": speed, "decode": decode, "agree": agree}[given.what]
-    figures = run(given, engine, questions, passed.split())
-    print(json.dumps(figures, indent=1))
+    run = {"speed": speed, "decode": decode, "agree": agree, "figures": figures}[given.what]
+    found = run(given, engine, questions, passed.split())
+    print(json.dumps(found, indent=1))
     if given.json:
-        given.json.write_text(json.dumps(figures, indent=1))
+        given.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
@@ -86,8 +90,12 @@ def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.app.bench.data import load
+    from ragblend.app.bench.figures import QUESTIONS_A_SET, figure_questions
 
     engine = Engine.open(given.model, given.home, dtype=given.dtype)
+    if given.what == "figures":
+        made = figure_questions(-(-given.limit // QUESTIONS_A_SET), orders=1)
+        return engine, made[: given.limit]
     return engine, list(load(given.data).questions)[: given.limit]
 
 
@@ -213,7 +221,12 @@ def _timed(url: str, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
 
 
 def counted(server: Server) -> dict[str, float]:
-    with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
+    with server.awake() as url:
+        return counted_at(url)
+
+
+def counted_at(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
         text = metrics.read().decode()
     return {
         name: float(count)
@@ -348,6 +361,40 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
             if given.json:  # what is known so far: who stops it keeps that
                 given.json.write_text(json.dumps(figures, indent=1))
     return figures
+
+
+def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """What the endpoint and the built-in engine answer by the default method: the same figures, and the right ones?"""
+    from ragblend.app.bench.quality import asked as words
+    from ragblend.engine.figures import contains, figures_in
+    from ragblend.engine.steps import ModelSteps
+
+    mine, prompts, choice = [], [], engine.runtime.choice
+    choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False
+    for question in questions:
+        passages = [tuple(engine.runtime.tokenizing.passage_ids(text)) for text in question.passages]
+        encoded(engine, passages)
+        prompts.append(prompt_of(engine, passages, words(question)))
+        prefilled = engine.prefill(prompts[-1], ratio=given.ratios[0])
+        mine.append(engine.decode(prefilled, max_new_tokens=ANSWER_TOKENS, temperature=0.0).text)
+    folder = str(engine.runtime.folder)
+    engine.close()
+    theirs: list[str] = []
+    with served(given, folder, True, [*more, "--no-enable-prefix-caching"]) as server, server.awake() as url:
+        for number, prompt in enumerate(prompts, 1):
+            theirs.append(asked(url, prompt.token_ids)["choices"][0]["text"])
+            print(f"{number} of {len(prompts)}", file=sys.stderr)
+        fused = counted_at(url)["requests"]
+    answers = list(zip(questions, mine, theirs, strict=True))
+    return {
+        "questions": len(answers),
+        "fused": fused,
+        "same_answer": sum(ours.strip() == other.strip() for _, ours, other in answers),
+        "same_figures": sum(figures_in(ours) == figures_in(other) for _, ours, other in answers),
+        "right_built_in": sum(all(contains(ours, each) for each in q.required) for q, ours, _ in answers),
+        "right_vllm": sum(all(contains(other, each) for each in q.required) for q, _, other in answers),
+        "differing": [(ours, other) for _, ours, other in answers if figures_in(ours) != figures_in(other)],
+    }
 
 
 def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:

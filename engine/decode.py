@@ -20,7 +20,7 @@ from ragblend.engine.model import end_ids
 from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Turn
+from ragblend.engine.scheduler import Turn, Worth
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
@@ -81,7 +81,7 @@ def answered(
     if cache is not None:
         report = replace(report, evicted_tokens=cache.evicted_tokens)
         if runtime.choice.is_open:
-            runtime.chores.add(runtime.choose_steps)
+            runtime.chores.add(runtime.choose_steps, worth=Worth.MEASURE)
     # An answer ends early for no other reasons than its end token and our own criterion.
     ended = ids[-1] in end_ids(model)
     stopped = stream.stopped or len(ids) < options.max_new_tokens or ended

@@ -14,7 +14,7 @@ from ragblend.engine.prompt import Chunk
 from ragblend.engine.recovery import twice
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn
+from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn, Worth
 from ragblend.engine.tokenizing import NodeIds
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
@@ -116,7 +116,9 @@ class Nodes:
                 "%s. The KV of %d deleted passages may be there still, until it answers again, the next deletion, or "
                 "`ragblend store gc`; no longer than its time-to-live.", error, len(owed),
             )  # fmt: skip
-            store.remote.when_back(lambda: runtime.chores.add(self._withdraw), Nodes._withdraw)
+            store.remote.when_back(
+                lambda: runtime.chores.add(self._withdraw, worth=Worth.STORE), Nodes._withdraw
+            )
         else:
             with runtime.use.turn():
                 runtime.nodes.withdrawn(owed.values())
@@ -222,7 +224,13 @@ class Nodes:
     def add_chore(self, chunk: Chunk) -> None:
         """Have a chunk encoded in the background, as `encode_later` does."""
         due, what = time.monotonic() + PATIENCE_S, (self._collection, chunk.node_id, chunk.encoded_ids)
-        self._runtime.chores.add(partial(self.encode_later, chunk, due), what)
+        self._runtime.chores.add(partial(self.encode_later, chunk, due), what, Worth.STORE)
+
+    def add_unstored(self, node_ids: Sequence[str]) -> None:
+        """The same for nodes that are known by their ids alone; what was deleted meanwhile is left out."""
+        for node_id in node_ids:
+            if ids := self._runtime.nodes.get(self._scope, node_id):
+                self.add_chore(Chunk(node_id=node_id, token_ids=ids))
 
     def encode_later(self, chunk: Chunk, due: float) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""

@@ -15,7 +15,7 @@ from ragblend.engine.nodes import Nodes
 from ragblend.engine.plan import Span
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import patient
+from ragblend.engine.scheduler import Asking, Worth, patient
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
@@ -116,8 +116,11 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
         if runtime.codec is not RAW or store.times_asked(node.key) < ASKED_AGAIN:
             return
 
+    def given_up() -> bool:
+        return runtime.chores.gives_up(Worth.PREPARE)
+
     def made() -> ChunkKV:
-        with runtime.queue.turn(background=True, claim=patient()) as turn:
+        with runtime.queue.turn(Asking(given_up), background=True, claim=patient()) as turn:
             if runtime.loaded_now is None:
                 raise Cancelled("the model was let go")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
@@ -126,7 +129,7 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
                     encoder.go_on(whole(source))
             if encoder.start != node.start:
                 raise Cancelled("what the node stands behind is gone")
-            kv = encoder.encode(node.token_ids, lambda: turn.is_wanted() or runtime.chores.hurried)
+            kv = encoder.encode(node.token_ids, lambda: turn.is_wanted() or given_up())
             return replace(kv, parent=node.parent)
 
     with suppress(Cancelled, CorruptBlobError, StoreFullError):  # the next time, if there is one

@@ -49,7 +49,8 @@ class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
     The counts are of the host, so that asking for them never waits for the device. settled_tokens: how many the prompt
-    begins with that nothing behind them can change: fresh ones and exact ones. figures: where figures and lines are, on
+    begins with that nothing behind them can change: fresh ones and exact ones. budget: stored rows whose computing is
+    paid for, averaged over layers, choosing included. figures: where figures and lines are, on
     the device; None where there is no tokenizer to tell.
     """
 
@@ -57,7 +58,7 @@ class Plan:
     kinds: Tensor
     spans: tuple[Span, ...]
     layers: int
-    ratio: float
+    budget: int
     attention_share: float
     seed: int
     always_tokens: int
@@ -70,6 +71,15 @@ class Plan:
     @property
     def tokens(self) -> int:
         return self.token_ids.numel()
+
+    @property
+    def ratio(self) -> float:
+        """The budget as a share of the stored tokens; 0 where there are none."""
+        return self.budget / self.stored_tokens if self.stored_tokens else 0.0
+
+    def at(self, ratio: float) -> "Plan":
+        """The same plan with that share of the stored tokens as its budget."""
+        return replace(self, budget=round(ratio * self.stored_tokens))
 
     @property
     def always(self) -> Tensor:
@@ -115,7 +125,10 @@ def make_plan(
     seed: int = 0,
     figures: FigureRows | None = None,
 ) -> Plan:
-    """Sort every token into its kind. The last token is always fresh: its row gives the first logits."""
+    """Sort every token into its kind. The last token is always fresh: its row gives the first logits.
+
+    ratio: the budget, as a share of the stored tokens.
+    """
     kinds = torch.full(token_ids.shape, int(Kind.FRESH), dtype=torch.int8)
     for span in spans:
         kind = Kind.MISSING if span.reader is None else Kind.EXACT if span.exact else Kind.REUSABLE
@@ -123,19 +136,20 @@ def make_plan(
     if kinds.numel():
         kinds[-1] = int(Kind.FRESH)
     counts = torch.bincount(kinds.long(), minlength=len(Kind)).tolist()
+    stored_tokens = counts[Kind.EXACT] + counts[Kind.REUSABLE]
     open_rows = ((kinds == int(Kind.MISSING)) | (kinds == int(Kind.REUSABLE))).nonzero()
     return Plan(
         token_ids,
         kinds.to(token_ids.device),
         spans,
         layers,
-        ratio,
+        round(ratio * stored_tokens),
         attention_share,
         seed,
         always_tokens=counts[Kind.FRESH] + counts[Kind.MISSING],
         missing_tokens=counts[Kind.MISSING],
         candidate_tokens=counts[Kind.REUSABLE],
-        stored_tokens=counts[Kind.EXACT] + counts[Kind.REUSABLE],
+        stored_tokens=stored_tokens,
         settled_tokens=int(open_rows[0]) if open_rows.numel() else token_ids.numel(),
         figures=None if figures is None else figures.to(token_ids.device),
     )

@@ -24,7 +24,7 @@ from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompt import Chunk, Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Turn
+from ragblend.engine.scheduler import Turn, Worth
 from ragblend.engine.selection import BLIND, Policy
 from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
@@ -114,6 +114,8 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     elif request.policy.follows and not runtime.chores.awaits(learn):
         runtime.chores.add(partial(learn, runtime, request.prompt, request.collection))
     follow_arrivals(runtime, request, prefilled)
+    for collection, node_ids in runtime.take_unstored().items():
+        Nodes(runtime, collection).add_unstored(node_ids)
     if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
@@ -122,7 +124,7 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
         if runtime.store.tiers:
             what = (request.collection, *(chunk.encoded_ids for chunk in request.prompt.chunks))
             runtime.chores.add(partial(_promote, runtime, replace(request, session=None)), what)
-        runtime.chores.add(runtime.store.write_uses)
+        runtime.chores.add(runtime.store.write_uses, worth=Worth.STORE)
 
 
 def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
@@ -249,8 +251,8 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
     decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
     # What a session holds is no reason to recompute more of the chunks that are new.
     held = sum(span.length for span in spans if span.held)
-    share = 1.0 if policy.fixed_ratio is not None else max(0.0, 1 - held / max(1, plan.stored_tokens))
-    return replace(plan, ratio=decision.ratio * share), decision
+    new = plan.stored_tokens - (0 if policy.fixed_ratio is not None else held)
+    return replace(plan, budget=round(decision.ratio * new)), decision
 
 
 def _work(policy: Policy, plan: Plan) -> Workload:
@@ -259,7 +261,7 @@ def _work(policy: Policy, plan: Plan) -> Workload:
     for span in policy.spans(plan):
         assert span.reader is not None
         loaded[span.reader.tier] = loaded.get(span.reader.tier, 0) + held_nbytes(span.reader)
-    return Workload(plan.tokens, plan.layers, loaded, lambda ratio: policy.passes(replace(plan, ratio=ratio)))
+    return Workload(plan.tokens, plan.layers, loaded, lambda ratio: policy.passes(plan.at(ratio)))
 
 
 def _in_time(plan: Plan, remote: Remote) -> Plan:
@@ -300,7 +302,7 @@ def _compute(
 def follow_arrivals(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """Have what came from the shared store kept here, unless others lie in memory for that."""
     if prefilled.arrived and not runtime.chores.awaits(_keep_arrived):
-        runtime.chores.add(partial(_keep_arrived, runtime, request, prefilled.arrived))
+        runtime.chores.add(partial(_keep_arrived, runtime, request, prefilled.arrived), worth=Worth.STORE)
 
 
 def _keep_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey, Blob]) -> None:

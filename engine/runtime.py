@@ -1,11 +1,12 @@
 """Runtime: one model on one device and in one home, each part of it made on first use and shared by all engines."""
 
 import gc
+import json
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,13 +29,14 @@ from ragblend.engine.device import (
 from ragblend.engine.files import tokenizer_digest
 from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
 from ragblend.engine.model import LoadedModel
-from ragblend.engine.scheduler import Cancel, Chores, DeviceQueue, patient
+from ragblend.engine.scheduler import Asking, Cancel, Chores, DeviceQueue, Worth, patient
 from ragblend.engine.session import Session
 from ragblend.engine.steps import Choice
 from ragblend.engine.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
 from ragblend.engine.tools import CallFormat, call_format
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UsageError
+from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
@@ -82,7 +84,7 @@ class Runtime:
         self.config, self.home = config, home
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(self.device, config.dtype)
-        self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores()
+        self.queue, self.use, self.chores = DeviceQueue(), DeviceQueue(), Chores(self._note_unstored)
         self._loading, self._light = threading.RLock(), threading.RLock()
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # that hold a context
@@ -267,15 +269,50 @@ class Runtime:
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
-        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be
-        closed and where there is no pause."""
+        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be closed,
+        where there is no pause, and when something is to be stored."""
         ids, claim = self.tokenizing.passage_ids(TEXT), patient()
-        while not self.chores.hurried and time.monotonic() < claim.deadline:
-            with suppress(Cancelled), self.queue.turn(background=True, claim=claim) as turn:
+
+        def given_up() -> bool:
+            return self.chores.gives_up(Worth.MEASURE)
+
+        while not given_up() and time.monotonic() < claim.deadline:
+            with suppress(Cancelled), self.queue.turn(Asking(given_up), background=True, claim=claim) as turn:
                 choice: Choice | None = vars(self).get("choice")  # None: the model was let go meanwhile
                 if choice is not None and choice.is_open:
-                    choice.measure(ids, lambda: turn.is_wanted() or self.chores.hurried)
+                    choice.measure(ids, lambda: turn.is_wanted() or given_up())
                 return
+
+    # --- what the end of a process left without KV
+
+    @property
+    def _unstored_path(self) -> Path:
+        return self.home / f"unstored-{self.fingerprint.digest[:16]}.json"
+
+    def _note_unstored(self, names: Sequence[Hashable]) -> None:
+        """Say which passages, (collection, node id, token ids) each, have no KV; keep their ids for the next process."""
+        left: dict[str, list[str]] = {}
+        for name in names:
+            match name:
+                case (str(collection), str(node_id), _):
+                    left.setdefault(collection, []).append(node_id)
+        log.warning(
+            "%d passages that were asked for have no KV yet: the process ends. Those of a library are encoded first "
+            "the next time; `ragblend ingest`, or `engine.finish_background()` at the end, encodes all.",
+            len(names),
+        )
+        if left and "fingerprint" in vars(self):
+            with suppress(OSError):  # they are encoded when they are asked for again
+                replace_durably(self._unstored_path, json.dumps(left))
+
+    def take_unstored(self) -> dict[str, list[str]]:
+        """Node ids by collection that an earlier process left without KV, once."""
+        try:
+            found = json.loads(self._unstored_path.read_text(encoding="utf-8"))
+            self._unstored_path.unlink()
+        except (OSError, ValueError):
+            return {}
+        return {str(name): [str(each) for each in ids] for name, ids in found.items()}
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first
 

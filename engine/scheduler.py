@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ _POLL_S = 0.05
 SLICE_S = 0.2  # of reading a prompt, before streams have a token each: that long they may be silent
 PAUSE_S = 0.05  # a program's next call often comes within it, and would stop what had just begun
 PATIENCE_S = 10.0  # a server that is never idle has no pause: that long one is waited for
+LAST_S = 5.0  # that long the end of a process is held up to store what was asked for
 MOST_WAITING = 256  # chores that another request would bring again
 
 
@@ -278,37 +280,59 @@ def patient() -> Claim:
     return Claim(deadline=time.monotonic() + PATIENCE_S)
 
 
-class Chores:
-    """Work for later, in one background thread; a chore that fails is logged and forgotten.
+class Worth(IntEnum):
+    """Of work in the background, the most valuable first."""
 
-    When the process ends, the chore under way is finished and the others are dropped. hurried: whether somebody waits
-    for the end of it all, so that what can be done another time is given up.
+    STORE = 0  # what was asked for, and is not stored yet
+    PREPARE = 1  # what may be asked for
+    MEASURE = 2
+
+
+@dataclass(frozen=True)
+class _Chore:
+    name: Hashable
+    work: Callable[[], None]
+    worth: Worth
+
+
+class Chores:
+    """Work for later, in one background thread, by its worth; a chore that fails is logged and forgotten.
+
+    When the process ends, the chore under way is finished and those that store are done, for LAST_S; the others are
+    dropped. left: told the names of what was to be stored and was not. hurried: whether somebody waits for the end of
+    it all, so that what can be done another time is given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left: Callable[[Sequence[Hashable]], None] | None = None) -> None:
         end_at_exit(self)
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Hashable, Callable[[], None]]] = deque()
+        self._queue: list[_Chore] = []
         self._running = False
+        self._left, self._ends_at = left, math.inf
         self.hurried = False
 
-    def add(self, chore: Callable[[], None], name: Hashable = None) -> None:
+    def add(self, chore: Callable[[], None], name: Hashable = None, worth: Worth = Worth.PREPARE) -> None:
         """Have it done, unless the same waits; name: of what is the same, and left where too much waits."""
         with self._changed:
-            waiting = [each for each, _ in self._queue]
+            waiting = [each.name for each in self._queue]
             if (name or chore) not in waiting and not (name and len(waiting) >= MOST_WAITING):
-                self._queue.append((name or chore, chore))
+                self._queue.append(_Chore(name or chore, chore, worth))
             self._begin()
 
     def drop(self, of: Callable[[Hashable], bool]) -> None:
         """Forget what has not begun and has such a name."""
         with self._changed:
-            self._queue = deque(each for each in self._queue if not of(each[0]))
+            self._queue = [each for each in self._queue if not of(each.name)]
 
     def awaits(self, work: Callable[..., None]) -> bool:
         """Whether such a chore, a `partial` of that, has not begun."""
         with self._changed:
-            return any(isinstance(chore, partial) and chore.func is work for _, chore in self._queue)
+            return any(isinstance(each.work, partial) and each.work.func is work for each in self._queue)
+
+    def gives_up(self, worth: Worth) -> bool:
+        """Whether a chore of that worth, which can be done another time, is in the way."""
+        with self._changed:
+            return self.hurried or any(each.worth < worth for each in self._queue)
 
     def finish(self, timeout_s: float | None = None, hurried: bool = False) -> bool:
         """Wait until nothing is left to do; False if that took too long, or cannot be begun."""
@@ -320,14 +344,24 @@ class Chores:
             return done and not self._queue
 
     def end(self) -> None:
-        """Forget what has not begun, and wait for what has."""
+        """Do what stores, as long as LAST_S allows, and wait for what has begun."""
         with self._changed:
-            self._queue.clear()
+            self._queue = [each for each in self._queue if each.worth is Worth.STORE]
+            self._ends_at = time.monotonic() + LAST_S
+            alone = bool(self._queue) and not self._running
+            self._running = self._running or alone
+        if alone:  # no thread can be begun at the end of a process
+            self._run()
         self.finish(hurried=True)
+        with self._changed:
+            names = [each.name for each in self._queue]
+            self._queue, self._ends_at = [], math.inf
+        if names and self._left is not None:
+            self._left(names)
 
     def _begin(self) -> None:
         """With the lock in hand. Where no thread can be had, what waits does so until this is called again."""
-        if self._running or not self._queue:
+        if self._running or not self._queue or time.monotonic() >= self._ends_at:
             return
         try:
             threading.Thread(target=self._run, name="ragblend-chores", daemon=True).start()
@@ -338,12 +372,13 @@ class Chores:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._queue:
+                if not self._queue or time.monotonic() >= self._ends_at:
                     self._running = False
                     self._changed.notify_all()
                     return
-                _, chore = self._queue.popleft()
+                chore = min(self._queue, key=lambda each: each.worth)  # of equals the first
+                self._queue.remove(chore)
             try:
-                chore()
+                chore.work()
             except Exception:
                 log.warning("work in the background failed and was dropped", exc_info=True)

@@ -43,7 +43,7 @@ class AfterLayer(Policy):
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         # The check would cost more than nothing, and choose none.
-        return base.needed_rows(plan) if plan.ratio == 0 else base.inexact_rows(plan)
+        return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
         if not base.chooses(plan):

@@ -184,15 +184,14 @@ def reach(plan: Plan) -> float:
 
 
 def chooses(plan: Plan) -> bool:
-    """Whether there is anything to choose: the ratio pays for some of the candidates, and not for all."""
-    return 0 < plan.ratio < reach(plan)
+    """Whether there is anything to choose: the budget pays for some of the candidates, and not for all."""
+    return 0 < plan.budget < plan.candidate_tokens
 
 
 def budget_rows(plan: Plan, probed: Probed | None = None) -> int:
-    """Stored rows that the ratio pays for, after what the probe has cost."""
+    """Stored rows that the budget pays for, after what the probe has cost."""
     spent = probed.cost_rows if probed is not None else 0.0
-    least = min(FLOOR_RATIO, plan.ratio) * plan.stored_tokens
-    return round(max(plan.ratio * plan.stored_tokens - spent, least))
+    return max(round(plan.budget - spent), min(round(FLOOR_RATIO * plan.stored_tokens), plan.budget))
 
 
 def pick_top(plan: Plan, rows: Tensor, scores: Tensor, count: int) -> Tensor:

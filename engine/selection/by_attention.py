@@ -109,7 +109,7 @@ class ByAttention(Policy):
 
     def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
         if not base.chooses(plan):
-            return base.needed_rows(plan) if plan.ratio == 0 else base.inexact_rows(plan)
+            return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
         count, nearness = base.budget_rows(plan, probed), nearness_to_beginning(plan)
         if probed is None:
             sample = count // 2 if self.shift is not None else 0

@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 
 from ragblend.engine.order import Claim
-from ragblend.engine.scheduler import Chores, DeviceQueue
+from ragblend.engine.scheduler import Chores, DeviceQueue, Worth
 from ragblend.kvstore.errors import Cancelled
 
 
@@ -158,9 +158,48 @@ def test_work_for_which_no_thread_starts_waits_for_the_next(monkeypatch, caplog)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", fails)
         chores.add(partial(done.append, 3))
+        chores.add(partial(done.append, 4), worth=Worth.STORE)
         chores.end()
     assert chores.finish(10)
-    assert done == [1, 2]
+    assert done == [1, 2, 4]
+
+
+def test_what_stores_goes_first_and_what_measures_last():
+    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
+    chores.add(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    for worth in (Worth.MEASURE, Worth.PREPARE, Worth.STORE):
+        for number in (1, 2):
+            chores.add(partial(done.append, (worth, number)), worth=worth)
+    assert not chores.gives_up(Worth.STORE) and chores.gives_up(Worth.PREPARE)
+    go.set()
+    assert chores.finish(10)
+    assert done == [(worth, number) for worth in sorted(Worth) for number in (1, 2)]
+    assert not chores.gives_up(Worth.MEASURE)
+
+
+def test_at_the_end_of_a_process_what_stores_is_done_and_the_rest_is_dropped():
+    left = []
+    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
+    chores.add(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    chores.add(partial(done.append, "prepared"))
+    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
+    go.set()
+    chores.end()
+    assert done == ["stored"] and left == []
+
+
+def test_what_was_not_stored_in_the_time_that_there_is_is_told(monkeypatch):
+    monkeypatch.setattr("ragblend.engine.scheduler.LAST_S", 0.0)
+    left = []
+    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
+    chores.add(lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    chores.add(partial(done.append, 1), "one", Worth.STORE)
+    go.set()
+    chores.end()
+    assert (done, left) == ([], [["one"]])
 
 
 def test_finish_says_when_it_takes_too_long():

@@ -52,6 +52,22 @@ def test_only_what_is_new_is_computed(fresh):
     assert second.report.recomputed_fraction < 0.2
 
 
+def test_all_of_a_new_chunk_is_all_however_much_is_held(fresh):
+    """The share that is new, 1 - held / stored, and (stored - held) / stored differ for a fifth of all lengths: what
+    was meant to be every row was a choice, and left up to a quarter as stored.
+    """
+    texts = [make_text(40 + words, words=words) for words in range(20, 36)]
+    fresh.engine.encode(texts)
+    for one, other in zip(texts[::2], texts[1::2], strict=True):
+        session = Session()
+        first = answered(fresh, [FIRST[0], Chunk(one), QUESTION], session, ratio=1.0)
+        again = follow_up(first, Literal("\n\nMore:\n"), Chunk(other))
+        second = answered(fresh, again, session, ratio=1.0)
+        new = len(fresh.engine.tokenize(Prompt([Chunk(other)])).token_ids)
+        assert second.report.served.count("c") == new
+        assert second.report.tokens.recomputed == new
+
+
 def test_a_prompt_of_which_all_is_held_is_read_again(fresh):
     session = Session()
     for segments in ([Literal("", (5,))], [Literal("The harbour master kept two ledgers."), QUESTION]):
