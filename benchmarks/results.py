@@ -75,6 +75,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "figures_kept": ("figures kept", percent),
     "figures_kept_ci": ("95%", lambda ends: f"{percent(ends[0])} to {percent(ends[1])}"),
     "figures_other": ("another passage's", percent),
+    "read_again": ("read again", percent),
     "figure_kl": ("KL at figures", three),
     "kl": ("KL", three),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),

@@ -182,6 +182,7 @@ class Report:
     averaged over layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt:
     `r`eused, re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
     unsupported_figures: those of the answer that stand nowhere in the prompt, where it has chunks (`figures.py`).
+    read_again_at: behind how many tokens of the answer the prompt was read in full, for a figure that was not sure.
     """
 
     method: str
@@ -199,6 +200,7 @@ class Report:
     served: str = ""
     evicted_tokens: int = 0
     unsupported_figures: tuple[str, ...] = ()
+    read_again_at: int | None = None
 
 
 def server_url(backend: str | None, url: str | None) -> str | None:

@@ -21,6 +21,7 @@ from ragblend.engine.prompt import Prompt
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduler import Turn, Worth
+from ragblend.engine.second_look import SecondLook
 from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
@@ -72,14 +73,18 @@ def answered(
 
     processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
     given = prefilled, options.max_new_tokens, processors, on_token, halted, turn
-    ids = _decoded(runtime, *given) if cache is not None else _generated(model, tokenizer, *given)
+    read_again_at = None
+    if cache is not None:
+        ids, read_again_at = _decoded(runtime, *given)
+    else:
+        ids = _generated(model, tokenizer, *given)
     if cancel is not None and cancel.is_set():
         raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
     if on_text is not None and (piece := stream.finish()):
         on_text(piece)
     report = clock.report(prefilled.report, len(ids))
     if cache is not None:
-        report = replace(report, evicted_tokens=cache.evicted_tokens)
+        report = replace(report, evicted_tokens=cache.evicted_tokens, read_again_at=read_again_at)
         if runtime.choice.is_open:
             runtime.chores.add(runtime.choose_steps, worth=Worth.MEASURE)
     # An answer ends early for no other reasons than its end token and our own criterion.
@@ -101,22 +106,32 @@ def _decoded(
     on_token: OnToken,
     halted: Callable[[], bool],
     turn: Turn,
-) -> list[int]:
-    """Ids of the generated tokens, the end token included if it came. The cache grows by what was read of them.
+) -> tuple[list[int], int | None]:
+    """Ids of the generated tokens, the end token included if it came; and behind how many the prompt was read again.
 
-    Where the next one stands beyond the length up to which the RoPE's frequencies are constant, all is read anew into
-    another cache, as transformers' own `generate` does: old keys are rotated by other frequencies than new queries.
+    The cache grows by what was read of them. Where a figure is not sure (`SecondLook`) all is read in full, once, into
+    another cache, from which the answer goes on. So it is where the next token stands beyond the length up to which the
+    RoPE's frequencies are constant, as in transformers' own `generate`: old keys are rotated by other frequencies than
+    new queries.
     """
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
     regime = regime_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, steps = list[int](), None
     lookup, guesses, rows = Lookup(0, ()), list[int](), prefilled.logits[None]
+    look = (
+        SecondLook(runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure) if prefilled.sure else None
+    )
+    read_again_at: int | None = None
     cache.truncate()
     while True:
         for number, logits in enumerate(rows):  # behind the last token, and behind each guess
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
+            if look is not None and look.is_wanted(token, logits, ids):
+                (cache, again), look, read_again_at = _read_anew(runtime, prompt, ids, turn), None, len(ids)
+                guesses = guesses[:number]
+                token = int(processors(sequence[:, :end], again).argmax())
             sequence[0, end] = token
             ids.append(token)
             lookup.add(token)
@@ -128,7 +143,7 @@ def _decoded(
             lookup.were_right(number)
             cache.truncate(len(ids) - 1)
         if is_last:
-            return ids
+            return ids, read_again_at
         if steps is None:  # the first token is out, and did not wait for packed weights
             steps = runtime.choice.steps  # one for all of an answer
             lookup = Lookup(steps.guessed, (*prompt, token))

@@ -161,7 +161,8 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     computed = list[Computed]()
     if request.policy.exact:
         computed = computed_in(cache, path_of(runtime, request.prompt, request.collection), plan.spans)
-    return Prefilled(request.prompt, logits, cache, report, computed, arrived)
+    sure = request.policy.sure if spent.recomputed < plan.candidate_tokens else 0.0
+    return Prefilled(request.prompt, logits, cache, report, computed, arrived, sure)
 
 
 def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> Shared:

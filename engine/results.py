@@ -50,7 +50,8 @@ class Prefilled:
     """A prompt that has been read. logits (vocab,) float32 of its last row.
 
     cache: transformers' kind of cache; None for a model that cannot be fused. computed: what of it may be entered in
-    the knowledge tree. arrived: values that were read from a shared store, to be kept here.
+    the knowledge tree. arrived: values that were read from a shared store, to be kept here. sure: the policy's, where
+    stored KV was used that other text changes; else 0.
     """
 
     prompt: Prompt
@@ -59,6 +60,7 @@ class Prefilled:
     report: Report
     computed: Sequence["Computed"] = ()
     arrived: Mapping[ChunkKey, "Blob"] = field(default_factory=dict)
+    sure: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ class Runtime:
         return self.home / f"unstored-{self.fingerprint.digest[:16]}.json"
 
     def _note_unstored(self, names: Sequence[Hashable]) -> None:
-        """Say which passages, (collection, node id, token ids) each, have no KV; keep their ids for the next process."""
+        """Say which passages, (collection, node id, token ids), have no KV; keep their ids for the next process."""
         left: dict[str, list[str]] = {}
         for name in names:
             match name:

@@ -205,7 +205,8 @@ def outcome_of(
     """What a method gives; policy: in place of the variant's method's own."""
     timed = timed_prefill(engine, prompt, variant, policy)
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
-    if takes_every_step(logits, reference.answer):
+    # Where a figure may be read again, decoding alone says whether it was.
+    if takes_every_step(logits, reference.answer) and not timed.prefilled.sure:
         # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
         answer = reference.answer
     else:
@@ -233,6 +234,7 @@ def record_of(
         exact_match=outcome.answer.token_ids == reference.answer.token_ids,
         **against_gold(text, question),
         first_kl=metrics.kl_divergence(reference.logits[:1], outcome.logits[:1]),
+        read_again=outcome.answer.report.read_again_at is not None,
         rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
         recomputed_fraction=outcome.report.recomputed_fraction,
         ttft_ms=outcome.ttft_ms,

@@ -61,6 +61,9 @@ class Record:
     # KL before the answer's first token alone, and ROUGE-L of this answer against full prefill's.
     first_kl: float | None = None
     rouge_l_to_full: float | None = None
+    read_again: bool | None = (
+        None  # whether a figure of the answer was not sure, and the prompt was read in full for it
+    )
 
     @property
     def key(self) -> Key:

@@ -22,7 +22,7 @@ COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
 # What choosing costs, beside `recomputed_fraction`, which has all of it that falls on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
 FIGURE_COLUMNS = (
-    "figures_n", "figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "figure_kl_ci",
+    "figures_n", "figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "figure_kl_ci", "read_again",
 )  # fmt: skip
 TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
@@ -170,6 +170,7 @@ def _figures(records: list[Record], seed: int) -> Row:
         "figures_kept_ci": (float(around.low), float(around.high)),
         "figures_other": fmean(bool(record.figures_other) for record in own),
         "figure_kl": fmean(at_figures) if at_figures else None,
+        "read_again": fmean(bool(record.read_again) for record in own),
         "figure_kl_ci": mean_interval(at_figures, seed) if at_figures else None,
     }
 

@@ -28,6 +28,8 @@ from ragblend.engine.selection.shift import Change, Delta, KernelShift
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError
 
+# Below this probability a figure or name is read again in full (docs/methods.md).
+SURE = 0.7
 _TABLE: dict[str, Policy] = {
     # The ends of the scale, and controls.
     "full": Static(every_row, lambda span: False, fixed_ratio=1.0),
@@ -61,6 +63,7 @@ _TABLE: dict[str, Policy] = {
         cheaper_layers=by_attention.second_quarter,
         shift=KernelShift(),
         figure_gain=2.0,
+        sure=SURE,
     ),
 }
 _TABLE["auto"] = replace(_TABLE["probe-shift"], follows=True)
@@ -68,7 +71,7 @@ METHODS: dict[str, Policy] = {name: replace(policy, name=name) for name, policy 
 # For every policy that needs attention, where a model does not show it.
 BLIND: Policy = ByAttention(
     by_attention.later_layers, by_attention.rooted_squares, None, lambda plan: None,
-    shift=KernelShift(), needs_attention=False, name="spread-shift",
+    shift=KernelShift(), sure=SURE, needs_attention=False, name="spread-shift",
 )  # fmt: skip
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
 _added: dict[str, Policy] = {}

@@ -70,7 +70,8 @@ class Policy:
     shows; fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked; shift:
     what predicts the change of rows that are not computed; follows: it begins with the longest path that the knowledge
     tree has of the prompt (`kvstore/tree.py`); exact: it uses no other stored KV and computes in pieces, so that what
-    it computes may be entered there.
+    it computes may be entered there; sure: the probability below which a figure of the answer is read again in full
+    (`second_look.py`), 0 for none.
     """
 
     name: str = field(default="", kw_only=True)
@@ -80,6 +81,7 @@ class Policy:
     shift: KernelShift | None = field(default=None, kw_only=True)
     follows: bool = field(default=False, kw_only=True)
     exact: bool = field(default=False, kw_only=True)
+    sure: float = field(default=0.0, kw_only=True)
     times_only: ClassVar[bool] = (
         False  # how long rows take is asked, not what comes out: it may leave out any
     )
@@ -155,7 +157,7 @@ class Policy:
         return self.shift.deltas(change) if self.shift is not None else ()
 
 
-FIXED = frozenset(each.name for each in fields(Policy))
+FIXED = frozenset(each.name for each in fields(Policy)) - {"sure"}
 
 
 def every_row(plan: Plan) -> Tensor:

@@ -1,0 +1,108 @@
+"""A figure or name that is not sure is read again in full, once, and the answer goes on from there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benches import make_prompt, make_text
+
+from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.second_look import SecondLook
+from ragblend.engine.selection import METHODS
+
+TEXTS = [make_text(seed) for seed in range(3)]
+
+
+class Words:
+    """A tokenizer of whole words, each its own token."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def decode(self, ids):
+        return "".join(self.words[i] for i in ids)
+
+    def convert_ids_to_tokens(self, token):
+        return self.words[token]
+
+
+WORDS = Words(" Ferry", " is", " Felix", " carries", " 41", ".", "[", "2", "]", " metres", " Orbeck", "4")
+IDS = {word: number for number, word in enumerate(WORDS.words)}
+ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
+
+
+@pytest.mark.parametrize(
+    ("before", "token", "sure", "wanted"),
+    [
+        ([" carries"], " 41", 0.5, True),
+        ([" carries"], " 41", 0.9, False),  # it is sure
+        ([], " 41", 0.5, True),
+        ([" is"], " Felix", 0.5, True),
+        ([], " Felix", 0.5, False),  # every sentence begins so
+        ([" is", "."], " Felix", 0.5, False),
+        ([" is"], " Orbeck", 0.5, False),  # the question has it
+        ([" is"], " metres", 0.5, False),
+        ([" metres", "["], "2", 0.5, False),  # a citation
+        ([" metres", "[", "2", "]"], "4", 0.5, True),
+    ],
+)
+def test_what_is_looked_up_again(before, token, sure, wanted):
+    chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
+    look = SecondLook(WORDS, Prompt([chunk, question]), 0.7)
+    rest = (1 - sure) / (len(WORDS.words) - 1)
+    logits = torch.full((len(WORDS.words),), rest).log()
+    logits[IDS[token]] = torch.tensor(sure).log()
+    assert look.is_wanted(IDS[token], logits, [IDS[each] for each in before]) is wanted
+
+
+class Unsure(SecondLook):
+    """Of the third token, whatever it is."""
+
+    def is_wanted(self, token, logits, before):
+        return len(before) == 2
+
+
+def exact_behind(bench, prompt, begun, count):
+    """The model's own greedy tokens behind a prompt and the beginning of an answer."""
+    ids = [*bench.engine.tokenize(prompt).token_ids, *begun]
+    found = []
+    while len(begun) + len(found) < count:
+        logits = bench.engine.runtime.loaded.model(torch.tensor([[*ids, *found]])).logits[0, -1]
+        found.append(int(logits.argmax()))
+    return [*begun, *found]
+
+
+@pytest.mark.parametrize("guessed", [0, 4])
+def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monkeypatch, guessed):
+    engine, prompt = fresh.engine, make_prompt(TEXTS)
+    engine.encode(TEXTS)
+    fused = engine.generate(prompt, method="probe-shift:sure=0", max_new_tokens=8)
+    assert fused.report.read_again_at is None
+    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    monkeypatch.setattr(type(engine.runtime.choice.steps), "guessed", guessed, raising=False)
+    result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
+    assert result.report.read_again_at == 2
+    assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
+
+
+def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
+    engine = fresh.engine
+    engine.encode(TEXTS)
+    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    for method, ratio in (("full", 0.15), ("exact", 0.15), ("probe-shift", 1.0), ("reuse", 0.15)):
+        result = engine.generate(make_prompt(TEXTS), method=method, ratio=ratio, max_new_tokens=4)
+        assert result.report.read_again_at is None, method
+    assert METHODS["auto"].sure == METHODS["probe-shift"].sure > 0 == METHODS["epic"].sure
+
+
+def test_a_prefilled_prompt_can_be_answered_again_from_its_end(fresh, monkeypatch):
+    """The other cache is the answer's own: what is measured behind the prompt afterwards is still the method's."""
+    engine = fresh.engine
+    engine.encode(TEXTS)
+    prefilled = engine.prefill(make_prompt(TEXTS), method="probe-shift")
+    before = engine.continue_logits(prefilled, (5, 6, 7))
+    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    first, again = (engine.decode(prefilled, max_new_tokens=6) for _ in range(2))
+    assert first.token_ids == again.token_ids and again.report.read_again_at == 2
+    assert torch.equal(engine.continue_logits(prefilled, (5, 6, 7)), before)
+    assert engine.decode(replace(prefilled, sure=0.0), max_new_tokens=6).report.read_again_at is None
