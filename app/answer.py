@@ -88,6 +88,7 @@ class Answer:
             },
             "store": {"hits": report.hits, "misses": report.misses},
             "unsupported_figures": list(report.unsupported_figures),
+            "read_again_at": report.read_again_at,
         }
         if report.decision is not None:  # what the loading controller chose, and expected
             result["controller"] = report.decision.to_json()

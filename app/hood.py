@@ -60,6 +60,7 @@ def breakdown_of(
         "hits": report.hits,
         "misses": report.misses,
         "unsupported_figures": list(report.unsupported_figures),
+        "read_again_at": report.read_again_at,
         "notice": notice,
         "stopped": False,
     }

@@ -275,4 +275,5 @@ def kv_statistics(result: "Result") -> dict[str, Any]:
         **{name: round(getattr(timings, name), 2) for name in timed},
         "warning": report.warning,
         "unsupported_figures": list(report.unsupported_figures),
+        "read_again_at": report.read_again_at,
     }

@@ -441,7 +441,7 @@ def test_json_is_the_one_that_was_promised(talks):
     value = talks.answer(SKY, AskOptions(top_k=2)).whole().to_json()
     assert list(value) == [
         "answer", "model", "device", "method", "ratio", "sources", "tokens", "timings", "store",
-        "unsupported_figures",
+        "unsupported_figures", "read_again_at",
     ]  # fmt: skip
     assert list(value["sources"][0]) == ["node_id", "document", "location", "score", "text"]
     assert list(value["tokens"]) == ["prompt", "reused", "recomputed", "fresh", "missing", "generated"]
