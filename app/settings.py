@@ -15,7 +15,6 @@ from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, VLLM_URL, is_server_url
-from ragblend.engine.controller import USD_PER_GB_MONTH
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.places import SALT_VARIABLE, Place
@@ -59,8 +58,7 @@ class Settings:
     device_budget_bytes the copies of what is used, in host memory and on an accelerator (None: a quarter and a tenth of
     what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by; remote is the URL
     of a store that machines share. kv_codec `int8`
-    halves the bytes of what is stored from then on, at a small loss. What a GB costs a month on each tier says which
-    one is the cheapest that adds no delay (`controller` in the answer's JSON).
+    halves the bytes of what is stored from then on, at a small loss.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that puts the best of them in order (None or "": none does).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
@@ -88,9 +86,6 @@ class Settings:
     store_policy: str = DEFAULT_POLICY
     kv_codec: str = "raw"
     remote: str | None = None
-    device_usd_per_gb_month: float = USD_PER_GB_MONTH["device"]
-    memory_usd_per_gb_month: float = USD_PER_GB_MONTH["memory"]
-    disk_usd_per_gb_month: float = USD_PER_GB_MONTH["disk"]
     max_new_tokens: int | None = None
     keep_tokens: int | None = None
     temperature: float = 0.0
@@ -129,10 +124,6 @@ class Settings:
         """The longest answer: what was set, else what suits the model."""
         return self.manner.longest if self.max_new_tokens is None else self.max_new_tokens
 
-    @property
-    def usd_per_gb_month(self) -> dict[str, float]:
-        return {name: getattr(self, f"{name}_usd_per_gb_month") for name in USD_PER_GB_MONTH}
-
     @classmethod
     def load(
         cls,
@@ -164,7 +155,6 @@ TYPES: dict[str, type] = {
 Rule = tuple[Callable[[Any], Any], str]  # whether a value holds, and what is expected in words
 _COUNT: Rule = (lambda count: count is None or count >= 1, "at least 1")
 _NOT_NEGATIVE: Rule = (lambda count: count is None or count >= 0, "0 or more")
-_PRICE: Rule = (lambda price: price >= 0, "a price of 0 USD or more")
 
 
 def _is_place(url: str | None) -> bool:
@@ -197,7 +187,6 @@ RULES: dict[str, Rule] = {
     "store_budget_bytes": _COUNT,
     "memory_budget_bytes": _NOT_NEGATIVE,
     "device_budget_bytes": _NOT_NEGATIVE,
-    **{f"{tier}_usd_per_gb_month": _PRICE for tier in USD_PER_GB_MONTH},
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
     "remote": (_is_place, "a URL"),

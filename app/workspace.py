@@ -19,7 +19,7 @@ from ragblend.engine.scheduler import DeviceQueue
 from ragblend.integrations.chroma import VectorIndex
 from ragblend.integrations.embeddings import MiniLMEmbedder
 from ragblend.integrations.passages import PassageRegistry
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ENGINE_SETTINGS = (
     "model", "device", "dtype", "collection", "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
-    "store_policy", "kv_codec", "usd_per_gb_month", "remote",
+    "store_policy", "kv_codec", "remote",
 )  # fmt: skip
 
 
@@ -258,10 +258,14 @@ class Workspace(Closing):
         check_model(self.settings.model, self.home.models)
         find_model(self.settings.model)
         from ragblend.engine.device import pick_device
-        from ragblend.engine.selection import policy_named
+        from ragblend.engine.selection import CONTROLS, policy_named
 
         pick_device(self.settings.device)
-        policy_named(self.settings.method)
+        if policy_named(self.settings.method).name.partition(":")[0] in CONTROLS:
+            raise SettingsError(
+                f"The setting method: {self.settings.method!r} is there to compare others with, in `ragblend bench "
+                "quality`; take another (docs/methods.md)."
+            )
         if self.settings.reranker:
             from ragblend.app.rerank import find_reranker
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ragblend.engine.controller import USD_PER_GB_MONTH, Decision
+from ragblend.engine.controller import Decision
 from ragblend.engine.grammar import Grammar
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
@@ -33,9 +33,8 @@ class EngineConfig:
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
     device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
-    (None: raw); usd_per_gb_month: what keeping KV on a tier costs, (name, price) pairs, where it is not the table's;
-    remote: URL of a store that other machines share, see docs/shared-store.md; url: of the vLLM server that has the
-    model (None: it is loaded here).
+    (None: raw); remote: URL of a store that other machines share, see docs/shared-store.md; url: of the vLLM server
+    that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -47,7 +46,6 @@ class EngineConfig:
     device_budget_bytes: int | None = None
     store_policy: str | None = None
     kv_codec: str | None = None
-    usd_per_gb_month: tuple[tuple[str, float], ...] = ()
     remote: str | None = None
     url: str | None = None
 
@@ -66,11 +64,6 @@ class EngineConfig:
             from ragblend.kvstore.codec import codec_named  # it needs torch, which nothing else in here does
 
             codec_named(self.kv_codec)
-        for name, price in self.usd_per_gb_month:
-            if name not in USD_PER_GB_MONTH or price < 0:
-                raise UsageError(
-                    f"a price of {price} for {name!r} makes no sense; tiers are {', '.join(USD_PER_GB_MONTH)}"
-                )
         if self.remote is not None:
             Place.of(self.remote)
 

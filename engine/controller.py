@@ -22,21 +22,20 @@ from ragblend.kvstore.policy import PrefillProfile
 RATIO_STEPS = 1 << 10
 # Of the quickest tier's time to the first token: below what two runs of one request differ by.
 NO_DELAY = 1.05
-# What a GB costs for a month where nothing else is said: cloud list prices, rounded; the order is what decides.
+# What keeping a GB for a month costs: cloud list prices, rounded; the order is what decides.
 USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
 Passes = Sequence[tuple[float, float]]  # (rows, layers that they are taken through)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Where KV may lie. bytes_per_s: into the fused buffers, moved; usd_per_gb_month: what keeping it there costs."""
+    """Where KV may lie. bytes_per_s: into the fused buffers, moved."""
 
     name: str
     bytes_per_s: float
-    usd_per_gb_month: float
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.usd_per_gb_month < 0:
+        if self.bytes_per_s <= 0:
             raise UsageError(f"the profile of tier {self.name!r} makes no sense; measure it again")
 
 
@@ -64,15 +63,10 @@ class DeviceProfile:
         whole = sum(self.prefill.ms(cached + number * most, most) for number in range(blocks))
         return whole + (self.prefill.ms(cached + blocks * most, rest) if rest else 0.0)
 
-    def priced(self, prices: Mapping[str, float]) -> "DeviceProfile":
-        """The same measurements with other prices, by tier; those of other tiers stay."""
-        tiers = (replace(t, usd_per_gb_month=prices.get(t.name, t.usd_per_gb_month)) for t in self.tiers)
-        return replace(self, tiers=tuple(tiers))
-
     def beside(self, name: str, bytes_per_s: float) -> "DeviceProfile":
         """The same with a tier that was measured in use, and where nothing can be put."""
         others = (tier for tier in self.tiers if tier.name != name)
-        return replace(self, tiers=(*others, Tier(name, bytes_per_s, math.inf)))
+        return replace(self, tiers=(*others, Tier(name, bytes_per_s)))
 
     def save(self, path: Path) -> None:
         """In the place of an older one. Raises StoreError where the disk takes none, and the older one stays."""
@@ -85,12 +79,11 @@ class DeviceProfile:
     @classmethod
     def read(cls, path: Path) -> "DeviceProfile | None":
         """None where nothing was measured. Raises UsageError for a file that is no profile."""
-        names = ("name", "bytes_per_s", "usd_per_gb_month")  # there is more in older ones
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            tiers = tuple(Tier(**{name: tier[name] for name in names}) for tier in value["tiers"])
+            tiers = tuple(Tier(**tier) for tier in value["tiers"])
             about = str(value["about"])
-            overlaps = bool(value.get("overlaps", not about.endswith("cpu")))
+            overlaps = bool(value["overlaps"])
             return cls(about, PrefillProfile.from_json(value["prefill"]), tiers, overlaps)
         except FileNotFoundError:
             return None
@@ -161,7 +154,7 @@ def cheapest_tier(profile: DeviceProfile, work: Workload, ratio: float) -> str:
     times = [(ttft_ms(profile, work, ratio, tier.name), tier) for tier in profile.tiers]
     quickest = min(ms for ms, _ in times)
     quick = [tier for ms, tier in times if ms <= NO_DELAY * quickest]
-    return min(quick, key=lambda tier: tier.usd_per_gb_month).name
+    return min(quick, key=lambda tier: USD_PER_GB_MONTH.get(tier.name, math.inf)).name
 
 
 def decide(

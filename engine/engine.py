@@ -7,7 +7,7 @@ The main path: `stream` or `generate` -> `prefill` (find, plan, decide, fuse, co
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,6 @@ class Engine:
         device_budget_bytes: int | None = None,
         store_policy: str | None = None,
         kv_codec: str | None = None,
-        usd_per_gb_month: Mapping[str, float] | None = None,
         backend: str | None = None,
         url: str | None = None,
         remote: str | None = None,
@@ -85,10 +84,9 @@ class Engine:
         UsageError; a model's own errors come on first use.
         """
         budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
-        prices = tuple(sorted((usd_per_gb_month or {}).items()))
         where = server_url(backend, url)
         config = EngineConfig(
-            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, prices, remote, url=where
+            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, remote, url=where
         )
         folder, kind, parts = resolve_home(home), cls, Runtime
         if where is not None:

@@ -86,7 +86,7 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
     chunk, tiers = _made_up(decoder), []
     for name, opened in _tiers(runtime, chunk, count):
         load_ms = median(lambda: _load_ms(runtime, count, opened))  # noqa: B023
-        tiers.append(Tier(name, count * chunk.nbytes / load_ms * 1e3, runtime.prices[name]))
+        tiers.append(Tier(name, count * chunk.nbytes / load_ms * 1e3))
     return DeviceProfile(grid.about, grid, tuple(tiers), overlaps=runtime.transfers.staged)
 
 

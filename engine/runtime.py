@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from ragblend.engine import model
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.constrained import token_grammars
-from ragblend.engine.controller import USD_PER_GB_MONTH, DeviceProfile
+from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoder import Decoder, regime_tokens
 from ragblend.engine.device import (
     TransferStream,
@@ -89,7 +89,6 @@ class Runtime:
         self.codec: Codec = RAW  # how KV is packed that is stored from now on
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # that hold a context
         self._budgets: dict[str, int] = {}
-        self.prices = dict(USD_PER_GB_MONTH)  # by tier
         self._remote: str | None = None
         self._store_policy: str | None = None
         self._digests = home / "models" / "digests.json"
@@ -108,7 +107,7 @@ class Runtime:
             return _runtimes[key]
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Budgets, codec, prices, policy and shared store from now on (None: as before). What is too much goes with a
+        """Budgets, codec, policy and shared store from now on (None: as before). What is too much goes with a
         tier's next puts.
 
         A tier that an open store does not have is there when it is opened again; so is another policy or shared store.
@@ -119,9 +118,6 @@ class Runtime:
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
             self._remote = config.remote or self._remote
             self._store_policy = config.store_policy or self._store_policy
-            self.prices |= dict(config.usd_per_gb_month)
-            if config.usd_per_gb_month:
-                vars(self).pop("profile", None)  # which has them in it
             if config.kv_codec is not None:
                 self.codec = codec_named(config.kv_codec)
             if "store" in vars(self):
@@ -380,8 +376,7 @@ class Runtime:
     def profile(self) -> DeviceProfile | None:
         """What was measured, now or earlier; None before that, or if the file is of no use."""
         try:
-            found = DeviceProfile.read(self.profile_path)
-            return found.priced(self.prices) if found else None
+            return DeviceProfile.read(self.profile_path)
         except UsageError as error:
             log.warning("%s", error)
             return None

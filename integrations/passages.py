@@ -16,13 +16,11 @@ from weakref import WeakValueDictionary
 from ragblend.integrations.finding import MINIMUM, Known, TextIndex, known
 from ragblend.integrations.recurring import RecurringText
 from ragblend.kvstore.errors import StoreError
-from ragblend.kvstore.files import discard
 from ragblend.kvstore.nodes import NodeIndex, Print
 from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
 FILE_NAME = "nodes.sqlite"
-FORMER = ("passages.sqlite", "passages.sqlite-wal", "passages.sqlite-shm")
 LEARNT = "seen-"  # how the node ids of passages begin that were learnt from prompts
 MOST_LEARNT = 10_000
 _STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
@@ -54,7 +52,6 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.nodes = NodeIndex.open(path)
-        _remove_former(path)
 
     @classmethod
     def of(cls, path: Path) -> "_File":
@@ -212,18 +209,6 @@ class PassageRegistry:
         self._held += len(added)
         self._last_id = added[-1][0] if added else self._last_id
         self._seen = seen
-
-
-def _remove_former(path: Path) -> None:
-    """A registry of version 1 had a file of its own, without the lengths that a search needs now."""
-    files = [former for name in FORMER if (former := path.with_name(name)).exists()]
-    for former in files:
-        discard(former)
-    if files:
-        log.warning(
-            "passages that an earlier version knew are found in prompts again when they are added again, or after "
-            "`ragblend store repair`"
-        )
 
 
 def _prints(texts: dict[str, str]) -> dict[str, Print | None]:

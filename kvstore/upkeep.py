@@ -290,10 +290,8 @@ def _may_be_used(root: Path, file: ValueFile, expected: Mapping[str, int]) -> bo
         return True
 
 
-_FORMER = frozenset({"Uses", "Gone", "Ranking", "Totals"})  # tables beside diskcache's, of earlier versions
-EARLIER = "an earlier version made it, with its order of eviction inside"
 EMPTY = "the values have yet to be entered"
-NO_DAMAGE = {None, EARLIER, EMPTY}
+NO_DAMAGE = {None, EMPTY}
 
 
 def _why_untrusted(root: Path) -> str | None:
@@ -309,8 +307,6 @@ def _why_untrusted(root: Path) -> str | None:
         if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
             raise sqlite.index_failed(error, path) from error  # or another program's
         return str(error)
-    if found.keys() >= _FORMER:
-        return EARLIER
     others = found.items() - _expected_schema().items()  # what is missing diskcache makes
     return f"its schema is not diskcache's: {min(others)}" if others else None
 

@@ -40,7 +40,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069
 WORD = re.compile(r"\s+|[^\s]+")
 BESIDE_A_TAG = re.compile(r"(?<=[>}])\n\s*|\n\s*(?=[<{])")
 
-# All of the engine's methods, in the order in which they are offered; importing the engine's table would load torch.
+# All of the engine's methods but its controls, in the order in which they are offered; importing its table would load
+# torch.
 LABELS = {
     "probe-shift": "What the question needs, the rest adjusted (recommended)",
     "full": "Everything, from the beginning (slowest, exact)",
@@ -56,11 +57,8 @@ LABELS = {
     "exact": "All but what was read in this order before (exact)",
     "prefix": "All but what begins as an earlier prompt did (prefix caching)",
     "reuse": "Nothing: passages as they were stored (fastest)",
-    "random": "Words drawn at random (to compare with)",
-    "naive": "Nothing, not even moved to its place (to compare with)",
-    "recompute": "Everything, by way of the store (to compare with)",
 }
-WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "exact", "naive", "recompute"})
+WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "exact"})
 RATIO_WORDS = (
     (0.0, "Nothing is read again: the fastest, and the least exact."),
     (0.1, "A little is read again: fast."),

@@ -30,7 +30,7 @@ ENDING_S = 30.0
 PAUSE_S = 0.1  # after a connection that could not be taken, for want of open files, say
 TAKEN_S = 60  # a terminal that takes nothing for so long (suspended, say) is gone: it must not keep others from writing
 # What a process has once, for all that it does.
-SIZES = tuple(name for name in TYPES if name.endswith(("_budget_bytes", "_usd_per_gb_month")))
+SIZES = tuple(name for name in TYPES if name.endswith("_budget_bytes"))
 COMMON = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZES)
 
 

@@ -73,11 +73,13 @@ BLIND: Policy = ByAttention(
     by_attention.later_layers, by_attention.rooted_squares, None, lambda plan: None,
     shift=KernelShift(), sure=SURE, needs_attention=False, name="spread-shift",
 )  # fmt: skip
+CONTROLS = ("naive", "random", "recompute")  # to compare with, in benches; nobody is served by them
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
 _added: dict[str, Policy] = {}
 
 __all__ = [
     "BLIND",
+    "CONTROLS",
     "METHODS",
     "WITHOUT_RATIO",
     "AfterLayer",

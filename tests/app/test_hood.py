@@ -22,7 +22,7 @@ LABELS = {"n1": (2, "a.txt, p. 1"), "n2": (1, "b.txt")}
 PROFILE = DeviceProfile(
     "x",
     PrefillProfile("x", (0, 10), (1, 101), ((10.0, 110.0), (10.0, 110.0))),
-    (Tier("disk", 1.0, 1.0),),
+    (Tier("disk", 1.0),),
     5.0,
 )
 

@@ -63,7 +63,6 @@ def test_wrong_settings_name_source_key_and_remedy(path, text, environment, word
         {"device_budget_bytes": -1},
         {"store_policy": "lrv"},
         {"kv_codec": "int3"},
-        {"memory_usd_per_gb_month": -0.5},
         {"model": ""},
     ],
 )
@@ -154,3 +153,9 @@ def test_a_shared_stores_url_is_a_setting_and_its_secrets_are_none(path):
     with pytest.raises(SettingsError, match="environment") as refused:
         Settings.load(path, {})
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["random", "naive", "recompute"])
+def test_what_is_only_there_to_compare_with_answers_nobody(open_workspace, method):
+    with pytest.raises(SettingsError, match=r"compare others with.*docs/methods\.md"):
+        open_workspace(method=method).check_engine()

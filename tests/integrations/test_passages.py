@@ -147,20 +147,6 @@ def test_what_the_engine_forgets_is_found_no_more(home, registry):
     assert len(registry) == 1
 
 
-def test_a_registry_of_before_is_replaced_and_says_so(home, registry, caplog):
-    home.mkdir(0o700)
-    old = home / "passages.sqlite"
-    with closing(sqlite3.connect(old)) as sql:
-        sql.execute("CREATE TABLE Passages (id INTEGER PRIMARY KEY, hashes BLOB)")
-    assert registry.find(HARBOUR) == []
-    assert not old.exists()
-    assert caplog.text.count("store repair") == 1
-    registry.add([Passage(HARBOUR, "h")])
-    registry.close()
-    assert names(registry.find(HARBOUR)) == ["h"]
-    assert caplog.text.count("store repair") == 1
-
-
 def test_what_was_removed_does_not_pile_up(registry, monkeypatch):
     monkeypatch.setattr(module, "_STALE", 10)
     for turn in range(40):

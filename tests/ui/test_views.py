@@ -8,7 +8,7 @@ from ragblend.app.citations import cite
 from ragblend.app.encoding import KvProgress
 from ragblend.app.library import DocumentPage
 from ragblend.app.settings import Settings, cost_of
-from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+from ragblend.engine.selection import CONTROLS, METHODS, WITHOUT_RATIO
 from ragblend.kvstore.policy import PrefillProfile
 from ragblend.ui import page, views
 from ragblend.ui.views import duration, milliseconds, size
@@ -114,9 +114,10 @@ def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() ->
 
 def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
     """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
-    assert set(views.LABELS) == set(METHODS)
-    assert views.WITHOUT_RATIO == WITHOUT_RATIO
-    assert len(set(views.LABELS.values())) == len(METHODS)
+    offered = METHODS.keys() - set(CONTROLS)
+    assert set(views.LABELS) == offered
+    assert WITHOUT_RATIO - set(CONTROLS) == views.WITHOUT_RATIO
+    assert len(set(views.LABELS.values())) == len(offered)
 
 
 def test_files_are_in_the_queue_only_while_any_waits() -> None:
