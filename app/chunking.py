@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from ragblend.app.documents import Passage, node_id
 from ragblend.app.readers import Part
-from ragblend.engine.tokenizing import MAX_TOKEN_CHARACTERS
+from ragblend.engine.prompts.tokenizing import MAX_TOKEN_CHARACTERS
 from ragblend.kvstore.errors import OversizedDocumentError
 
 SEPARATOR = "\n\n"

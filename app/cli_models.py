@@ -25,8 +25,8 @@ from ragblend.app.models import (
     offered,
     offers,
 )
-from ragblend.engine.files import DEFAULT, find_model
-from ragblend.engine.hub import download, is_hub_id
+from ragblend.engine.model.checkpoints import DEFAULT, find_model
+from ragblend.engine.model.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError
 
 if TYPE_CHECKING:

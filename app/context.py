@@ -1,8 +1,8 @@
 """What the model is given in a conversation: earlier turns with their passages where they stood, then the new ones.
 
 A context only grows at its end, so what was read for one question need not be read for the next: passages come from the
-store, and all of it from memory while the conversation goes on (`engine/session.py`). What does not fit is left out
-from the oldest turn on, far enough that it does not happen again with every question.
+store, and all of it from memory while the conversation goes on (`engine/prompts/session.py`). What does not fit is left
+out from the oldest turn on, far enough that it does not happen again with every question.
 """
 
 import sys
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ragblend.app.answer import Source
 from ragblend.app.chats import DELETED_TEXT, Message
-from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment
-from ragblend.engine.prompt import Message as PromptMessage
-from ragblend.engine.scheduler import Cancel
-from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, Segment
+from ragblend.engine.prompts.segments import Message as PromptMessage
+from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 if TYPE_CHECKING:

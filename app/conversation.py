@@ -25,14 +25,14 @@ from ragblend.app.retrieval import in_stages, nearest
 from ragblend.app.settings import Settings
 from ragblend.app.turn import UNSAVED, Asked, Turn
 from ragblend.app.workspace import Workspaces
-from ragblend.engine.prompt import Prompt
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
+    from ragblend.engine.prompts.session import Session
     from ragblend.engine.results import Stream
-    from ragblend.engine.session import Session
 
 # Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
 # best passage of the 24 sample questions had 0.47 to 0.78, that of 20 questions about other things 0.11 to 0.33.
@@ -278,7 +278,7 @@ class Conversations:
 
     def _session(self, chat_id: int) -> "Session":
         """The conversation's context in memory; that of the conversation that waited longest goes."""
-        from ragblend.engine.session import Session
+        from ragblend.engine.prompts.session import Session
 
         with self._lock:
             session = self._sessions.setdefault(chat_id, Session())

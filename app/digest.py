@@ -25,8 +25,8 @@ from ragblend.app.support import sentences
 from ragblend.app.turn import Asked, Turn
 from ragblend.app.workspace import Workspace
 from ragblend.engine.config import Report, Timings, TokenCounts
-from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment
-from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt, Segment
+from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 from ragblend.kvstore.errors import Cancelled, LibraryError, PromptTooLongError, RagBlendError
 
 if TYPE_CHECKING:

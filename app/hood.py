@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from ragblend.engine.config import Report
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompts.segments import Chunk, Prompt
 
 KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing"}  # by the letters of `Report.served`
 TEXT_CHARACTERS = 80

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.app.home import Home
-from ragblend.engine.files import DEFAULT, find_model
-from ragblend.engine.hub import cached_models, download, is_hub_id, local_copy, writes_text
+from ragblend.engine.model.checkpoints import DEFAULT, find_model
+from ragblend.engine.model.hub import cached_models, download, is_hub_id, local_copy, writes_text
 from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsError, did_you_mean
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def machine_of(workspace: "Workspace") -> Machine:
 
     How fast it reads is from the model in use, where that was profiled on it.
     """
-    from ragblend.engine.device import free_bytes, measure_rates, pick_device, pick_dtype
+    from ragblend.engine.model.device import free_bytes, measure_rates, pick_device, pick_dtype
 
     settings = workspace.settings
     device = pick_device(settings.device)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.files import checked_folder
-from ragblend.engine.hub import download, is_hub_id, local_copy
-from ragblend.engine.scheduler import DeviceQueue, Turn
+from ragblend.engine.model.checkpoints import checked_folder
+from ragblend.engine.model.hub import download, is_hub_id, local_copy
+from ragblend.engine.scheduling.queue import DeviceQueue, Turn
 from ragblend.kvstore.errors import (
     CorruptModelError,
     DeviceError,
@@ -95,8 +95,8 @@ class CrossEncoder(Closing):
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        from ragblend.engine.device import loading_alone, pick_device
-        from ragblend.engine.model import load_tokenizer
+        from ragblend.engine.model.device import loading_alone, pick_device
+        from ragblend.engine.model.load import load_tokenizer
 
         device = pick_device(self._device_name)
         try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ragblend.app.answer import Source
 from ragblend.app.library import Library
 from ragblend.app.workspace import Workspace
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Literal
 
-from ragblend.engine.text import SENTENCE_END
+from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.7  # of a sentence's words that must stand in the passage's
 LEAST_WORDS, MOST_WORDS = 3, 100  # fewer say nothing about where they are from; more are no sentence

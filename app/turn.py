@@ -15,7 +15,7 @@ from ragblend.app.database import now
 from ragblend.app.hood import breakdown_of
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.kvstore.files import Closing
 

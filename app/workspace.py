@@ -14,8 +14,8 @@ from ragblend.app.home import Home, make_private
 from ragblend.app.library import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
-from ragblend.engine.files import find_model
-from ragblend.engine.scheduler import DeviceQueue
+from ragblend.engine.model.checkpoints import find_model
+from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.integrations.chroma import VectorIndex
 from ragblend.integrations.embeddings import MiniLMEmbedder
 from ragblend.integrations.passages import PassageRegistry
@@ -257,7 +257,7 @@ class Workspace(Closing):
         """
         check_model(self.settings.model, self.home.models)
         find_model(self.settings.model)
-        from ragblend.engine.device import pick_device
+        from ragblend.engine.model.device import pick_device
         from ragblend.engine.selection import CONTROLS, policy_named
 
         pick_device(self.settings.device)

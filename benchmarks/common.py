@@ -18,8 +18,8 @@ from benchmarks.filler import sentences
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ragblend.engine.decoding.few_rows import FewRows, PackedWeights
     from ragblend.engine.engine import Engine
-    from ragblend.engine.few_rows import FewRows, PackedWeights
 
 REPO = Path(__file__).parents[1]
 FIGURES = REPO / "benchmarks"  # where what was measured is kept
@@ -62,7 +62,7 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
 
 def packed_loop(engine: "Engine") -> "tuple[FewRows, PackedWeights]":
     """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
-    from ragblend.engine.few_rows import FewRows, pack_weights, rows_of
+    from ragblend.engine.decoding.few_rows import FewRows, pack_weights, rows_of
 
     runtime, packed = engine.runtime, dict[str, Any]()
     runtime.choice.is_open = False

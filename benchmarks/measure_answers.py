@@ -24,8 +24,8 @@ from benchmarks import llama_tokens
 from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
 from ragblend import Chunk, Engine
 from ragblend.app.bench.data import Question, load
-from ragblend.engine.few_rows import FewRows
-from ragblend.engine.files import find_model
+from ragblend.engine.decoding.few_rows import FewRows
+from ragblend.engine.model.checkpoints import find_model
 
 REPEATS, MOST_TOKENS = 3, 96
 Answered = dict[str, list[int]]  # a prompt and its answer, token ids

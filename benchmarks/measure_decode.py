@@ -26,12 +26,12 @@ from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_l
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.app.bench.data import Question, load
-from ragblend.engine.device import device_name
-from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, PackedWeights, Read
-from ragblend.engine.fourbit import FourBit
+from ragblend.engine.decoding.eightbit import EightBit
+from ragblend.engine.decoding.few_rows import FewRows, PackedWeights, Read
+from ragblend.engine.decoding.fourbit import FourBit
+from ragblend.engine.decoding.steps import ModelSteps, Steps
+from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
-from ragblend.engine.steps import ModelSteps, Steps
 
 REPEATS, TOKENS = 5, 24
 Logits = list[torch.Tensor]

@@ -39,9 +39,9 @@ def measure_eviction(
     keep: Annotated[str, typer.Option(help="How many tokens, by commas.")] = "1024,512,256,128,64",
 ) -> None:
     """Measure, and print a table."""
+    from ragblend.engine.decoding.eviction import evict
+    from ragblend.engine.decoding.few_rows import FewRows
     from ragblend.engine.engine import Engine
-    from ragblend.engine.eviction import evict
-    from ragblend.engine.few_rows import FewRows
 
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}

@@ -53,7 +53,7 @@ def bounds(device: str) -> str:
     """One line about what the device could do: bytes into it from pinned memory and within it, and products."""
     import torch
 
-    from ragblend.engine.device import device_name, transfer_stream
+    from ragblend.engine.model.device import device_name, transfer_stream
 
     big, transfers = 1 << 28, transfer_stream(torch.device(device))
     host = transfers.staging(torch.empty(big, dtype=torch.uint8, device="meta"))

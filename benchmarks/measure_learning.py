@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from benchmarks.common import Home, run
 from benchmarks.filler import Notes
 from benchmarks.measure_programs import QUESTIONS, llama_index, made
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.passages import LEARNT, PassageRegistry
 

@@ -38,9 +38,9 @@ from ragblend import Chunk, Engine
 from ragblend.app.bench.prefilling import cpu_name
 from ragblend.engine import engine as engine_module
 from ragblend.engine.config import resolve_home
-from ragblend.engine.order import WINDOW, Claim, Order, Ticket
-from ragblend.engine.prompt import Prompt
-from ragblend.engine.scheduler import PAUSE_S
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.engine.scheduling.order import WINDOW, Claim, Order, Ticket
+from ragblend.engine.scheduling.queue import PAUSE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.keys import ChunkKey
 

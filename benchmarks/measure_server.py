@@ -38,8 +38,8 @@ from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
-from ragblend.engine.steps import StepsVerdict
-from ragblend.engine.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.decoding.steps import StepsVerdict
+from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 
 WAIT_S = 600.0
 BLOCK, SENTENCES = 8, 6  # passages that are asked about together, half of them stored; sentences of one

@@ -45,10 +45,10 @@ from benchmarks.common import (
 from ragblend import Engine
 from ragblend.app.bench.prefilling import cpu_name
 from ragblend.app.bench.ttft import encoded
-from ragblend.engine import attention
 from ragblend.engine.correction import Correction
-from ragblend.engine.few_rows import HEAD, FewRows, PackedWeights
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.decoding.few_rows import HEAD, FewRows, PackedWeights
+from ragblend.engine.model import attention
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder

@@ -317,7 +317,7 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
     The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
     """
-    from ragblend.engine.steps import ModelSteps
+    from ragblend.engine.decoding.steps import ModelSteps
 
     mine, prompts, choice = [], [], engine.runtime.choice
     choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False
@@ -366,8 +366,8 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """What the endpoint and the built-in engine answer by the default method: the same figures, and the right ones?"""
     from ragblend.app.bench.quality import asked as words
-    from ragblend.engine.figures import contains, figures_in
-    from ragblend.engine.steps import ModelSteps
+    from ragblend.engine.decoding.steps import ModelSteps
+    from ragblend.engine.prompts.figures import contains, figures_in
 
     mine, prompts, choice = [], [], engine.runtime.choice
     choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
 
 # In so short a prompt 15% would hardly pay for a probe.
 RATIO = 0.25

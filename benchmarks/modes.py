@@ -39,7 +39,7 @@ from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
 
 # What map_reduce takes out of one passage is no answer: LangChain asks for "any relevant text verbatim".
 EXTRACT_TOKENS = 128

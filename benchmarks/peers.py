@@ -250,7 +250,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     from ragblend import Chunk, Engine
     from ragblend.app.bench.prefilling import environment
     from ragblend.app.bench.sources import sample_source
-    from ragblend.engine.files import find_model
+    from ragblend.engine.model.checkpoints import find_model
 
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
     ids = engine.runtime.tokenizing.passage_ids(sample_source())
@@ -284,7 +284,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
     """Where what was asked is kept: by all that it depends on. Raises UsageError for an unknown model."""
     from ragblend.app.bench.prefilling import computed_by
-    from ragblend.engine.files import find_model
+    from ragblend.engine.model.checkpoints import find_model
 
     file = find_model(model)
     settings = {

@@ -30,7 +30,7 @@ from ragblend.kvstore.errors import UsageError
 if TYPE_CHECKING:
     from benchmarks.modes import Mode
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
 
 app = typer.Typer(name="quality", rich_markup_mode=None, pretty_exceptions_enable=False)
 MODES = ("map_reduce", "map_rerank", "refine")

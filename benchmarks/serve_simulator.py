@@ -2,7 +2,7 @@
 
 `Order` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a prompt
 then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that of
-`engine/scheduler.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
+`engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
 """
 
 import tempfile
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ragblend.engine.config import DEFAULT_RATIO
-from ragblend.engine.order import WINDOW, Claim, Order, Ticket
-from ragblend.engine.paths import ASKED_AGAIN
-from ragblend.engine.scheduler import PAUSE_S, SLICE_S
+from ragblend.engine.prompts.paths import ASKED_AGAIN
+from ragblend.engine.scheduling.order import WINDOW, Claim, Order, Ticket
+from ragblend.engine.scheduling.queue import PAUSE_S, SLICE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW

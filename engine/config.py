@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ragblend.engine.controller import Decision
-from ragblend.engine.grammar import Grammar
+from ragblend.engine.decoding.grammar import Grammar
 from ragblend.engine.trace import Trace
 from ragblend.kvstore.errors import StoreError, UsageError, did_you_mean
 from ragblend.kvstore.places import Place

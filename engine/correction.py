@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoder import Decoder
+from ragblend.engine.model.decoder import Decoder
+from ragblend.engine.model.rope import rotated
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.rope import rotated
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.shift import Change, Run
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ragblend.engine.cache import Append, FusedCache
-from ragblend.engine.decoder import BLOCK_ROWS, Decoder
+from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.kvstore.chunks import ChunkKV
 
 

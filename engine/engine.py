@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ragblend.engine.chat import chat
 from ragblend.engine.config import (
     DEFAULT_METHOD,
     DEFAULT_RATIO,
@@ -25,20 +24,21 @@ from ragblend.engine.config import (
     server_url,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decode import OnText, answered, continue_logits
-from ragblend.engine.decoder import kv_geometry
-from ragblend.engine.gate import GateVerdict
+from ragblend.engine.decoding.loop import OnText, answered, continue_logits
+from ragblend.engine.model.decoder import kv_geometry
+from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.nodes import Nodes, Progress
 from ragblend.engine.prefill import Request, claim_of, follow_up, prefill
 from ragblend.engine.profiling import measure
-from ragblend.engine.prompt import Chunk, Literal, Message, Prompt
-from ragblend.engine.recovery import twice
+from ragblend.engine.prompts.chat import chat
+from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.prompts.tools import CallFormat, Tool
 from ragblend.engine.results import EncodeReport, Missing, Prefilled, Result, Stream
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduling.recovery import twice
+from ragblend.engine.scheduling.speculation import Speculation
 from ragblend.engine.selection import Policy, policy_named
-from ragblend.engine.session import Session
-from ragblend.engine.speculation import Speculation
-from ragblend.engine.tools import CallFormat, Tool
 from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.store import KVStore
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import Collect, Collector
 from ragblend.engine.cache import Append, FusedCache, LayerLeft, NewKV, Scatter
 from ragblend.engine.correction import Correction
-from ragblend.engine.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.loader import LayerLoader
+from ragblend.engine.model.attention import Collect, Collector
+from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.scheduler import Turn
+from ragblend.engine.scheduling.queue import Turn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import UsageError

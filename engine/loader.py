@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.device import TransferStream
+from ragblend.engine.model.decoder import Decoder
+from ragblend.engine.model.device import TransferStream
+from ragblend.engine.model.rope import UNROTATED, move_keys_, rotate_
 from ragblend.engine.plan import Span
-from ragblend.engine.rope import UNROTATED, move_keys_, rotate_
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.codec import RAW, Part, Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError

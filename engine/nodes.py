@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.order import Claim
-from ragblend.engine.prompt import Chunk
-from ragblend.engine.recovery import twice
+from ragblend.engine.prompts.segments import Chunk
+from ragblend.engine.prompts.tokenizing import NodeIds
 from ragblend.engine.results import Missing
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import PATIENCE_S, Asking, Turn, Worth
-from ragblend.engine.tokenizing import NodeIds
+from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import PATIENCE_S, Asking, Turn, Worth
+from ragblend.engine.scheduling.recovery import twice
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import (

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ragblend.engine.figure_rows import FigureRows
+from ragblend.engine.prompts.figure_rows import FigureRows
 from ragblend.kvstore.codec import Source
 
 

@@ -14,19 +14,19 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, Workload, decide, ttft_ms
-from ragblend.engine.device import free_bytes
 from ragblend.engine.fusion import Fusion, Spent
 from ragblend.engine.loader import LostChunk, loader_of
+from ragblend.engine.model.device import free_bytes
 from ragblend.engine.nodes import Nodes, TokenIds
-from ragblend.engine.order import Claim
-from ragblend.engine.paths import Computed, computed_in, grow, learn, path_of
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompts.paths import Computed, computed_in, grow, learn, path_of
+from ragblend.engine.prompts.segments import Chunk, Prompt
+from ragblend.engine.prompts.session import Session
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Turn, Worth
+from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import Turn, Worth
 from ragblend.engine.selection import BLIND, Policy
-from ragblend.engine.session import Session
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.codec import Part, Source

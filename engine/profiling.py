@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
-from ragblend.engine.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import loader_of
+from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.selection.base import Policy, Probed

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ragblend.engine.config import Report
-from ragblend.engine.prompt import Prompt
-from ragblend.engine.scheduler import end_at_exit
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.engine.scheduling.queue import end_at_exit
 from ragblend.kvstore.errors import Cancelled, without_frames
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
 
 if TYPE_CHECKING:
-    from ragblend.engine.paths import Computed
+    from ragblend.engine.prompts.paths import Computed
     from ragblend.kvstore.blob import Blob
 
 

@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ragblend.engine import model
 from ragblend.engine.config import EngineConfig
-from ragblend.engine.constrained import token_grammars
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decoder import Decoder, regime_tokens
-from ragblend.engine.device import (
+from ragblend.engine.decoding.constrained import token_grammars
+from ragblend.engine.decoding.steps import Choice
+from ragblend.engine.model import load as model
+from ragblend.engine.model.checkpoints import tokenizer_digest
+from ragblend.engine.model.decoder import Decoder, regime_tokens
+from ragblend.engine.model.device import (
     TransferStream,
     free_cached,
     memory_tiers,
@@ -26,14 +28,12 @@ from ragblend.engine.device import (
     reads_at_once,
     transfer_stream,
 )
-from ragblend.engine.files import tokenizer_digest
-from ragblend.engine.gate import TEXT, GateVerdict, kept_verdict, run_gate
-from ragblend.engine.model import LoadedModel
-from ragblend.engine.scheduler import Asking, Cancel, Chores, DeviceQueue, Worth, patient
-from ragblend.engine.session import Session
-from ragblend.engine.steps import Choice
-from ragblend.engine.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
-from ragblend.engine.tools import CallFormat, call_format
+from ragblend.engine.model.gate import TEXT, GateVerdict, kept_verdict, run_gate
+from ragblend.engine.model.load import LoadedModel
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
+from ragblend.engine.prompts.tools import CallFormat, call_format
+from ragblend.engine.scheduling.queue import Asking, Cancel, Chores, DeviceQueue, Worth, patient
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UsageError
 from ragblend.kvstore.files import replace_durably

@@ -31,18 +31,18 @@ from ragblend.engine.config import (
     TokenCounts,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decode import Clock, OnText, unsupported_in
+from ragblend.engine.decoding.loop import Clock, OnText, unsupported_in
+from ragblend.engine.decoding.text import TextStream, text_of
 from ragblend.engine.engine import Engine
-from ragblend.engine.files import DEFAULT, find_model
-from ragblend.engine.gate import TEXT, GateVerdict
+from ragblend.engine.model.checkpoints import DEFAULT, find_model
+from ragblend.engine.model.gate import TEXT, GateVerdict
 from ragblend.engine.nodes import Leave, Nodes, Progress, TokenIds
 from ragblend.engine.prefill import Request
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.results import Missing, Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime, log
+from ragblend.engine.scheduling.speculation import Speculation
 from ragblend.engine.selection import Policy
-from ragblend.engine.speculation import Speculation
-from ragblend.engine.text import TextStream, text_of
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
 from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens

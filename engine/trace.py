@@ -13,7 +13,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragblend.engine.device import TransferStream
+    from ragblend.engine.model.device import TransferStream
 
 HOST = "host"  # the track of the computing thread
 

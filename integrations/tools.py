@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
+    from ragblend.engine.decoding.grammar import Grammar
     from ragblend.engine.engine import Engine
-    from ragblend.engine.grammar import Grammar
-    from ragblend.engine.tools import Tool
+    from ragblend.engine.prompts.tools import Tool
 
 ANY = ("any", "required", True)
 AUTO = ("auto", False)
@@ -37,8 +37,8 @@ class Wanted:
         Loads nothing. Raises UsageError for what is no tool or schema, cannot be kept to, or is chosen and not there.
         Forced calls are one at a time unless somebody says otherwise: small models go on for as long as they may.
         """
-        from ragblend.engine.grammar import json_grammar
-        from ragblend.engine.tools import check_tools, named
+        from ragblend.engine.decoding.grammar import json_grammar
+        from ragblend.engine.prompts.tools import check_tools, named
 
         if isinstance(choice, Mapping):
             choice = _in_a_word(choice)
@@ -60,8 +60,8 @@ class Wanted:
 
     def grammar(self, engine: "Engine") -> "Grammar | None":
         """What the answer is held to; loads the tokenizer for tools. Raises UnsupportedModelError where it has none."""
-        from ragblend.engine.grammar import json_grammar, json_rule
-        from ragblend.engine.tools import tools_grammar
+        from ragblend.engine.decoding.grammar import json_grammar, json_rule
+        from ragblend.engine.prompts.tools import tools_grammar
 
         if not self.tools:
             return None if self.schema is None else json_grammar(self.schema)

@@ -9,9 +9,9 @@ from typing import Any
 
 _HOMES = {
     "Engine": "ragblend.engine.engine",
-    "Literal": "ragblend.engine.prompt",
-    "Chunk": "ragblend.engine.prompt",
-    "Prompt": "ragblend.engine.prompt",
+    "Literal": "ragblend.engine.prompts.segments",
+    "Chunk": "ragblend.engine.prompts.segments",
+    "Prompt": "ragblend.engine.prompts.segments",
     "RagBlendError": "ragblend.kvstore.errors",
 }
 __all__ = ["Chunk", "Engine", "Literal", "Prompt", "RagBlendError"]

@@ -16,7 +16,7 @@ from ragblend.app.documents import State
 from ragblend.app.highlight import locate_source
 from ragblend.app.models import Offer, machine_of, offers
 from ragblend.app.turn import Turn
-from ragblend.engine.files import DEFAULT
+from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced

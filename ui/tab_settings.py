@@ -188,7 +188,7 @@ class SettingsTab:
 
     def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
         """Save, after a hub model is here; what is saved works, or is not saved."""
-        from ragblend.engine.device import pick_device
+        from ragblend.engine.model.device import pick_device
 
         workspaces = self._desk.workspaces
         try:

@@ -15,7 +15,7 @@ from ragblend.app.bench.variants import Variant
 from ragblend.kvstore.errors import RagBlendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
 
 ANSWER_TOKENS = 4
 _STATUS = Path("/proc/self/status")
@@ -29,7 +29,7 @@ def peak_bytes(
 
     engine: the keyword arguments of `Engine.open`; prompt: tokenized.
     """
-    from ragblend.engine.prompt import Chunk
+    from ragblend.engine.prompts.segments import Chunk
 
     pairs = zip(prompt.segments, prompt.segment_ids, strict=True)
     segments = [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs]
@@ -57,7 +57,7 @@ def main() -> None:
 
 def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, Any]) -> int | None:
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Chunk, Literal, Prompt
+    from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 
     opened = Engine.open(**engine)
     try:

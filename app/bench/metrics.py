@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.bench.data import Question
-from ragblend.engine.figures import contains, figures_in
+from ragblend.engine.prompts.figures import contains, figures_in
 
 if TYPE_CHECKING:
     from torch import Tensor

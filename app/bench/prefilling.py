@@ -17,7 +17,7 @@ from ragblend.kvstore.errors import RagBlendError
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Prefilled
     from ragblend.engine.selection import Policy
     from ragblend.kvstore.keys import ChunkKey
@@ -66,7 +66,7 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
 
 def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
     """The name of what packs a text's stored KV; None if it is damaged."""
-    from ragblend.engine.prompt import Chunk
+    from ragblend.engine.prompts.segments import Chunk
 
     (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "")).chunks
     assert chunk.token_ids is not None, "the prompt was tokenized"

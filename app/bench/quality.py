@@ -17,7 +17,7 @@ from ragblend.app.bench.data import Question
 from ragblend.app.bench.prefilling import BenchError, Timed, continued, stored, timed_prefill
 from ragblend.app.bench.records import Journal, Record
 from ragblend.app.bench.variants import Variant
-from ragblend.engine.figures import contains
+from ragblend.engine.prompts.figures import contains
 from ragblend.kvstore.errors import PromptTooLongError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Prefilled, Result
     from ragblend.engine.selection import Policy
 
@@ -136,7 +136,7 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
 
     Raises PromptTooLongError if the answer would not fit in the model's window.
     """
-    from ragblend.engine.prompt import Chunk
+    from ragblend.engine.prompts.segments import Chunk
 
     chunks = [Chunk(passage) for passage in question.passages]
     prompt = engine.tokenize(engine.chat_prompt(None, chunks, asked(question)))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ragblend.app.bench.cli import TtftRequest
     from ragblend.engine.config import Report, Timings
     from ragblend.engine.engine import Engine
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.trace import Trace, TraceEvent
     from ragblend.kvstore.keys import ChunkKey
 
@@ -185,7 +185,7 @@ def run(
 @contextmanager
 def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
     """A prompt over the texts, whose KV is in the store inside the block."""
-    from ragblend.engine.prompt import Chunk
+    from ragblend.engine.prompts.segments import Chunk
 
     chunks = [Chunk(text) for text in texts]
     prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))

@@ -34,7 +34,7 @@ from ragblend.app.serve.service import (
     stoppable,
     until_gone,
 )
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled, RagBlendError

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ragblend.engine.prompt import ToolCall
+from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.parameters import PER_CALL
 from ragblend.integrations.tools import schema_in

@@ -17,9 +17,9 @@ from ragblend.app.serve.bodies import ChatBody, CompletionBody, Options
 from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
-from ragblend.engine.prompt import Prompt
-from ragblend.engine.scheduler import Cancel
-from ragblend.engine.tools import Said
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.engine.prompts.tools import Said
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, TimedOut
 from ragblend.integrations.threads import in_thread

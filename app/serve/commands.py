@@ -155,7 +155,7 @@ class Shared:
             path = os.path.join(folder or self.folder, os.path.expanduser(value))
             return os.path.realpath(path) if os.path.exists(path) else value
         if name in ("device", "dtype") and value is None:
-            from ragblend.engine.device import pick_device, pick_dtype
+            from ragblend.engine.model.device import pick_device, pick_dtype
 
             device = pick_device(self.desk.settings.device)
             return str(pick_device(None)) if name == "device" else pick_dtype(device, None)

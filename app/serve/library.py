@@ -29,7 +29,7 @@ from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
 from ragblend.app.turn import Turn
 from ragblend.app.uploads import safe_name
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.threads import in_thread, items_of_thread
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FOLDER_MODE

@@ -24,8 +24,8 @@ from ragblend.app.serve.sessions import Sessions
 from ragblend.app.settings import BUNDLED
 from ragblend.app.startup import Startup
 from ragblend.engine.config import Report
-from ragblend.engine.scheduler import Cancel, DeviceQueue
-from ragblend.engine.tokenizing import LONG_CHARACTERS
+from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS
+from ragblend.engine.scheduling.queue import Cancel, DeviceQueue
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.threads import in_thread
 

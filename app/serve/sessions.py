@@ -5,7 +5,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ragblend.engine.session import Session
+    from ragblend.engine.prompts.session import Session
 
 MOST = 4  # kept in memory, of all clients: 45 MB a thousand tokens of SmolLM2, in float32
 LEAST_TOKENS = 64  # what fewer have in common is the template, not a conversation
@@ -24,7 +24,7 @@ class Sessions:
         New is also what begins alike (the same system prompt) and goes on otherwise: another conversation, which takes
         that beginning along. whose: the digest of a key, never its name, which somebody else may have next.
         """
-        from ragblend.engine.session import Session
+        from ragblend.engine.prompts.session import Session
 
         with self._lock:
             mine = [

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-from ragblend.engine.scheduler import DeviceQueue
+from ragblend.engine.scheduling.queue import DeviceQueue
 
 log = logging.getLogger("ragblend")
 EX_TEMPFAIL = 75  # of sysexits.h: it may work the next time

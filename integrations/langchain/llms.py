@@ -16,7 +16,7 @@ from ragblend.integrations.langchain.errors import framework_errors
 from ragblend.integrations.langchain.parameters import Parameters
 
 if TYPE_CHECKING:
-    from ragblend.engine.prompt import Prompt
+    from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, ToolMessage
 
-from ragblend.engine.prompt import ToolCall
+from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.langchain.documents import passages_of, pieces_of
 from ragblend.integrations.passages import Passage

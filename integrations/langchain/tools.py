@@ -16,7 +16,7 @@ from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.tools import Said
+    from ragblend.engine.prompts.tools import Said
 
 CUT_OFF = "the answer reached its most tokens inside this call; allow more with max_tokens"
 

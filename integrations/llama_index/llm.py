@@ -35,7 +35,7 @@ from llama_index.core.llms.llm import ToolSelection, default_completion_to_promp
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools.types import BaseTool
 
-from ragblend.engine.prompt import Literal, Prompt
+from ragblend.engine.prompts.segments import Literal, Prompt
 from ragblend.integrations.backend import Turn, kv_statistics, logprobs, marks, parts_of, usage
 from ragblend.integrations.calls import OTHER_NAMES, Call
 from ragblend.integrations.llama_index.errors import in_llama_index_words
@@ -62,8 +62,8 @@ from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:  # torch comes with it
+    from ragblend.engine.prompts.tools import Said
     from ragblend.engine.results import Result
-    from ragblend.engine.tools import Said
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 Raw = dict[str, Any]

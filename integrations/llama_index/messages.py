@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from ragblend.engine.prompt import ToolCall
+from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import Turn, checked_turns
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError

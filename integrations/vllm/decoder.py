@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import NAME, Collect, rows_attention
-from ragblend.engine.decoder import Decoder, RowBlock
+from ragblend.engine.model.attention import NAME, Collect, rows_attention
+from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
 from ragblend.integrations.vllm.team import Left, Team
 from ragblend.kvstore.errors import UnsupportedModelError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.gate import TOLERANCE, Check, GateVerdict, relative_error, run_gate
+from ragblend.engine.model.gate import TOLERANCE, Check, GateVerdict, relative_error, run_gate
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ragblend.engine.prompt import Chunk, Literal, Prompt, Segment
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, Segment
 from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.settings import Wish
 from ragblend.kvstore.keys import pack_tokens

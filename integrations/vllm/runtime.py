@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.config import EngineConfig, resolve_home
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.device import reads_at_once
-from ragblend.engine.gate import GateVerdict
-from ragblend.engine.hub import is_hub_id
-from ragblend.engine.model import LoadedModel
+from ragblend.engine.model.decoder import Decoder
+from ragblend.engine.model.device import reads_at_once
+from ragblend.engine.model.gate import GateVerdict
+from ragblend.engine.model.hub import is_hub_id
+from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.runtime import Runtime, once
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.kvstore.errors import UnsupportedModelError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.integrations.finding import MINIMUM
 from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import Fused, Order, Orders

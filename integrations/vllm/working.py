@@ -13,7 +13,7 @@ import torch
 
 from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.gate import TEXT
+from ragblend.engine.model.gate import TEXT
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.prefill import Request, follow_arrivals, keys_of, prefill
 from ragblend.engine.selection import policy_named

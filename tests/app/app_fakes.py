@@ -8,8 +8,8 @@ from zlib import crc32
 import numpy as np
 
 from ragblend.engine.config import Report, Timings, TokenCounts
-from ragblend.engine.gate import GateVerdict
-from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
+from ragblend.engine.model.gate import GateVerdict
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import Missing, Result
 from ragblend.engine.selection import policy_named
 from ragblend.engine.trace import Trace, TraceEvent

@@ -3,7 +3,7 @@
 from ragblend.app.hood import KINDS, NO_PROFILE, breakdown_of, counts_of, full_prefill, segments_of
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import DeviceProfile, Tier
-from ragblend.engine.prompt import Chunk, Literal, Prompt, with_ids
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.kvstore.policy import PrefillProfile
 

@@ -24,7 +24,7 @@ from ragblend.app.jobs import JobQueue
 from ragblend.app.removal import remove_document
 from ragblend.app.retrieval import search
 from ragblend.app.workspace import Workspaces
-from ragblend.engine.gate import GateVerdict
+from ragblend.engine.model.gate import GateVerdict
 from ragblend.integrations.chroma import apart
 from ragblend.integrations.finding import MINIMUM
 from ragblend.kvstore.errors import StoreFullError, StoreLockedError

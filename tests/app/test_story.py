@@ -83,7 +83,7 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
 def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace, tmp_path, monkeypatch):
     """As on an accelerator, where there is something to gain."""
     from ragblend.engine import engine as engines
-    from ragblend.engine import speculation
+    from ragblend.engine.scheduling import speculation
 
     reranker = make_cross_encoder(tmp_path / "reranker", [TIDES, BELL, QUESTION])
     opened = workspace.workspaces.under(workspace.settings.changed({"reranker": str(reranker), "top_k": 2}))

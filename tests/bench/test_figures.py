@@ -12,7 +12,7 @@ from ragblend.app.bench.figures import PASSAGES, QUESTIONS_A_SET, figure_questio
 from ragblend.app.bench.prefilling import continued, timed_prefill
 from ragblend.app.bench.quality import build_prompt
 from ragblend.app.bench.variants import Variant
-from ragblend.engine.figures import contains
+from ragblend.engine.prompts.figures import contains
 from ragblend.kvstore.errors import UsageError
 
 

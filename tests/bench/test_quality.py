@@ -143,7 +143,7 @@ def test_what_is_stored_with_another_codec_is_encoded_anew(
 
 
 def codec_of(engine, key, text):
-    from ragblend.engine.prompt import Chunk
+    from ragblend.engine.prompts.segments import Chunk
 
     (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "why?")).chunks
     with engine.store.open_chunk(key, chunk.token_ids) as reader:

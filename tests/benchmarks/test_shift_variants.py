@@ -4,7 +4,7 @@ import pytest
 from bench_fixtures import some_text
 
 from benchmarks.shift_variants import VARIANT
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 from ragblend.engine.selection import added, policy_named
 from ragblend.kvstore.errors import UsageError
 

@@ -12,8 +12,8 @@ from waiting import until
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.nodes import Nodes
-from ragblend.engine.order import Claim
-from ragblend.engine.session import Session
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.scheduling.order import Claim
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -380,7 +380,7 @@ def test_answers_go_on_while_a_framework_encodes(fresh, monkeypatch):
     """It took the device alone for each passage: before the first it waited for all answers, and then they for it."""
     engine, begun, done, tokens = fresh.engine, threading.Event(), threading.Event(), [0]
     engine.encode(TEXTS[:1])
-    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", 0.0)
 
     def answer() -> None:
         with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:

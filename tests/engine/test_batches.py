@@ -5,7 +5,8 @@ import torch
 from benches import chat, largest_error, make_prompt, make_text, pairs
 from test_prompts import _EmptyIsNaN
 
-from ragblend.engine import attention, cache, fusion
+from ragblend.engine import cache, fusion
+from ragblend.engine.model import attention
 from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(4)]

@@ -6,9 +6,9 @@ import pytest
 from benches import make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine.chat import chat
-from ragblend.engine.prompt import Message
-from ragblend.engine.tokenizing import Tokenizing
+from ragblend.engine.prompts.chat import chat
+from ragblend.engine.prompts.segments import Message
+from ragblend.engine.prompts.tokenizing import Tokenizing
 from ragblend.kvstore.errors import PromptError
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"

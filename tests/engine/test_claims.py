@@ -7,8 +7,8 @@ from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.prefill import Request, claim_of
+from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import policy_named
-from ragblend.engine.session import Session
 
 TEXTS = [make_text(seed, words=30) for seed in range(3)]
 

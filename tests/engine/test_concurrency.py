@@ -11,7 +11,7 @@ from benches import make_prompt, make_text
 from waiting import until
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.scheduler import DeviceQueue
+from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.nodes import NodeIndex
@@ -234,7 +234,7 @@ def test_eight_threads_get_their_own_answers(stored, serves):
 
 def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serves, monkeypatch):
     """Each has its own cache, plan and probes: nothing of one is another's, wherever they are interleaved."""
-    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", SHORT_S)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", SHORT_S)
     prompts = [make_prompt([TEXTS[(n + i) % 6] for i in range(4)], suffix=f" Which {n}?") for n in range(6)]
     methods = ["probe-shift", "full", "reuse", "cacheblend", "a3", "prophet"]
     engine, handed = stored.engine, []
@@ -268,7 +268,7 @@ def counted(give_way, handed):
 
 def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypatch):
     """The second request came in the middle of the first answer, and used to wait for its end."""
-    monkeypatch.setattr("ragblend.engine.scheduler.SLICE_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", 0.0)
     engine, said, second = stored.engine, [], []
 
     def ask_too():

@@ -10,7 +10,7 @@ from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import reference_logits
 
 from ragblend import Engine, Literal, Prompt
-from ragblend.engine.grammar import Grammar, json_grammar
+from ragblend.engine.decoding.grammar import Grammar, json_grammar
 from ragblend.kvstore.errors import UsageError
 
 PERSON = {

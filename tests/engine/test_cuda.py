@@ -7,14 +7,14 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
-from ragblend.engine.device import recorded
+from ragblend.engine.decoding.eviction import evict
+from ragblend.engine.decoding.few_rows import FewRows, RecordedRows
+from ragblend.engine.decoding.steps import Choice, ModelSteps, measure_steps
 from ragblend.engine.engine import Engine
-from ragblend.engine.eviction import evict
-from ragblend.engine.few_rows import FewRows, RecordedRows
+from ragblend.engine.model.device import recorded
+from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import by_attention, static
 from ragblend.engine.selection.static import nearness_to_beginning
-from ragblend.engine.session import Session
-from ragblend.engine.steps import Choice, ModelSteps, measure_steps
 from ragblend.kvstore.errors import Cancelled, DeviceError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")

@@ -6,7 +6,7 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine import decode
+from ragblend.engine.decoding import loop as decode
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(3)]

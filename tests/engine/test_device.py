@@ -7,11 +7,11 @@ import pytest
 import torch
 from benches import make_prompt, make_text
 
-from ragblend.engine import device
 from ragblend.engine.cache import FusedLayer
-from ragblend.engine.device import MpsTransfers, TransferStream, pick_device, pick_dtype
 from ragblend.engine.loader import StagedLoader
-from ragblend.engine.model import load
+from ragblend.engine.model import device
+from ragblend.engine.model.device import MpsTransfers, TransferStream, pick_device, pick_dtype
+from ragblend.engine.model.load import load
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import DeviceError, UsageError
 

@@ -6,10 +6,10 @@ from benches import chat, largest_error, make_prompt, make_text
 from torch import nn
 from transformers import AttentionInterface
 
-from ragblend.engine.attention import EAGER, NAME
-from ragblend.engine.decoder import FULL
-from ragblend.engine.eviction import KERNEL, WINDOW_ROWS, evict
-from ragblend.engine.session import Session
+from ragblend.engine.decoding.eviction import KERNEL, WINDOW_ROWS, evict
+from ragblend.engine.model.attention import EAGER, NAME
+from ragblend.engine.model.decoder import FULL
+from ragblend.engine.prompts.session import Session
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 TEXTS = [make_text(seed, words=30) for seed in range(3)]

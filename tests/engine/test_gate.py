@@ -5,11 +5,11 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
-from ragblend.engine import decoder as decoder_module
-from ragblend.engine import gate
-from ragblend.engine.attention import register
-from ragblend.engine.decoder import TransformersDecoder
-from ragblend.engine.gate import TOLERANCE, run_gate
+from ragblend.engine.model import decoder as decoder_module
+from ragblend.engine.model import gate
+from ragblend.engine.model.attention import register
+from ragblend.engine.model.decoder import TransformersDecoder
+from ragblend.engine.model.gate import TOLERANCE, run_gate
 from ragblend.engine.selection import METHODS
 
 IDS = list(range(40, 160))

@@ -7,8 +7,8 @@ import huggingface_hub.constants
 import pytest
 from hub_server import serve_hub
 
-from ragblend.engine import hub
-from ragblend.engine.files import find_model
+from ragblend.engine.model import hub
+from ragblend.engine.model.checkpoints import find_model
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 
 NAME = "anna/tiny"

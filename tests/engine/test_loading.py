@@ -14,9 +14,9 @@ import pytest
 from benches import make_prompt
 
 from ragblend import Engine
-from ragblend.engine import files
-from ragblend.engine.convert import _make
-from ragblend.engine.files import file_digest
+from ragblend.engine.model import checkpoints as files
+from ragblend.engine.model.checkpoints import file_digest
+from ragblend.engine.model.convert import _make
 from ragblend.kvstore.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -228,7 +228,7 @@ def test_without_a_disk_to_write_to_a_file_is_hashed_all_the_same(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "file").write_bytes(b"weights")
-    monkeypatch.setattr("ragblend.engine.files.replace_durably", full)
+    monkeypatch.setattr("ragblend.engine.model.checkpoints.replace_durably", full)
     assert file_digest(tmp_path / "file", tmp_path / "ledger.json") == hashlib.sha256(b"weights").hexdigest()
 
 
@@ -287,7 +287,7 @@ def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_pa
 
 def test_a_gate_that_could_not_be_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
     """Out of memory today is no reason to refuse the model for ever."""
-    from ragblend.engine import gate
+    from ragblend.engine.model import gate
 
     bench = fresh_bench_for("llama", home=tmp_path / "h")
     with monkeypatch.context() as broken:

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from waiting import at_once
 
-from ragblend.engine.model import load
+from ragblend.engine.model.load import load
 from ragblend.integrations.embeddings import MiniLMEmbedder
 
 
@@ -31,7 +31,7 @@ def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> 
 
 IMPORTS = """
 import sys, threading, time
-from ragblend.engine.device import loading_alone
+from ragblend.engine.model.device import loading_alone
 
 begun = threading.Event()
 

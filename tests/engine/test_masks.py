@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ragblend.engine import attention
-from ragblend.engine.attention import position_mask, rows_attention, tiles
+from ragblend.engine.model import attention
+from ragblend.engine.model.attention import position_mask, rows_attention, tiles
 
 TOKENS = 400
 

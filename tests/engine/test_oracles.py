@@ -4,7 +4,7 @@ import pytest
 import torch
 from benches import PREFIX, chat, largest_error, make_prompt, make_text, pairs
 
-from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Policy
 from ragblend.kvstore.errors import PromptError
 

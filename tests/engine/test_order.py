@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 
-from ragblend.engine.order import WINDOW, Claim, Order
+from ragblend.engine.scheduling.order import WINDOW, Claim, Order
 
 
 def asks(cached=0, new=100, client="", chunks=None, **more):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ragblend.engine import packing
-from ragblend.engine.packing import MOST_ROWS, PackedLinear, pack, packs
+from ragblend.engine.model import packing
+from ragblend.engine.model.packing import MOST_ROWS, PackedLinear, pack, packs
 
 needs_onednn = pytest.mark.skipif(not packs(), reason="this processor does not compute bfloat16 with oneDNN")
 

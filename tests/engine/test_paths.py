@@ -8,10 +8,10 @@ import torch
 from benches import PREFIX, chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine import scheduler
-from ragblend.engine.paths import JOINT_TOKENS
+from ragblend.engine.prompts.paths import JOINT_TOKENS
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.scheduling import queue as scheduler
 from ragblend.engine.selection import METHODS
-from ragblend.engine.session import Session
 from ragblend.kvstore.blob import open_verified
 from ragblend.kvstore.keys import ChunkKey
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
 from ragblend.engine.plan import Kind
-from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.selection import BLIND, ByAttention, by_attention
 from ragblend.engine.selection.base import Attention, fresh_rows
 from ragblend.kvstore.errors import Cancelled

@@ -8,7 +8,8 @@ from benches import PREFIX, SUFFIX, largest_error, make_prompt, make_text, pairs
 from tiny_models import reference_kv
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine import attention, cache
+from ragblend.engine import cache
+from ragblend.engine.model import attention
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import PromptTooLongError

@@ -8,8 +8,8 @@ from benches import make_prompt, make_text
 from waiting import until
 
 from ragblend.engine import runtime as runtime_module
-from ragblend.engine.decoder import TransformersDecoder
-from ragblend.engine.session import Session
+from ragblend.engine.model.decoder import TransformersDecoder
+from ragblend.engine.prompts.session import Session
 from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(3)]

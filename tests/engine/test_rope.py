@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.engine.rope import HALF, INTERLEAVED, UNROTATED, Rope, move_keys, move_keys_
+from ragblend.engine.model.rope import HALF, INTERLEAVED, UNROTATED, Rope, move_keys, move_keys_
 
 HEADS, TOKENS, SIZE = 2, 7, 16
 

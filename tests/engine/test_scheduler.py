@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 from waiting import until
 
-from ragblend.engine.order import Claim
-from ragblend.engine.scheduler import Chores, DeviceQueue, Worth
+from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import Chores, DeviceQueue, Worth
 from ragblend.kvstore.errors import Cancelled
 
 
@@ -82,7 +82,7 @@ def test_who_has_begun_goes_on_behind_its_deadline():
 
 def test_work_in_the_background_begins_when_no_next_call_comes(monkeypatch):
     """Between two calls of one program it would be stopped again, and have taken the cores from retrieval."""
-    monkeypatch.setattr("ragblend.engine.scheduler.PAUSE_S", 0.5)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.5)
     queue, order = DeviceQueue(), []
 
     def works():
@@ -120,7 +120,7 @@ def test_chores_run_in_order_and_survive_a_failing_one(caplog):
 
 
 def test_what_waits_is_not_added_again_and_there_is_a_most_of_it(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduler.MOST_WAITING", 3)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.MOST_WAITING", 3)
     chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
     chores.add(lambda: (begun.set(), go.wait(60)))
     assert begun.wait(10)
@@ -191,7 +191,7 @@ def test_at_the_end_of_a_process_what_stores_is_done_and_the_rest_is_dropped():
 
 
 def test_what_was_not_stored_in_the_time_that_there_is_is_told(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduler.LAST_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.LAST_S", 0.0)
     left = []
     chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
     chores.add(lambda: (begun.set(), go.wait(60)))

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from ragblend import Engine, Literal
-from ragblend.engine.grammar import json_grammar
-from ragblend.engine.prompt import Message
+from ragblend.engine.decoding.grammar import json_grammar
+from ragblend.engine.prompts.segments import Message
 
 IS_FULL = os.environ.get("SCHEMAS") == "full"
 TEXT, NUMBER, WHOLE, TRUTH = {"type": "string"}, {"type": "number"}, {"type": "integer"}, {"type": "boolean"}

@@ -7,7 +7,7 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.second_look import SecondLook
+from ragblend.engine.decoding.second_look import SecondLook
 from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -78,7 +78,7 @@ def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monk
     engine.encode(TEXTS)
     fused = engine.generate(prompt, method="probe-shift:sure=0", max_new_tokens=8)
     assert fused.report.read_again_at is None
-    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
     monkeypatch.setattr(type(engine.runtime.choice.steps), "guessed", guessed, raising=False)
     result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
     assert result.report.read_again_at == 2
@@ -88,7 +88,7 @@ def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monk
 def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
     engine = fresh.engine
     engine.encode(TEXTS)
-    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
     for method, ratio in (("full", 0.15), ("exact", 0.15), ("probe-shift", 1.0), ("reuse", 0.15)):
         result = engine.generate(make_prompt(TEXTS), method=method, ratio=ratio, max_new_tokens=4)
         assert result.report.read_again_at is None, method
@@ -101,7 +101,7 @@ def test_a_prefilled_prompt_can_be_answered_again_from_its_end(fresh, monkeypatc
     engine.encode(TEXTS)
     prefilled = engine.prefill(make_prompt(TEXTS), method="probe-shift")
     before = engine.continue_logits(prefilled, (5, 6, 7))
-    monkeypatch.setattr("ragblend.engine.decode.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
     first, again = (engine.decode(prefilled, max_new_tokens=6) for _ in range(2))
     assert first.token_ids == again.token_ids and again.report.read_again_at == 2
     assert torch.equal(engine.continue_logits(prefilled, (5, 6, 7)), before)

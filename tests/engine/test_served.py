@@ -16,8 +16,8 @@ from waiting import until
 
 from ragblend.engine.completions import Completions
 from ragblend.engine.engine import Engine
-from ragblend.engine.gate import TEXT
-from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.model.gate import TEXT
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.served import ServedNodes
 from ragblend.kvstore.errors import (
     Cancelled,

@@ -4,7 +4,7 @@ import pytest
 from benches import largest_error, make_text
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.session import Session
+from ragblend.engine.prompts.session import Session
 
 TEXTS = [make_text(seed, words=30) for seed in range(4)]
 FIRST = [Literal("Passages: read them all.\n\n"), Chunk(TEXTS[0]), Literal("\n\n"), Chunk(TEXTS[1])]

@@ -14,7 +14,7 @@ from shared_servers import RedisNames, free_port, proxy_to
 from test_controller import profile
 
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 
 TEXTS = [make_text(seed, words=30) for seed in range(4)]
 PROMPT = make_prompt(TEXTS)

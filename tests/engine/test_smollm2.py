@@ -10,11 +10,11 @@ import torch
 from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine import convert
-from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, pack_weights
-from ragblend.engine.fourbit import FourBit
-from ragblend.engine.steps import measure_steps
+from ragblend.engine.decoding.eightbit import EightBit
+from ragblend.engine.decoding.few_rows import FewRows, pack_weights
+from ragblend.engine.decoding.fourbit import FourBit
+from ragblend.engine.decoding.steps import measure_steps
+from ragblend.engine.model import convert
 from ragblend.kvstore.layout import value_files
 
 PASSAGES = [

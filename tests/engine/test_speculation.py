@@ -7,7 +7,7 @@ import pytest
 from benches import make_prompt, make_text
 
 from ragblend.engine import engine as engine_module
-from ragblend.engine import speculation
+from ragblend.engine.scheduling import speculation
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]

@@ -14,17 +14,17 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
-from ragblend.engine import few_rows
-from ragblend.engine import steps as steps_module
-from ragblend.engine.eightbit import EightBit, eight_bit
-from ragblend.engine.few_rows import FewRows, RecordedRows, pack_weights
-from ragblend.engine.fourbit import FourBit, four_bit
-from ragblend.engine.grammar import Grammar, json_grammar
-from ragblend.engine.lookup import Lookup
-from ragblend.engine.model import was_quantized
-from ragblend.engine.session import Session
-from ragblend.engine.steps import Choice, ModelSteps, StepsVerdict, measure_steps
-from ragblend.engine.tools import call_format, tools_grammar
+from ragblend.engine.decoding import few_rows
+from ragblend.engine.decoding import steps as steps_module
+from ragblend.engine.decoding.eightbit import EightBit, eight_bit
+from ragblend.engine.decoding.few_rows import FewRows, RecordedRows, pack_weights
+from ragblend.engine.decoding.fourbit import FourBit, four_bit
+from ragblend.engine.decoding.grammar import Grammar, json_grammar
+from ragblend.engine.decoding.lookup import Lookup
+from ragblend.engine.decoding.steps import Choice, ModelSteps, StepsVerdict, measure_steps
+from ragblend.engine.model.load import was_quantized
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.prompts.tools import call_format, tools_grammar
 from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -288,7 +288,7 @@ def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_pa
     choice_for().measured()
     kept = {name: path.read_bytes() for name, path in files(tmp_path).items()}
     with monkeypatch.context() as patched:
-        patched.setattr("ragblend.engine.few_rows.available_bytes", lambda: 1000)
+        patched.setattr("ragblend.engine.decoding.few_rows.available_bytes", lambda: 1000)
         choice = choice_for()
         assert choice.is_open and not choice.takes_rows()
         choice.measured()
@@ -597,8 +597,8 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
 @pytest.mark.parametrize("pack", [four_bit, eight_bit])
 def test_a_large_weight_is_left_in_its_middle(pack, monkeypatch):
     """An output layer takes seconds: a question that comes meanwhile does not wait for them."""
-    monkeypatch.setattr("ragblend.engine.fourbit.BLOCK_WEIGHTS", 64 * 64)
-    monkeypatch.setattr("ragblend.engine.eightbit.BLOCK_ROWS", 64)
+    monkeypatch.setattr("ragblend.engine.decoding.fourbit.BLOCK_WEIGHTS", 64 * 64)
+    monkeypatch.setattr("ragblend.engine.decoding.eightbit.BLOCK_ROWS", 64)
     weight, asked = torch.randint(0, 16, (256, 64)).float(), []
 
     def go_on():

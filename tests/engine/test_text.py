@@ -5,8 +5,8 @@ from tiny_models import BOS, END, make_tokenizer
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DecodeOptions
-from ragblend.engine.text import TextStream, text_of
-from ragblend.engine.tokenizing import Tokenizing
+from ragblend.engine.decoding.text import TextStream, text_of
+from ragblend.engine.prompts.tokenizing import Tokenizing
 from ragblend.kvstore.errors import PromptError, UsageError
 
 SENTENCES = [

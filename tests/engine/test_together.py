@@ -10,10 +10,10 @@ import torch
 from benches import largest_error, make_prompt, make_text
 from waiting import until
 
-from ragblend.engine.few_rows import FewRows
-from ragblend.engine.grammar import json_grammar
-from ragblend.engine.order import Claim
-from ragblend.engine.scheduler import DeviceQueue
+from ragblend.engine.decoding.few_rows import FewRows
+from ragblend.engine.decoding.grammar import json_grammar
+from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(6)]

@@ -7,9 +7,9 @@ from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import TEMPLATE, TOOLS_TEMPLATE
 
 from ragblend import Chunk, Literal
-from ragblend.engine.chat import chat
-from ragblend.engine.prompt import Message, ToolCall
-from ragblend.engine.tools import Words, call_format, check_tools, said_in, tools_grammar
+from ragblend.engine.prompts.chat import chat
+from ragblend.engine.prompts.segments import Message, ToolCall
+from ragblend.engine.prompts.tools import Words, call_format, check_tools, said_in, tools_grammar
 from ragblend.kvstore.errors import PromptError, UnsupportedModelError, UsageError
 
 # SmolLM2's way (a list in one pair of tags), and Llama's (no tags, one call).

@@ -8,7 +8,7 @@ import torch
 from benches import Bench, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine.session import Session
+from ragblend.engine.prompts.session import Session
 from ragblend.kvstore.errors import Cancelled, UnknownChunkError
 
 TEXTS = [make_text(seed) for seed in range(3)]

@@ -14,7 +14,7 @@ from ragblend.app.conversation import AskOptions
 from ragblend.app.desk import Desk
 from ragblend.app.ingest import ingest
 from ragblend.app.workspace import Workspace
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.integrations.chroma import apart
 
 SIZE = 64

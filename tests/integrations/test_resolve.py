@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ragblend.engine.prompt import Chunk, Literal
+from ragblend.engine.prompts.segments import Chunk, Literal
 from ragblend.integrations.passages import Passage, PassageRegistry
 from ragblend.integrations.resolve import found_in, segments
 

@@ -18,7 +18,7 @@ from ragblend.app.serve.application import STATUSES
 from ragblend.app.serve.bodies import ChatBody
 from ragblend.app.serve.errors import KNOWN, ApiError
 from ragblend.app.serve.service import Limits
-from ragblend.engine.decoder import TransformersDecoder
+from ragblend.engine.model.decoder import TransformersDecoder
 
 HI = [{"role": "user", "content": "Hi."}]
 CHAT, TEXT, ASK = "/v1/chat/completions", "/v1/completions", "/v1/rag/ask"

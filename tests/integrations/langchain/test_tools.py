@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
-from ragblend.engine.grammar import json_grammar
+from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM
 from ragblend.integrations.langchain.messages import turns_of
 from ragblend.integrations.langchain.tools import openai_tools

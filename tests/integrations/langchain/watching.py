@@ -8,7 +8,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.prompt import Message, Segment
+from ragblend.engine.prompts.segments import Message, Segment
 from ragblend.engine.results import Result
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}

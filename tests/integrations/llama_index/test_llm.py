@@ -9,7 +9,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 
 from ragblend import Chunk, Literal
-from ragblend.engine.prompt import Message
+from ragblend.engine.prompts.segments import Message
 from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.integrations.passages import Passage
 

@@ -16,7 +16,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ragblend import Chunk, Literal
-from ragblend.engine.prompt import Message
+from ragblend.engine.prompts.segments import Message
 from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
 from ragblend.integrations.llama_index.nodes import passage_of
 

@@ -12,9 +12,9 @@ import pytest
 from vllm_helpers import QUESTION, STORED, counted, listening_on, passage
 
 from ragblend.engine import config
+from ragblend.engine.decoding.grammar import Grammar, json_grammar
 from ragblend.engine.engine import Engine
-from ragblend.engine.grammar import Grammar, json_grammar
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
 
 

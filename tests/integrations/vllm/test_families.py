@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 from vllm_helpers import QUESTION, SHAPE, passage, serve
 
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 
 FAMILIES = ("llama", "llama-llama3", "qwen2", "qwen3", "mistral", "gemma3")
 TEXTS = [passage(number) for number in range(4)]

@@ -8,7 +8,7 @@ import tiny_models
 from vllm_helpers import QUESTION, SHAPE, STORED, listening_on, passage, post
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["a key head each", "one key head for both"])

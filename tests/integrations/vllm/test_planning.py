@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.planning import (
     MOST_ENCODED,

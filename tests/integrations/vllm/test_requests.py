@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm_helpers import QUESTION, passage
 
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 
 TEXTS = [passage(number) for number in range(6)]
 

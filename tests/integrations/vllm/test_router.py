@@ -17,7 +17,7 @@ from shared_servers import free_port, redis_server  # noqa: F401
 from vllm_helpers import QUESTION, SHAPE, STORED, listening_on
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompt import Chunk, Literal, Prompt
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 
 LATEST_S = 120
 

@@ -10,7 +10,7 @@ from shared_servers import RedisNames, proxy_to, redis_server  # noqa: F401
 from vllm_helpers import QUESTION, SHAPE, passage, serve
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 
 TEXTS = [passage(number) for number in range(4)]
 

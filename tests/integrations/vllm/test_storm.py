@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from vllm_helpers import QUESTION, SHAPE, passage, serve
 
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 from ragblend.kvstore.keys import ChunkKey
 
 REQUESTS, AT_ONCE, TOKENS, BLOCK = 400, 8, 24, 32

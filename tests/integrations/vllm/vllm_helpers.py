@@ -20,7 +20,7 @@ from typing import Any
 import tiny_models
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompt import Chunk
+from ragblend.engine.prompts.segments import Chunk
 
 # Before vLLM is imported: one process, on a memory that every machine has, and no thread bound to a core.
 os.environ |= {

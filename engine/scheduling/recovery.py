@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ragblend.engine.decode import OnText
+from ragblend.engine.decoding.loop import OnText
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import DeviceError
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from ragblend.engine.cache import FusedCache
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.plan import Span
-from ragblend.engine.prompt import Chunk, Prompt
+from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Asking, Worth, patient
+from ragblend.engine.scheduling.queue import Asking, Worth, patient
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW

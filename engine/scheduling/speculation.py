@@ -13,7 +13,7 @@ from contextlib import suppress
 from ragblend.engine.prefill import Request, claim_of, prefill
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Cancel
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import Closing
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.device import available_bytes
+from ragblend.engine.model.device import available_bytes
 
 MOST_ROWS = 256
 TYPICAL_ROWS = 64  # for which oneDNN is asked to choose the order

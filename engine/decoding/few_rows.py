@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from ragblend.engine.cache import FusedCache, FusedLayer
-from ragblend.engine.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
-from ragblend.engine.device import available_bytes, recorded
-from ragblend.engine.eightbit import EightBit, eight_bit
-from ragblend.engine.fourbit import FourBit, four_bit, multiplies_four_bit
-from ragblend.engine.order import MOST_BEGUN
-from ragblend.engine.rope import HALF
+from ragblend.engine.decoding.eightbit import EightBit, eight_bit
+from ragblend.engine.decoding.fourbit import FourBit, four_bit, multiplies_four_bit
+from ragblend.engine.model.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
+from ragblend.engine.model.device import available_bytes, recorded
+from ragblend.engine.model.rope import HALF
+from ragblend.engine.scheduling.order import MOST_BEGUN
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import (
+from ragblend.engine.model.attention import (
     EAGER,
     NAME,
     Collect,
@@ -25,7 +25,7 @@ from ragblend.engine.attention import (
     seen_mask,
     tiles,
 )
-from ragblend.engine.rope import HALF, Rope
+from ragblend.engine.model.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoder import Decoder
+from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.plan import Span
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.memory import HeldChunk
 
 TEMPLATE_TOKENS = 8  # that stand before an answer, and not where it is repeated

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragblend.engine.grammar import MAX_SCHEMA_CHARS, Grammar, checked, json_rule
-from ragblend.engine.prompt import ToolCall
+from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, checked, json_rule
+from ragblend.engine.prompts.segments import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MOST_CALLS = 8  # in one answer: small models repeat themselves

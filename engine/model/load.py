@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.attention import EAGER, NAME, register
-from ragblend.engine.convert import converted, converted_tokenizer, is_converted
-from ragblend.engine.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
-from ragblend.engine.device import loading_alone
-from ragblend.engine.files import find_model, tokenizer_digest, weights_digest
-from ragblend.engine.packing import pack
+from ragblend.engine.model.attention import EAGER, NAME, register
+from ragblend.engine.model.checkpoints import find_model, tokenizer_digest, weights_digest
+from ragblend.engine.model.convert import converted, converted_tokenizer, is_converted
+from ragblend.engine.model.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
+from ragblend.engine.model.device import loading_alone
+from ragblend.engine.model.packing import pack
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import (
     CorruptModelError,

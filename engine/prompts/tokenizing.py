@@ -5,11 +5,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ragblend.engine.chat import chat
-from ragblend.engine.prompt import Chunk, Literal, Message, Prompt, Segment, with_ids
+from ragblend.engine.prompts.chat import chat
+from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt, Segment, with_ids
 
 if TYPE_CHECKING:
-    from ragblend.engine.figure_rows import FigureFinder, FigureRows
+    from ragblend.engine.prompts.figure_rows import FigureFinder, FigureRows
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
 OPENING = "Passages:\n\n"
@@ -66,7 +66,9 @@ class Tokenizing:
 
     @cached_property
     def _figure_finder(self) -> "FigureFinder":
-        from ragblend.engine.figure_rows import FigureFinder  # it needs torch, which the words in here do not
+        from ragblend.engine.prompts.figure_rows import (
+            FigureFinder,  # it needs torch, which the words in here do not
+        )
 
         return FigureFinder(self.tokenizer)
 

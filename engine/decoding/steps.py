@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoder import Decoder
-from ragblend.engine.device import device_name, transfer_stream
-from ragblend.engine.eightbit import EightBit
-from ragblend.engine.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights, rows_of
-from ragblend.engine.fourbit import FourBit
+from ragblend.engine.decoding.eightbit import EightBit
+from ragblend.engine.decoding.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights, rows_of
+from ragblend.engine.decoding.fourbit import FourBit
+from ragblend.engine.model.decoder import Decoder
+from ragblend.engine.model.device import device_name, transfer_stream
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably

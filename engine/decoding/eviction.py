@@ -10,10 +10,10 @@ where keys stand. Cost: the last rows pass through the layers once more, after t
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.attention import Collector
 from ragblend.engine.cache import Append, FusedCache, Scatter
-from ragblend.engine.decoder import FULL, Decoder
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.model.attention import Collector
+from ragblend.engine.model.decoder import FULL, Decoder
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
 
 WINDOW_ROWS = 32

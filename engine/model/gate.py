@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ragblend.engine.attention import Collect
 from ragblend.engine.cache import FusedCache, NewKV, Scatter
 from ragblend.engine.config import DEFAULT_METHOD
-from ragblend.engine.decoder import Decoder, RowBlock
-from ragblend.engine.device import transfer_stream
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import loader_of
+from ragblend.engine.model.attention import Collect
+from ragblend.engine.model.decoder import Decoder, RowBlock
+from ragblend.engine.model.device import transfer_stream
+from ragblend.engine.model.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.files import make_private_folder, replace_durably

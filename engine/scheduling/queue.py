@@ -17,7 +17,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
-from ragblend.engine.order import Claim, Order, Ticket
+from ragblend.engine.scheduling.order import Claim, Order, Ticket
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")

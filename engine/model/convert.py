@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ragblend.engine.files import file_digest
+from ragblend.engine.model.checkpoints import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 from ragblend.kvstore.files import make_private_folder, sync_file, sync_folder
@@ -117,7 +117,7 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    from ragblend.engine.device import loading_alone
+    from ragblend.engine.model.device import loading_alone
 
     with loading_alone(shows_bars=True), _named_errors(gguf):
         model = AutoModelForCausalLM.from_pretrained(

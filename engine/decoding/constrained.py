@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.grammar import Grammar, library
+from ragblend.engine.decoding.grammar import Grammar, library
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MAX_CLOSING_TOKENS = 512  # an end that is further away than that is not looked for

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
-from ragblend.engine.constrained import Constraint
-from ragblend.engine.decoder import regime_tokens
-from ragblend.engine.eviction import evict
-from ragblend.engine.figures import figures_in, unsupported_figures
-from ragblend.engine.lookup import Lookup
-from ragblend.engine.model import end_ids
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.decoding.constrained import Constraint
+from ragblend.engine.decoding.eviction import evict
+from ragblend.engine.decoding.lookup import Lookup
+from ragblend.engine.decoding.second_look import SecondLook
+from ragblend.engine.decoding.text import TextStream, text_of
+from ragblend.engine.model.decoder import regime_tokens
+from ragblend.engine.model.load import end_ids
+from ragblend.engine.prompts.figures import figures_in, unsupported_figures
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduler import Turn, Worth
-from ragblend.engine.second_look import SecondLook
-from ragblend.engine.text import TextStream, text_of
+from ragblend.engine.scheduling.queue import Turn, Worth
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 OnToken = Callable[[int], None]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ragblend.engine.prompt import Literal, Message, Prompt, Segment
+from ragblend.engine.prompts.segments import Literal, Message, Prompt, Segment
 from ragblend.kvstore.errors import PromptError
 
 _TURN_GAP = "\n\n"

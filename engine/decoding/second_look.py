@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ragblend.engine.prompt import Prompt
+from ragblend.engine.prompts.segments import Prompt
 
 NEAR_TOKENS = 12
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ragblend.engine.hub import download, is_hub_id, local_copy
+from ragblend.engine.model.hub import download, is_hub_id, local_copy
 from ragblend.kvstore.errors import ModelNotFoundError, TokenizerMissingError
 from ragblend.kvstore.files import make_private_folder, replace_durably
 
