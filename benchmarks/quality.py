@@ -21,6 +21,7 @@ from ragblend.app.bench import quality as measured
 from ragblend.app.bench.data import Question
 from ragblend.app.bench.quality_report import Others, with_all
 from ragblend.app.bench.records import Record
+from ragblend.app.bench.requests import QualityRequest
 from ragblend.app.bench.sources import Source
 from ragblend.app.bench.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
 from ragblend.app.cli import main
@@ -39,7 +40,7 @@ ORACLE = "transplant"
 
 @command(app, "quality")
 def quality(
-    cli: Cli, source: Source, request: product.QualityRequest, generate: Generate = None, form: Form = None
+    cli: Cli, source: Source, request: QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT

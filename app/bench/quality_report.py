@@ -18,7 +18,7 @@ from ragblend.app.cli_progress import progress_bar
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.bench.cli import QualityRequest
+    from ragblend.app.bench.requests import QualityRequest
     from ragblend.engine.engine import Engine
 
 ANSWER_TOKENS = 32

@@ -27,7 +27,7 @@ from ragblend.app.timeline import SUFFIXES, write_timeline
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.bench.cli import TtftRequest
+    from ragblend.app.bench.requests import TtftRequest
     from ragblend.engine.config import Report, Timings
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
