@@ -123,7 +123,7 @@ bench-peers: $(VENV)/.installed-dev $(if $(findstring llama.cpp,$(PEERS)),$(LLAM
 	    --python llama.cpp=$(LLAMACPP_VENV)/bin/python --python vllm=$(VLLM_VENV)/bin/python
 
 bench-check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/engine/test_work.py tests/bench/test_figures_kept.py
+	$(BIN)/python -m pytest tests/engine/test_work.py tests/quality/test_figures_kept.py
 
 bench-speed: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.measure_speed --home $(BENCH_HOME)

@@ -18,15 +18,15 @@ from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ragblend
-from ragblend.app.answer import Source
-from ragblend.app.cli_common import Terminal
-from ragblend.app.conversation import ANY, AskOptions, Conversations
-from ragblend.app.retrieval import check_askable, check_collection
-from ragblend.app.retrieval import search as searched
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.retrieval import check_askable, check_collection
+from ragblend.app.answering.retrieval import search as searched
+from ragblend.app.answering.turn import Turn
+from ragblend.app.cli.common import Terminal
 from ragblend.app.serve.errors import ApiError, api_error
 from ragblend.app.serve.keys import OWNER, Door
 from ragblend.app.serve.service import Admission, Limits
-from ragblend.app.turn import Turn
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError, UsageError

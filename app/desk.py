@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.chats import Chats
-from ragblend.app.conversation import Conversations
-from ragblend.app.jobs import JobQueue
-from ragblend.app.removal import Removed
+from ragblend.app.answering.chats import Chats
+from ragblend.app.answering.conversation import Conversations
+from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.removal import Removed
+from ragblend.app.library.watching import Watcher
 from ragblend.app.settings import Settings
-from ragblend.app.watching import Watcher
 from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.files import Closing
 

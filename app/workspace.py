@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragblend.app.chats import Chats
-from ragblend.app.documents import State
+from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
-from ragblend.app.library import Library
+from ragblend.app.library.documents import State
+from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
 from ragblend.engine.model.checkpoints import find_model
@@ -24,7 +24,7 @@ from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
 
 if TYPE_CHECKING:
-    from ragblend.app.rerank import CrossEncoder
+    from ragblend.app.answering.rerank import CrossEncoder
     from ragblend.engine.engine import Engine
     from ragblend.kvstore.store import KVStore
 
@@ -152,7 +152,7 @@ class Workspaces(Closing):
         patient: who let others pass. Not reentrant. Raises StoreLockedError, naming the process that has it, and
         LibraryError.
         """
-        from ragblend.app.removal import erase_removed
+        from ragblend.app.library.removal import erase_removed
 
         with ExitStack() as held:
             with self._waits(patient):
@@ -267,7 +267,7 @@ class Workspace(Closing):
                 "quality`; take another (docs/methods.md)."
             )
         if self.settings.reranker:
-            from ragblend.app.rerank import find_reranker
+            from ragblend.app.answering.rerank import find_reranker
 
             find_reranker(self.settings.reranker)
 
@@ -290,7 +290,7 @@ class Workspace(Closing):
         name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
         if not name:
             return None
-        from ragblend.app.rerank import CrossEncoder
+        from ragblend.app.answering.rerank import CrossEncoder
 
         queue = self.workspaces.reranking
         return self.workspaces.file(

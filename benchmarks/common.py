@@ -86,7 +86,7 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
 
 def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
     """Mean KL(expected || found) in nats, and the share of places with the same best token; logits (n, vocab)."""
-    from ragblend.app.bench.metrics import kl_divergence, top1_agreement
+    from ragblend.app.quality.metrics import kl_divergence, top1_agreement
 
     return kl_divergence(expected, found), top1_agreement(expected, found)
 

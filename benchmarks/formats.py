@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.bench.data import READING, field_of, read_text
+from ragblend.app.quality.data import READING, field_of, read_text
 from ragblend.kvstore.errors import UsageError
 
 Entry = dict[str, Any]

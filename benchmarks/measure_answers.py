@@ -23,7 +23,7 @@ import typer
 from benchmarks import llama_tokens
 from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
 from ragblend import Chunk, Engine
-from ragblend.app.bench.data import Question, load
+from ragblend.app.quality.data import Question, load
 from ragblend.engine.decoding.few_rows import FewRows
 from ragblend.engine.model.checkpoints import find_model
 

@@ -25,7 +25,7 @@ import typer
 from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_loop, run
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.app.bench.data import Question, load
+from ragblend.app.quality.data import Question, load
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.few_rows import FewRows, PackedWeights, Read
 from ragblend.engine.decoding.fourbit import FourBit

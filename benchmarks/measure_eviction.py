@@ -16,15 +16,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import packed_loop
-from ragblend.app.bench import cli as product
-from ragblend.app.bench.metrics import kl_divergence
-from ragblend.app.bench.prefilling import stored
-from ragblend.app.bench.quality import build_prompt
-from ragblend.app.bench.sources import Source, read
-from ragblend.app.bench.table import number, table_of, text
-from ragblend.app.bench.variants import parse_counts
-from ragblend.app.cli import main
-from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli.common import Cli, command
+from ragblend.app.cli.main import main
+from ragblend.app.quality import cli as product
+from ragblend.app.quality.metrics import kl_divergence
+from ragblend.app.quality.prefilling import stored
+from ragblend.app.quality.quality import build_prompt
+from ragblend.app.quality.sources import Source, read
+from ragblend.app.quality.table import number, table_of, text
+from ragblend.app.quality.variants import parse_counts
 
 app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_exceptions_enable=False)
 

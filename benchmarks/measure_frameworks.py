@@ -132,7 +132,7 @@ def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
     from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-    from ragblend.app.readers import read_document
+    from ragblend.app.library.readers import read_document
     from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
     documents = [

@@ -83,7 +83,7 @@ def main(folder: str, *more: str) -> int:
     make_model(Path(folder), TINY if device == "cpu" else LLAMA_3_8B)
     print(bounds(device), flush=True)
     from benchmarks import measure_decode
-    from ragblend.app.cli import main as ragblend
+    from ragblend.app.cli.main import main as ragblend
 
     given = ["--model", folder, "--home", home, "--output", f"{folder}-ttft"]
     if code := ragblend([*TTFT.split(), *given, *more]):

@@ -26,7 +26,7 @@ from benchmarks.common import Home, Row, dumped, medians, read_json, run, spent
 from benchmarks.matrix import Ask, Program, results_of, served, watched
 from benchmarks.results import PROGRAMS, show_programs
 from ragblend.app import samples
-from ragblend.app.readers import read_document
+from ragblend.app.library.readers import read_document
 
 ANSWER_TOKENS = 8
 QUESTIONS = (

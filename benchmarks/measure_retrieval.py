@@ -18,13 +18,13 @@ from pathlib import Path
 
 from benchmarks.common import run
 from ragblend.app import samples
-from ragblend.app.bench.data import Question, load
-from ragblend.app.bench.metrics import normalise
-from ragblend.app.bench.summary import difference_interval
-from ragblend.app.conversation import LEAST_SCORE
-from ragblend.app.documents import FileFacts, Passage, document_id, node_id
-from ragblend.app.ingest import embed_in_full, take_in
-from ragblend.app.retrieval import search
+from ragblend.app.answering.conversation import LEAST_SCORE
+from ragblend.app.answering.retrieval import search
+from ragblend.app.library.documents import FileFacts, Passage, document_id, node_id
+from ragblend.app.library.ingest import embed_in_full, take_in
+from ragblend.app.quality.data import Question, load
+from ragblend.app.quality.metrics import normalise
+from ragblend.app.quality.summary import difference_interval
 from ragblend.app.settings import SEARCHES, Settings
 from ragblend.app.workspace import Workspace
 

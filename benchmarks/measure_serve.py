@@ -35,7 +35,7 @@ from benchmarks.common import DOCS, FIGURES, Row, between_marks, dumped, markdow
 from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Outcome, Request, System, simulator
 from benchmarks.traces import make_trace
 from ragblend import Chunk, Engine
-from ragblend.app.bench.prefilling import cpu_name
+from ragblend.app.quality.prefilling import cpu_name
 from ragblend.engine import engine as engine_module
 from ragblend.engine.config import resolve_home
 from ragblend.engine.prompts.segments import Prompt

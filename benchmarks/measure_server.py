@@ -69,7 +69,7 @@ class Server:
             for name in names:
                 desk.workspaces.create(name)
             self._keys = {name: known.add(Client(name, (name,))) for name in names}
-        command = [sys.executable, "-m", "ragblend.app.cli", "serve", "--json", "--port", "0"]
+        command = [sys.executable, "-m", "ragblend.app.cli.main", "serve", "--json", "--port", "0"]
         command += ["--home", str(home), "--model", model, "--device", "cpu", "--dtype", dtype]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None

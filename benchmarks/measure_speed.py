@@ -43,8 +43,8 @@ from benchmarks.common import (
     texts,
 )
 from ragblend import Engine
-from ragblend.app.bench.prefilling import cpu_name
-from ragblend.app.bench.ttft import encoded
+from ragblend.app.quality.prefilling import cpu_name
+from ragblend.app.quality.ttft import encoded
 from ragblend.engine.correction import Correction
 from ragblend.engine.decoding.few_rows import HEAD, FewRows, PackedWeights
 from ragblend.engine.model import attention

@@ -21,7 +21,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
     """Seconds until the answer begins on stdout, and seconds of processors until then; the rest is not waited for."""
-    command = [sys.executable, "-m", "ragblend.app.cli", "ask", question, "--home", str(home)]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", "ask", question, "--home", str(home)]
     environment = environment_of_others(PYTHONPATH=str(checkout))
     begun = time.perf_counter()
     with subprocess.Popen(

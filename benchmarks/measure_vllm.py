@@ -89,8 +89,8 @@ def main() -> int:
 def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
-    from ragblend.app.bench.data import load
-    from ragblend.app.bench.figures import QUESTIONS_A_SET, figure_questions
+    from ragblend.app.quality.data import load
+    from ragblend.app.quality.figures import QUESTIONS_A_SET, figure_questions
 
     engine = Engine.open(given.model, given.home, dtype=given.dtype)
     if given.what == "figures":
@@ -365,7 +365,7 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
 def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """What the endpoint and the built-in engine answer by the default method: the same figures, and the right ones?"""
-    from ragblend.app.bench.quality import asked as words
+    from ragblend.app.quality.quality import asked as words
     from ragblend.engine.decoding.steps import ModelSteps
     from ragblend.engine.prompts.figures import contains, figures_in
 
@@ -399,7 +399,7 @@ def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: 
 
 def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
     """Over the first so many questions. everyone: by name, (log-probabilities of the first token, answer) each."""
-    from ragblend.app.bench.metrics import f1
+    from ragblend.app.quality.metrics import f1
 
     rows = {name: found[:count] for name, found in everyone.items()}
     pairs = [

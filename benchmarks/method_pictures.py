@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import DOCS, REPO, AnyHome, run
-from ragblend.app.bench.plots import figure_of
+from ragblend.app.quality.plots import figure_of
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
 
@@ -83,8 +83,8 @@ def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
 def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
     """An engine on the bundled model, and the prompt, its passages stored."""
     from ragblend import Chunk, Engine
-    from ragblend.app.bench.prefilling import stored
-    from ragblend.app.readers import read_document
+    from ragblend.app.library.readers import read_document
+    from ragblend.app.quality.prefilling import stored
     from ragblend.app.samples import documents_folder
 
     texts = []

@@ -26,11 +26,11 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.outputs import LLMResult
 
-from ragblend.app.bench.data import Question
-from ragblend.app.bench.prefilling import BenchError
-from ragblend.app.bench.quality import Measure, Outcome, against_gold, asked
-from ragblend.app.bench.records import Record
-from ragblend.app.bench.variants import Variant
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.prefilling import BenchError
+from ragblend.app.quality.quality import Measure, Outcome, against_gold, asked
+from ragblend.app.quality.records import Record
+from ragblend.app.quality.variants import Variant
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.finding import MINIMUM
 from ragblend.integrations.langchain import ChatRAGBlend

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.common import read_json, run
-from ragblend.app.bench.plots import figure_of
+from ragblend.app.quality.plots import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

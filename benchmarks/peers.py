@@ -248,8 +248,8 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     Left in the home: the model converted.
     """
     from ragblend import Chunk, Engine
-    from ragblend.app.bench.prefilling import environment
-    from ragblend.app.bench.sources import sample_source
+    from ragblend.app.quality.prefilling import environment
+    from ragblend.app.quality.sources import sample_source
     from ragblend.engine.model.checkpoints import find_model
 
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
@@ -283,7 +283,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
     """Where what was asked is kept: by all that it depends on. Raises UsageError for an unknown model."""
-    from ragblend.app.bench.prefilling import computed_by
+    from ragblend.app.quality.prefilling import computed_by
     from ragblend.engine.model.checkpoints import find_model
 
     file = find_model(model)
@@ -321,7 +321,7 @@ def _summary(name: str, answers: list[Row]) -> Row:
 
 
 def _draw(rows: list[Row], path: Path) -> None:
-    from ragblend.app.bench.plots import figure_of
+    from ragblend.app.quality.plots import figure_of
 
     figure = figure_of(8.0, 0.5 * len(rows) + 1.2)
     axes, names = figure.subplots(), [row["case"] for row in rows]

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from benchmarks.questions import Form, Generate, write_questions
-from ragblend.app.bench import cli as product
-from ragblend.app.bench import quality as measured
-from ragblend.app.bench.data import Question
-from ragblend.app.bench.quality_report import Others, with_all
-from ragblend.app.bench.records import Record
-from ragblend.app.bench.requests import QualityRequest
-from ragblend.app.bench.sources import Source
-from ragblend.app.bench.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
-from ragblend.app.cli import main
-from ragblend.app.cli_common import Cli, command
+from ragblend.app.cli.common import Cli, command
+from ragblend.app.cli.main import main
+from ragblend.app.quality import cli as product
+from ragblend.app.quality import quality as measured
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.quality_report import Others, with_all
+from ragblend.app.quality.records import Record
+from ragblend.app.quality.requests import QualityRequest
+from ragblend.app.quality.sources import Source
+from ragblend.app.quality.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import typer
 
 from benchmarks import tasks
 from benchmarks.formats import PASSAGES, convert
-from ragblend.app.bench.cli import engine_arguments
-from ragblend.app.cli import main
-from ragblend.app.cli_common import Cli, command, plural
+from ragblend.app.cli.common import Cli, command, plural
+from ragblend.app.cli.main import main
+from ragblend.app.quality.cli import engine_arguments
 from ragblend.kvstore.errors import UsageError
 
 app = typer.Typer(name="questions", rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -26,8 +26,8 @@ import torch
 import typer
 
 from benchmarks.common import Row, run, spent
-from ragblend.app.bench.memory import HostMeter
-from ragblend.app.cli_progress import progress_bar
+from ragblend.app.cli.bars import progress_bar
+from ragblend.app.quality.memory import HostMeter
 from ragblend.kvstore import store as kvstore_store
 from ragblend.kvstore.blob import Blob, BlobHeader
 from ragblend.kvstore.chunks import ChunkKV, Geometry

@@ -58,7 +58,7 @@ def data_file(entries, tmp_path):
 
 @pytest.fixture
 def questions(data_file):
-    from ragblend.app.bench.data import load
+    from ragblend.app.quality.data import load
 
     return load(data_file).questions
 
@@ -81,7 +81,7 @@ def asked(monkeypatch):
 @pytest.fixture
 def ctrl_c_at(monkeypatch):
     """Has it pressed at that record; gives what was asked of all."""
-    from ragblend.app.bench import quality
+    from ragblend.app.quality import quality
 
     record, calls = quality.record_of, []
 
@@ -103,7 +103,7 @@ def bench(model_folder, home, tmp_path):
     """`ragblend bench` as it is typed: bench(command, argument, ...) over the tiny model, with `out` for results."""
     from typer.testing import CliRunner
 
-    from ragblend.app.bench.cli import bench_app
+    from ragblend.app.quality.cli import bench_app
 
     def run(command, *arguments):
         where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]

@@ -4,8 +4,8 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.cli_common import plural
-from ragblend.app.jobs import Overview
+from ragblend.app.cli.common import plural
+from ragblend.app.library.jobs import Overview
 from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn

@@ -10,12 +10,12 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app import samples
-from ragblend.app.citations import cite
-from ragblend.app.conversation import AskOptions
-from ragblend.app.documents import State
-from ragblend.app.highlight import locate_source
+from ragblend.app.answering.citations import cite
+from ragblend.app.answering.conversation import AskOptions
+from ragblend.app.answering.highlight import locate_source
+from ragblend.app.answering.turn import Turn
+from ragblend.app.library.documents import State
 from ragblend.app.models import Offer, machine_of, offers
-from ragblend.app.turn import Turn
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views

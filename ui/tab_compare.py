@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.comparing import Side, compare
+from ragblend.app.answering.comparing import Side, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views

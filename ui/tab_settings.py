@@ -6,6 +6,7 @@ from typing import Any
 
 import gradio as gr
 
+from ragblend.app.answering.rerank import find_reranker
 from ragblend.app.models import (
     Machine,
     ModelDownload,
@@ -15,7 +16,6 @@ from ragblend.app.models import (
     must_be_fetched,
     offers,
 )
-from ragblend.app.rerank import find_reranker
 from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError

@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app import upkeep
+from ragblend.app.library import upkeep
 from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError

@@ -19,11 +19,11 @@ from jinja2.ext import Extension
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from ragblend.app.chats import INTERRUPTED
-from ragblend.app.citations import Cited
-from ragblend.app.cli_common import plural, size
-from ragblend.app.comparing import Side
-from ragblend.app.hood import KINDS, counts_of, has_breakdown
+from ragblend.app.answering.chats import INTERRUPTED
+from ragblend.app.answering.citations import Cited
+from ragblend.app.answering.comparing import Side
+from ragblend.app.answering.hood import KINDS, counts_of, has_breakdown
+from ragblend.app.cli.common import plural, size
 from ragblend.app.models import Here, Offer, offered
 from ragblend.engine.trace import TraceEvent
 

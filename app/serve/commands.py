@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend import __version__
-from ragblend.app.cli_common import Terminal, run_shared
+from ragblend.app.cli.common import Terminal, run_shared
 from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, address, folder_of, is_same_user, unpacked
 from ragblend.app.settings import TYPES, Settings

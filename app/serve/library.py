@@ -16,19 +16,19 @@ from fastapi import APIRouter, Depends, File, Form, Query, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.answer import Answer
-from ragblend.app.chats import Message
-from ragblend.app.conversation import AskOptions
+from ragblend.app.answering.answer import Answer
+from ragblend.app.answering.chats import Message
+from ragblend.app.answering.conversation import AskOptions
+from ragblend.app.answering.turn import Turn
 from ragblend.app.database import now
 from ragblend.app.desk import Desk
-from ragblend.app.documents import Document
-from ragblend.app.job_store import FileJob
+from ragblend.app.library.documents import Document
+from ragblend.app.library.job_store import FileJob
+from ragblend.app.library.uploads import safe_name
 from ragblend.app.serve.bodies import AskBody
 from ragblend.app.serve.errors import ApiError, json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
-from ragblend.app.turn import Turn
-from ragblend.app.uploads import safe_name
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.threads import in_thread, items_of_thread
 from ragblend.kvstore.errors import Cancelled

@@ -8,8 +8,8 @@ from app_fakes import FakeEmbedder, FakeEngine
 from document_files import write_docx, write_epub, write_pdf
 from shared_servers import redis_server  # noqa: F401
 
-from ragblend.app.jobs import JobQueue
-from ragblend.app.library import Library
+from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspace, Workspaces
 
 
@@ -65,7 +65,7 @@ def library(tmp_path):
 @pytest.fixture
 def cli(home, monkeypatch):
     """Runs the command line on the fakes; gives the exit code. The engine is `cli.engine`."""
-    from ragblend.app.cli import main
+    from ragblend.app.cli.main import main
 
     engine, embedder = FakeEngine(home), FakeEmbedder()
     monkeypatch.setenv("RAGBLEND_CHUNK_TOKENS", "16")

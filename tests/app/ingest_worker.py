@@ -6,8 +6,8 @@ import sys
 
 from app_fakes import FakeEmbedder, FakeEngine
 
-from ragblend.app.cli import main
-from ragblend.app.library import Library
+from ragblend.app.cli.main import main
+from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.chroma import VectorIndex
 

@@ -10,7 +10,7 @@ import hostile_work
 import pytest
 from waiting import until
 
-from ragblend.app.apart import apart
+from ragblend.app.library.apart import apart
 from ragblend.kvstore.errors import Cancelled, OversizedDocumentError, UnreadableDocumentError
 
 PATH = Path("/somewhere/a.pdf")
@@ -77,7 +77,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced():
 
 def test_the_work_ends_with_its_caller(tmp_path):
     code = (
-        "import sys, hostile_work; from pathlib import Path; from ragblend.app.apart import apart\n"
+        "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.apart import apart\n"
         "apart(hostile_work.spin, Path('a'), Path(sys.argv[1]))"
     )
     started = tmp_path / "started"
@@ -91,7 +91,7 @@ def test_the_work_ends_with_its_caller(tmp_path):
 def test_the_callers_script_is_not_run_again(tmp_path):
     """As multiprocessing does, which would ingest for ever where a script has no `if __name__ == "__main__"`."""
     (tmp_path / "script.py").write_text(
-        "import hostile_work; from pathlib import Path; from ragblend.app.apart import apart\n"
+        "import hostile_work; from pathlib import Path; from ragblend.app.library.apart import apart\n"
         "print('once', apart(hostile_work.process_id, Path('a')) > 0)"
     )
     (tmp_path / "queue.py").write_text("raise SystemError('imported from where the user is')")

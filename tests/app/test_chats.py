@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from ragblend.app.answer import Source
-from ragblend.app.chats import DELETED_TEXT, Chats
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.chats import DELETED_TEXT, Chats
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ragblend.app import chunking
-from ragblend.app.chunking import cut_document
-from ragblend.app.readers import Part
+from ragblend.app.library import chunking
+from ragblend.app.library.chunking import cut_document
+from ragblend.app.library.readers import Part
 from ragblend.kvstore.errors import OversizedDocumentError
 
 

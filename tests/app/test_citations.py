@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ragblend.app import samples
-from ragblend.app.answer import Source
-from ragblend.app.citations import Citation, cite, with_marks
-from ragblend.app.ingest import ingest
-from ragblend.app.support import sentences, supporting
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.citations import Citation, cite, with_marks
+from ragblend.app.answering.support import sentences, supporting
+from ragblend.app.library.ingest import ingest
 
 
 def source(number, text):

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from ragblend.app.chats import INTERRUPTED, Chats
-from ragblend.app.cli import main
+from ragblend.app.answering.chats import INTERRUPTED, Chats
+from ragblend.app.cli.main import main
 from ragblend.kvstore.lock import writer_lock
 
 
@@ -57,7 +57,7 @@ def test_start_imports_nothing_heavy():
         "sqlite3",
         "rich",
     ]
-    code = f"import sys, ragblend.app.cli; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, ragblend.app.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

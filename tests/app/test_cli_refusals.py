@@ -12,7 +12,7 @@ RUN = """
 import contextlib, io, json, os, sys
 poisoned, runs = json.load(sys.stdin)
 sys.modules.update(dict.fromkeys(poisoned))
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 done = []
 for arguments, environment in runs:
     os.environ.update(environment)

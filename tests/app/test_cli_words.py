@@ -10,9 +10,9 @@ import sys
 import pytest
 import typer.main
 
-from ragblend.app.cli import app, main
+from ragblend.app.cli.main import app, main
 
-CODE = "import sys; from ragblend.app.cli import main; sys.exit(main(sys.argv[1:]))"
+CODE = "import sys; from ragblend.app.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def commands(group, path=()):

@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from ragblend.app import retrieval
-from ragblend.app.chats import DELETED_TEXT, INTERRUPTED, Chats, Message
-from ragblend.app.conversation import AskOptions, Conversations
+from ragblend.app.answering import retrieval
+from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, Chats, Message
+from ragblend.app.answering.conversation import AskOptions, Conversations
+from ragblend.app.answering.hood import has_breakdown
+from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
 from ragblend.app.desk import Desk
-from ragblend.app.hood import has_breakdown
-from ragblend.app.ingest import ingest
-from ragblend.app.retrieval import nearest
+from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     Cancelled,
     LibraryError,

@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 from waiting import SOON_S, until
 
-from ragblend.app.conversation import Conversations
-from ragblend.app.ingest import take_in
-from ragblend.app.library import Library
-from ragblend.app.removal import remove_document
+from ragblend.app.answering.conversation import Conversations
+from ragblend.app.library.ingest import take_in
+from ragblend.app.library.registry import Library
+from ragblend.app.library.removal import remove_document
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError
 
 
@@ -177,7 +177,16 @@ def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd
 def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
     log.write_text("\n\n".join(ships(48)))
-    command = [sys.executable, "-m", "ragblend.app.cli", "digest", str(log), "--home", str(home), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ragblend.app.cli.main",
+        "digest",
+        str(log),
+        "--home",
+        str(home),
+        "--json",
+    ]
     command += ["--model", str(tiny_folder), "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
     environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128"}
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)

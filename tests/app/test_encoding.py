@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from ragblend.app.conversation import ANY, AskOptions, Conversations
-from ragblend.app.removal import remove_document
-from ragblend.app.upkeep import check
+from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.library.removal import remove_document
+from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 
 FILES, SENTENCES, SOON_S = 16, 40, 300.0
@@ -42,7 +42,7 @@ def opened(home, tiny_folder):
 
 
 def start(home, tiny_folder, folder, *options):
-    command = [sys.executable, "-m", "ragblend.app.cli", "ingest", folder, "--json", "--home", home]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", "ingest", folder, "--json", "--home", home]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "64"}
     return subprocess.Popen([*command, "--model", tiny_folder, *options], env=environment, **pipes)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.answer import Source
-from ragblend.app.highlight import locate_source
-from ragblend.app.ingest import ingest
-from ragblend.app.matching import find, fold
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.highlight import locate_source
+from ragblend.app.answering.matching import find, fold
+from ragblend.app.library.ingest import ingest
 
 pytest.importorskip("pypdfium2")
 from PIL import Image

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from waiting import idle, until
 
-from ragblend.app import readers
-from ragblend.app.conversation import ANY
-from ragblend.app.discovery import discover, is_gone, shown
-from ragblend.app.documents import State
-from ragblend.app.encoding import encode_missing
-from ragblend.app.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
-from ragblend.app.jobs import JobQueue
-from ragblend.app.removal import remove_document
-from ragblend.app.retrieval import search
+from ragblend.app.answering.conversation import ANY
+from ragblend.app.answering.retrieval import search
+from ragblend.app.library import readers
+from ragblend.app.library.discovery import discover, is_gone, shown
+from ragblend.app.library.documents import State
+from ragblend.app.library.encoding import encode_missing
+from ragblend.app.library.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
+from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.integrations.chroma import apart
@@ -66,7 +66,9 @@ def test_everything_comes_in(workspace, documents):
 def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
     ingest(open_workspace(), [documents])
     second = open_workspace()
-    monkeypatch.setattr("ragblend.app.ingest._read_facts", lambda path: pytest.fail("read all the same"))
+    monkeypatch.setattr(
+        "ragblend.app.library.ingest._read_facts", lambda path: pytest.fail("read all the same")
+    )
     report = ingest(second, [documents])
     assert len(report.unchanged) == 3
     assert second.embedder.embedded == [] and second.engine.encoded == []

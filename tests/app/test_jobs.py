@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from waiting import SOON_S, at_once, idle, until
 
-from ragblend.app.documents import State
-from ragblend.app.guards import check_file
-from ragblend.app.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
-from ragblend.app.jobs import JobQueue
-from ragblend.app.uploads import safe_name
+from ragblend.app.library.documents import State
+from ragblend.app.library.guards import check_file
+from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
+from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.uploads import safe_name
 from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
@@ -403,7 +403,7 @@ def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowher
         return check_file(path)
 
     jobs.upload([documents / "sky.txt"], "default")
-    monkeypatch.setattr("ragblend.app.ingest.check_file", hold)
+    monkeypatch.setattr("ragblend.app.library.ingest.check_file", hold)
     jobs.start()
     assert reached.wait(SOON_S)
     jobs.cancel()
@@ -473,7 +473,7 @@ def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine,
         on_page(0, 0)
         pytest.fail("it was not left")
 
-    monkeypatch.setattr("ragblend.app.readers.read_document", read)
+    monkeypatch.setattr("ragblend.app.library.readers.read_document", read)
     with workspaces.writing(), pytest.raises(Cancelled):
         ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(reading))
 

@@ -9,8 +9,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from ragblend.app.documents import FileFacts, Passage, State, document_id, node_id
-from ragblend.app.library import Library
+from ragblend.app.library.documents import FileFacts, Passage, State, document_id, node_id
+from ragblend.app.library.registry import Library
 from ragblend.kvstore.errors import LibraryError
 
 FACTS = FileFacts(10, 20, "ab" * 32)

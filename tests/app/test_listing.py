@@ -1,7 +1,7 @@
 """The list of documents: pages, searches, states, and that it does not read more than it shows."""
 
-from ragblend.app import readers
-from ragblend.app.ingest import ingest
+from ragblend.app.library import readers
+from ragblend.app.library.ingest import ingest
 
 
 def fill(library, count):

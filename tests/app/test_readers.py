@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 
-from ragblend.app import guards, readers
-from ragblend.app.readers import clean, parse, read_document
+from ragblend.app.library import guards, readers
+from ragblend.app.library.readers import clean, parse, read_document
 from ragblend.kvstore.errors import (
     Cancelled,
     EmptyDocumentError,
@@ -294,7 +294,7 @@ def test_the_text_of_one_document_is_bounded(tmp_path, monkeypatch, limit):
 
 
 def test_the_time_for_one_pdf_is_bounded(tmp_path, make, monkeypatch):
-    monkeypatch.setattr("ragblend.app.pdf_reader.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("ragblend.app.library.pdf_reader.MAX_SECONDS", 0.0)
     path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
     fails_with(OversizedDocumentError, path, "of its 3 pages", read=parse)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ragblend.app import removal
-from ragblend.app.answer import Source
-from ragblend.app.chats import DELETED_TEXT, Chats
-from ragblend.app.ingest import ingest
-from ragblend.app.library import Library
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.chats import DELETED_TEXT, Chats
+from ragblend.app.library import removal
+from ragblend.app.library.ingest import ingest
+from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspaces
 
 SECRET = "CANARY the lighthouse keeper hides rubies behind the seventh stair of Harrow tower"

@@ -7,10 +7,10 @@ import sys
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.conversation import ANY, AskOptions, Conversations
-from ragblend.app.ingest import ingest
-from ragblend.app.rerank import BATCH_PAIRS, CrossEncoder
-from ragblend.app.retrieval import DEEP, in_stages, search
+from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
+from ragblend.app.answering.retrieval import DEEP, in_stages, search
+from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     CorruptModelError,
     DeviceError,
@@ -266,9 +266,9 @@ def test_one_is_loaded_for_all_and_let_go_when_it_changes(workspaces, folder):
 def test_nothing_is_imported_where_none_is_named(tmp_path):
     asked = (
         "import sys; from ragblend.app.workspace import Workspace; from ragblend.app import conversation; "
-        "from ragblend.app.retrieval import search; w = Workspace.open(sys.argv[1]); "
+        "from ragblend.app.answering.retrieval import search; w = Workspace.open(sys.argv[1]); "
         "assert w.reranker is None and search([], ['x'], 3, 0.0) == []; "
-        "print(sorted({'torch', 'transformers', 'ragblend.app.rerank'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'ragblend.app.answering.rerank'} & set(sys.modules)))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", asked, str(tmp_path / "home")], capture_output=True, text=True, check=True

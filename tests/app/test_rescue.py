@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ragblend.app import rescue
-from ragblend.app.chats import Chats
+from ragblend.app.answering.chats import Chats
 from ragblend.app.database import Database, Layout
-from ragblend.app.documents import FileFacts, Passage
-from ragblend.app.job_store import JobStore
-from ragblend.app.library import Library
+from ragblend.app.library.documents import FileFacts, Passage
+from ragblend.app.library.job_store import JobStore
+from ragblend.app.library.registry import Library
 from ragblend.app.rescue import joined, set_aside_files
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from ragblend.app.answer import Source
-from ragblend.app.conversation import ANY
-from ragblend.app.documents import FileFacts, Passage, node_id
-from ragblend.app.ingest import ingest
-from ragblend.app.retrieval import fused, search, without_duplicates
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.conversation import ANY
+from ragblend.app.answering.retrieval import fused, search, without_duplicates
+from ragblend.app.library.documents import FileFacts, Passage, node_id
+from ragblend.app.library.ingest import ingest
 
 FAR = 2.0  # no passage is as near
 

@@ -6,8 +6,8 @@ from shutil import disk_usage
 import pytest
 from typer.testing import CliRunner
 
-from ragblend.app.cli import app
-from ragblend.app.upkeep import stats_value
+from ragblend.app.cli.main import app
+from ragblend.app.library.upkeep import stats_value
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey

@@ -5,11 +5,11 @@ import threading
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.conversation import ANY, AskOptions, Conversations
-from ragblend.app.ingest import ingest
-from ragblend.app.removal import remove_document
-from ragblend.app.rerank import CrossEncoder
-from ragblend.app.upkeep import check
+from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.rerank import CrossEncoder
+from ragblend.app.library.ingest import ingest
+from ragblend.app.library.removal import remove_document
+from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.errors import ModelError

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from ragblend.app.timeline import PART_COLOURS, TimelineError, check_timeline, chrome_trace, write_timeline
+from ragblend.app.answering.timeline import (
+    PART_COLOURS,
+    TimelineError,
+    check_timeline,
+    chrome_trace,
+    write_timeline,
+)
 from ragblend.engine.trace import HOST, Trace, TraceEvent
 from ragblend.kvstore.errors import UsageError
 

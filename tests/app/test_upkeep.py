@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ragblend.app.ingest import ingest
-from ragblend.app.upkeep import check, check_index, check_library, repair
+from ragblend.app.library.ingest import ingest
+from ragblend.app.library.upkeep import check, check_index, check_library, repair
 
 
 @pytest.fixture

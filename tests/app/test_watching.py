@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import idle, until
 
-from ragblend.app.watching import Watcher
+from ragblend.app.library.watching import Watcher
 from ragblend.kvstore.errors import SettingsError, UsageError
 
 pytest.importorskip("watchfiles")
@@ -96,7 +96,7 @@ def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents
 
 
 def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, documents, monkeypatch):
-    monkeypatch.setattr("ragblend.app.watching.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("ragblend.app.library.watching.LOOK_AGAIN_S", 0.05)
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)

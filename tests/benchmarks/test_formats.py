@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.formats import PASSAGES, convert
-from ragblend.app.bench.data import load as load_file
+from ragblend.app.quality.data import load as load_file
 from ragblend.kvstore.errors import UsageError
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.tasks import TASKS, generate, parse_specs
-from ragblend.app.bench.data import entry_question
+from ragblend.app.quality.data import entry_question
 from ragblend.kvstore.errors import UsageError
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.method_pictures import State, Watched, states, watched
-from ragblend.app.bench import quality
-from ragblend.app.bench.prefilling import stored
+from ragblend.app.quality import quality
+from ragblend.app.quality.prefilling import stored
 from ragblend.engine.plan import Kind, Span, make_plan
 from ragblend.engine.selection import METHODS
 

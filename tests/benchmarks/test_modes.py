@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import modes
 from benchmarks.quality import modes_of, parse
-from ragblend.app.bench.prefilling import BenchError, stored
+from ragblend.app.quality.prefilling import BenchError, stored
 from ragblend.integrations import calls as calls_module
 from ragblend.integrations.backend import Backend
 from ragblend.kvstore.errors import UsageError

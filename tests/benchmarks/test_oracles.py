@@ -6,10 +6,10 @@ import torch
 from benchmarks.oracles import Transplant
 from benchmarks.quality import parse
 from ragblend import Chunk
-from ragblend.app.bench import quality
-from ragblend.app.bench.data import Question
-from ragblend.app.bench.records import Journal
-from ragblend.app.bench.variants import Variant
+from ragblend.app.quality import quality
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.records import Journal
+from ragblend.app.quality.variants import Variant
 from ragblend.engine.selection import added, policy_named
 from ragblend.kvstore.errors import UsageError
 

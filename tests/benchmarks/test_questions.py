@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.questions import app
-from ragblend.app.bench.data import load
+from ragblend.app.quality.data import load
 from ragblend.kvstore.errors import UsageError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ragblend.app.documents import FileFacts, Passage, document_id, node_id
-from ragblend.app.library import LOST, Library
+from ragblend.app.library.documents import FileFacts, Passage, document_id, node_id
+from ragblend.app.library.registry import LOST, Library
 from ragblend.kvstore.errors import RagBlendError
 
 WORDS = 40  # of a passage: with its embedding under a kibibyte, so that no row needs a page of its own

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from waiting import idle
 
-from ragblend.app.conversation import AskOptions
+from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.desk import Desk
-from ragblend.app.ingest import ingest
+from ragblend.app.library.ingest import ingest
 from ragblend.app.workspace import Workspace
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.integrations.chroma import apart
@@ -179,7 +179,7 @@ def _talk_about(desk, paths, ways):
 
 
 def _remove(desk, home, way, paths, folder):
-    from ragblend.app.cli import main
+    from ragblend.app.cli.main import main
 
     library = desk.workspaces.library
     if way == "command line":

@@ -3,8 +3,8 @@
 import fault_documents
 import pytest
 
-from ragblend.app import apart
-from ragblend.app.readers import read_document
+from ragblend.app.library import apart
+from ragblend.app.library.readers import read_document
 from ragblend.kvstore.errors import OversizedDocumentError, UnreadableDocumentError
 
 pytest.importorskip("pypdf")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results, scale
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 from ragblend.engine.selection import METHODS
 
 REPO = Path(__file__).parents[2]

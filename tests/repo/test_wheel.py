@@ -55,7 +55,7 @@ def test_a_copy_without_the_links_says_so(repo, tmp_path) -> None:
 
 
 def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files, clean_environment) -> None:
-    assert {"ragblend/py.typed", "ragblend/app/bench/report.html"} <= wheel_files
+    assert {"ragblend/py.typed", "ragblend/app/quality/report.html"} <= wheel_files
     page = {
         path.relative_to(repo).as_posix() for path in (repo / "ui").glob("*/*.*") if path.suffix != ".pyc"
     }

@@ -96,7 +96,7 @@ def serving(home, model, limits=None):
 def running(home, *options):
     """The server as a process; gives what it printed when it was ready."""
     words = ["serve", "--home", str(home), "--port", "0", "--json"]
-    command = [sys.executable, "-m", "ragblend.app.cli", *words]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:
         yield json.loads(process.stdout.readline()), process

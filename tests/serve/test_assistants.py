@@ -15,7 +15,7 @@ from waiting import SOON_S
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
 from mcp import Client, StdioServerParameters
 
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 from ragblend.app.desk import Desk
 from ragblend.app.serve import keys as server_keys
 from ragblend.app.serve.commands import Commands
@@ -44,7 +44,7 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
 def listening(home):
     """The command with --http; gives its URL."""
     words = ["mcp", "--http", "--port", "0", "--json", "--home", str(home)]
-    command = [sys.executable, "-m", "ragblend.app.cli", *words]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -67,7 +67,7 @@ def told(home, *calls):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
     command = StdioServerParameters(
         command=sys.executable,
-        args=["-m", "ragblend.app.cli", "mcp", "--home", str(home)],
+        args=["-m", "ragblend.app.cli.main", "mcp", "--home", str(home)],
         env=environment,
     )
     return asyncio.run(asked(command, calls))

@@ -17,7 +17,7 @@ from waiting import until
 
 from ragblend import __version__
 from ragblend.app import remote
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import Commands, RemoteTerminal
@@ -216,7 +216,7 @@ def test_ctrl_c_stops_the_computing_there(home) -> None:
 
 
 def test_nothing_heavy_is_imported_to_send_a_command(home) -> None:
-    words = "import sys; from ragblend.app.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    words = "import sys; from ragblend.app.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
     with owned(home):
         command = [sys.executable, "-c", words, "ask", QUESTION, "--home", str(home)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ import pytest
 from servers import running
 from waiting import SOON_S, until
 
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.serve.listening import listening
 from ragblend.kvstore.errors import SettingsError, UsageError

@@ -20,7 +20,7 @@ LIMIT_S = 0.5
 SERVER_OF_AN_EMBEDDER_THAT_HANGS = """
 import sys, time
 from transformers.models.bert.modeling_bert import BertModel
-from ragblend.app.cli import main
+from ragblend.app.cli.main import main
 BertModel.forward = lambda *_, **__: time.sleep(600)
 main(sys.argv[1:])
 """

@@ -73,7 +73,7 @@ class Server:
         """prefix: a command that becomes this one, as `prlimit` does."""
         self.home = home
         words = ["ui", "--no-browser", "--port", "0", "--json", "--home", home]
-        command = [sys.executable, "-m", "ragblend.app.cli", *words]
+        command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAGBLEND_")}
         self.process = subprocess.Popen(
             [*prefix, *map(str, command), *options],

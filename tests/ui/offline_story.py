@@ -39,7 +39,7 @@ def attempts() -> int:
 
 def command(*words: str) -> str:
     ran = subprocess.run(
-        [sys.executable, "-m", "ragblend.app.cli", *words, "--json"],
+        [sys.executable, "-m", "ragblend.app.cli.main", *words, "--json"],
         capture_output=True,
         text=True,
         check=True,

@@ -1,10 +1,10 @@
 """Records of the app, as the views get them, with one text wherever a text may stand."""
 
-from ragblend.app.answer import Source
-from ragblend.app.chats import Message
-from ragblend.app.documents import Document, FileFacts
-from ragblend.app.job_store import FileJob
-from ragblend.app.jobs import Overview
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.chats import Message
+from ragblend.app.library.documents import Document, FileFacts
+from ragblend.app.library.job_store import FileJob
+from ragblend.app.library.jobs import Overview
 
 WHEN = "2026-03-04T10:00:00+00:00"
 TIER = {"hits": 30, "misses": 10, "this_process": {"hits": 3, "misses": 1, "evictions": 0}}

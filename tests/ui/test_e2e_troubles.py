@@ -284,7 +284,7 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
 
 def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_folder) -> None:
     home = tmp_path / "home"
-    command = [sys.executable, "-m", "ragblend.app.cli", "ui", "--no-browser", "--port", "0"]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", "ui", "--no-browser", "--port", "0"]
     refused = subprocess.run(
         [*command, "--host", "0.0.0.0", "--home", str(tmp_path / "other")], capture_output=True, text=True
     )

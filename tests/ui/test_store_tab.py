@@ -10,7 +10,7 @@ import gradio as gr
 from serverless import built
 from waiting import idle, until
 
-from ragblend.app.ingest import ingest
+from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.context import Context
 from ragblend.ui.tab_store import StoreTab

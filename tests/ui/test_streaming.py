@@ -10,7 +10,7 @@ pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 import gradio as gr
 from serverless import built
 
-from ragblend.app.ingest import ingest
+from ragblend.app.library.ingest import ingest
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.context import Context
 from ragblend.ui.page import Frame

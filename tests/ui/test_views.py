@@ -4,9 +4,9 @@ import pytest
 from hostile import acts
 from records import document, hood, job, message, queue, source
 
-from ragblend.app.citations import cite
-from ragblend.app.encoding import KvProgress
-from ragblend.app.library import DocumentPage
+from ragblend.app.answering.citations import cite
+from ragblend.app.library.encoding import KvProgress
+from ragblend.app.library.registry import DocumentPage
 from ragblend.app.settings import Settings, cost_of
 from ragblend.engine.selection import CONTROLS, METHODS, WITHOUT_RATIO
 from ragblend.kvstore.policy import PrefillProfile

@@ -7,20 +7,20 @@ import pytest
 from hostile import HUNDRED, SCRIPTS, acts, faults
 from records import WHEN, document, hood, job, message, queue, source, stats
 
-from ragblend.app.chats import Chat
-from ragblend.app.citations import cite
-from ragblend.app.comparing import Compared, Comparison, Side
-from ragblend.app.documents import SCANNED
-from ragblend.app.encoding import KvProgress
-from ragblend.app.highlight import Highlight
-from ragblend.app.jobs import Added
-from ragblend.app.library import DocumentPage
+from ragblend.app.answering.chats import Chat
+from ragblend.app.answering.citations import cite
+from ragblend.app.answering.comparing import Compared, Comparison, Side
+from ragblend.app.answering.highlight import Highlight
+from ragblend.app.library.documents import SCANNED
+from ragblend.app.library.encoding import KvProgress
+from ragblend.app.library.jobs import Added
+from ragblend.app.library.pdf_pages import Box, PageImage
+from ragblend.app.library.registry import DocumentPage
+from ragblend.app.library.removal import Removed
+from ragblend.app.library.upkeep import Finding, Repaired
+from ragblend.app.library.watching import Watched
 from ragblend.app.models import GIGABYTE, Machine, offers
-from ragblend.app.pdf_pages import Box, PageImage
-from ragblend.app.removal import Removed
 from ragblend.app.settings import Cost
-from ragblend.app.upkeep import Finding, Repaired
-from ragblend.app.watching import Watched
 from ragblend.engine.config import TokenCounts
 from ragblend.ui import views
 from ragblend.ui.views import markdown, problem

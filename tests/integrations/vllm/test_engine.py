@@ -223,8 +223,8 @@ def test_clients_that_know_nothing_of_it(listening):
 
 def test_the_command_line_and_a_conversation(listening, tmp_path, capsys, caplog):
     """A home of its own: the server keeps the KV in another one, and finds it by the passages' ids."""
-    from ragblend.app.cli import main
-    from ragblend.app.conversation import ANY, AskOptions, Conversations
+    from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+    from ragblend.app.cli.main import main
     from ragblend.app.workspace import Workspaces
 
     document = tmp_path / "ledgers.txt"

@@ -1,0 +1,1 @@
+"""Questions: passages found, the context, the answer as it comes, its citations, conversations that are kept."""

@@ -1,0 +1,344 @@
+"""Conversations, kept: titles, messages, their sources and what the answers cost. Never lost; deleted for good."""
+
+import json
+import sqlite3
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.citations import with_marks
+from ragblend.app.database import Database, Layout, now, storable
+from ragblend.kvstore.errors import LibraryError, UsageError
+
+TITLE_CHARACTERS = 60
+SNIPPET_CHARACTERS = 120
+DELETED_TEXT = "(The document was deleted, or changed: this passage is no longer in the library.)"
+Known = Callable[[Sequence[str]], Container[str]]  # of node ids, those that are in the library
+UNFINISHED = "unfinished"  # in the report of an answer that is being written
+# AUTOINCREMENT: the number of a deleted message must not come back, somebody may still hold it.
+TABLES = (
+    "CREATE TABLE chats (id INTEGER PRIMARY KEY AUTOINCREMENT, title TEXT NOT NULL, created_at TEXT NOT NULL, "
+    "updated_at TEXT NOT NULL, used INTEGER NOT NULL)",
+    "CREATE TABLE messages (id INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE, "
+    "role TEXT NOT NULL CHECK (role IN ('user', 'assistant')), text TEXT NOT NULL, sources TEXT NOT NULL, "
+    "report TEXT NOT NULL, created_at TEXT NOT NULL)",
+    "CREATE INDEX messages_by_chat ON messages (chat_id, id)",
+    "CREATE INDEX chats_by_use ON chats (used)",
+)
+MESSAGE = ("id", "chat_id", "role", "text", "sources", "report", "created_at")
+ADOPTED = (
+    "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
+    "GROUP BY chat_id"
+)
+LAYOUT = Layout("conversations", 3, TABLES, copied=("chats", "messages"), adopted=(ADOPTED,))
+INTERRUPTED = "RAGBlend ended while this answer was being written. This is as far as it came."
+Role = Literal["user", "assistant"]
+CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation; messages counts them."""
+
+    id: int
+    title: str
+    created_at: str
+    updated_at: str
+    messages: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of one side. report: what the answer cost (`hood.breakdown_of`), notices, errors; {} for questions."""
+
+    id: int
+    chat_id: int
+    role: Role
+    text: str
+    created_at: str
+    sources: tuple[Source, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs: all but its numbers in this home."""
+        return {
+            "role": self.role,
+            "text": self.text,
+            "created_at": self.created_at,
+            "sources": [source.to_json() for source in self.sources],
+            "report": self.report,
+        }
+
+    def to_markdown(self) -> str:
+        """For people: a heading, the text, notices, numbered sources."""
+        text = self.text if self.role == "user" else with_marks(self.text, self.sources)
+        parts = [f"## {'Question' if self.role == 'user' else 'Answer'}", text.strip()]
+        notices = [str(self.report[key]) for key in ("notice", "error") if self.report.get(key)]
+        notices += [INTERRUPTED] if self.report.get("interrupted") else []
+        parts += [f"> {notice}" for notice in notices]
+        if self.sources:
+            lines = (f"- [{s.number}] {s.label} (similarity {s.score:.2f})" for s in self.sources)
+            parts.append("\n".join(lines))
+        return "\n\n".join(parts)
+
+
+class Chats(Database):
+    """All conversations of one home. Safe for threads, and for several programs at once.
+
+    What `known` says is gone is not kept with an answer.
+    """
+
+    layout = LAYOUT
+
+    def __init__(self, path: Path, known: Known | None = None) -> None:
+        super().__init__(path)
+        self._known = known
+
+    # --- conversations
+
+    def create(self, title: str = "") -> Chat:
+        """A new conversation; without a title it takes the first question for one."""
+        query = (
+            "INSERT INTO chats (title, created_at, updated_at, used) "
+            "VALUES (?1, ?2, ?2, (SELECT coalesce(max(used), 0) + 1 FROM chats))"
+        )
+        key = self.execute(query, _shortened(title), now()).lastrowid
+        assert key is not None
+        return self.get(key)
+
+    def get(self, chat_id: int) -> Chat:
+        """Raises LibraryError if it is gone."""
+        rows = self.rows(f"{CHATS} WHERE id = ?", chat_id)
+        if not rows:
+            raise LibraryError(
+                f"Opening the conversation {chat_id}: it is not there any more. Start a new one."
+            )
+        return _chat(rows[0])
+
+    def page(self, offset: int = 0, limit: int = 50) -> tuple[list[Chat], int]:
+        """Some of the conversations by their last message, newest first, and how many there are in all."""
+        rows = self.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
+        (total,) = self.column("SELECT count(*) FROM chats")
+        return [*map(_chat, rows)], total
+
+    def search(self, text: str, limit: int = 50) -> list[tuple[Chat, str]]:
+        """Conversations in whose title or one message all these words stand, newest first, with the first place."""
+        words = text.casefold().split()
+        if not words:
+            return [(chat, "") for chat in self.page(limit=limit)[0]]
+        title, message = (
+            " AND ".join(f"instr(folded({name}), ?)" for _ in words) for name in ("title", "text")
+        )
+        rows = self.rows(
+            f"{CHATS} WHERE ({title}) OR id IN (SELECT chat_id FROM messages WHERE {message}) "
+            "ORDER BY used DESC LIMIT ?",
+            *words,
+            *words,
+            limit,
+        )
+        query = f"SELECT text FROM messages WHERE chat_id = ? AND {message} ORDER BY id LIMIT 1"
+        texts = {row["id"]: self.column(query, row["id"], *words) for row in rows}
+        return [(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
+
+    def rename(self, chat_id: int, title: str) -> Chat:
+        """Raises UsageError for an empty title, LibraryError if the conversation is gone."""
+        if not title.strip():
+            raise UsageError("Renaming a conversation: the title is empty. Write a name.")
+        self.get(chat_id)
+        self.execute("UPDATE chats SET title = ? WHERE id = ?", _shortened(title), chat_id)
+        return self.get(chat_id)
+
+    def delete(self, chat_id: int) -> int:
+        """Remove a conversation and its bytes in the file. Returns how many bytes of text went."""
+        size = "length(CAST(text AS BLOB)) + length(CAST(sources AS BLOB)) + length(CAST(report AS BLOB))"
+        query = f"SELECT coalesce(sum({size}), 0) FROM messages WHERE chat_id = ?"
+        with self.transaction() as sql:
+            (freed,) = sql.execute(query, (chat_id,)).fetchone()
+            sql.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
+        self.erase()
+        return int(freed)
+
+    # --- messages
+
+    def messages(self, chat_id: int) -> list[Message]:
+        """All messages, but for an answer being written, in order. Raises LibraryError if the conversation is gone."""
+        rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
+        if not rows:
+            self.get(chat_id)
+        return [message for message in map(_message, rows) if UNFINISHED not in message.report]
+
+    def message(self, message_id: int) -> Message:
+        """Raises LibraryError if it is gone."""
+        rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
+        if not rows:
+            raise LibraryError(
+                f"Opening the message {message_id}: it is not there any more. Reload the conversation."
+            )
+        return _message(rows[0])
+
+    def add(
+        self,
+        chat_id: int,
+        role: Role,
+        text: str,
+        sources: Sequence[Source] = (),
+        report: dict[str, Any] | None = None,
+        answers: int | None = None,
+    ) -> Message:
+        """Append a message; on disk when this returns. Raises LibraryError if its conversation or question is gone.
+
+        answers: the message that was asked, which may have been replaced since.
+        """
+        chat, moment = self.get(chat_id), now()
+        with self.transaction() as sql:
+            if answers is not None:
+                self.message(answers)
+            key = sql.execute(
+                "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+                (chat_id, role, storable(text), _sources_json(sources), _json(report or {}), moment),
+            ).lastrowid
+            title = chat.title or (_shortened(text) if role == "user" else "")
+            sql.execute(
+                "UPDATE chats SET title = ?, updated_at = ?, used = (SELECT max(used) + 1 FROM chats) WHERE id = ?",
+                (title, moment, chat_id),
+            )
+        assert key is not None
+        self._see_removed(chat_id, sources)
+        return self.message(key)
+
+    def add_to_report(self, message_id: int, more: dict[str, Any]) -> Message:
+        """Beside what the report says by now. Raises LibraryError if the message is gone."""
+        with self.transaction() as sql:
+            report = self.message(message_id).report | more
+            sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
+        return self.message(message_id)
+
+    def rewrite(self, message: Message) -> Message:
+        """Put this text, these sources and this report in the place of a message's. Raises LibraryError if it is gone.
+
+        A passage that was deleted since it was written stays deleted.
+        """
+        with self.transaction() as sql:
+            gone = {s.number for s in self.message(message.id).sources if s.text == DELETED_TEXT}
+            rows = [_removed(source) if source.number in gone else source for source in message.sources]
+            report = _without_texts(message.report, gone)
+            sql.execute(
+                "UPDATE messages SET text = ?, sources = ?, report = ? WHERE id = ?",
+                (storable(message.text), _sources_json(rows), _json(report), message.id),
+            )
+        if UNFINISHED not in report:
+            self._see_removed(message.chat_id, message.sources)
+        return self.message(message.id)
+
+    def _see_removed(self, chat_id: int, sources: Sequence[Source]) -> None:
+        """After these are stored: whoever removes a passage now sees that it is here, or is seen."""
+        if sources and self._known is not None:
+            self._forget_removed_in(chat_id, self._known)
+            self.erase_log()
+
+    def end_unfinished(self, chat_id: int | None = None) -> int:
+        """Mark what a killed program had come to, in one conversation or all, as interrupted. Returns how many answers.
+
+        Call it before anything is asked; a program that is in the middle of one goes on, and marks it as whole again.
+        """
+        query = (
+            "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), '$.interrupted', json('true')) "
+            "WHERE instr(report, '\"unfinished\"') AND json_extract(report, '$.unfinished') "
+            "AND chat_id = coalesce(?, chat_id)"
+        )
+        return self.execute(query, chat_id).rowcount
+
+    def replace_from(self, message_id: int) -> None:
+        """Remove that message and all after it in its conversation, and their bytes."""
+        message = self.message(message_id)
+        query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
+        self.execute(query, message.chat_id, message_id)
+        self.erase()
+
+    # --- documents that went
+
+    def forget_removed(self, known: Known) -> bool:
+        """Take the text of passages that are in no library any more out of sources and reports, and its bytes.
+
+        Their number, name and place stay, and the answers. False if the bytes stay while others use the file for long.
+        """
+        for chat_id in self.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
+            self._forget_removed_in(chat_id, known)
+        return self.erase()
+
+    def _forget_removed_in(self, chat_id: int, known: Known) -> None:
+        with self.transaction() as sql:
+            rows = sql.execute("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", (chat_id,)).fetchall()
+            messages = [_message(row) for row in rows]
+            sources = [source for message in messages for source in message.sources]
+            there = known(list({source.node_id for source in sources}))
+            gone = {source.number for source in sources if source.node_id not in there}
+            for message in messages:
+                left = [s if s.node_id in there else _removed(s) for s in message.sources]
+                report = _without_texts(message.report, gone)
+                if (tuple(left), report) != (message.sources, message.report):
+                    values = (_sources_json(left), _json(report), message.id)
+                    sql.execute("UPDATE messages SET sources = ?, report = ? WHERE id = ?", values)
+
+    # --- out of here
+
+    def export_json(self, chat_id: int) -> dict[str, Any]:
+        chat, messages = self.get(chat_id), [message.to_json() for message in self.messages(chat_id)]
+        said = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
+        return {"format": 1, **said, "messages": messages}
+
+    def export_markdown(self, chat_id: int) -> str:
+        """The whole conversation, for people: questions, answers, numbered sources."""
+        chat = self.get(chat_id)
+        parts = [f"# {chat.title or 'Conversation'}", f"{chat.created_at} to {chat.updated_at}"]
+        parts += [message.to_markdown() for message in self.messages(chat_id)]
+        return "\n\n".join(parts) + "\n"
+
+
+def _chat(row: sqlite3.Row) -> Chat:
+    return Chat(**{each.name: row[each.name] for each in fields(Chat)})
+
+
+def _message(row: sqlite3.Row) -> Message:
+    values = {name: row[name] for name in MESSAGE}
+    values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
+    return Message(**values | {"report": json.loads(row["report"])})
+
+
+def _sources_json(sources: Sequence[Source]) -> str:
+    return _json([source.to_json() for source in sources])
+
+
+def _json(value: object) -> str:
+    return storable(json.dumps(value, ensure_ascii=False))
+
+
+def _shortened(title: str) -> str:
+    line = storable(" ".join(title.split()))
+    return line if len(line) <= TITLE_CHARACTERS else line[: TITLE_CHARACTERS - 1].rstrip() + "…"
+
+
+def _around(texts: Sequence[str], word: str) -> str:
+    """About 120 characters around the first place of a folded word in the first text, if there is one."""
+    line = " ".join("".join(texts[:1]).split())
+    at = line.casefold().find(word)
+    start = max(0, at - SNIPPET_CHARACTERS // 3)
+    piece = line[start : start + SNIPPET_CHARACTERS]
+    return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
+
+
+def _removed(source: Source) -> Source:
+    """Without its text, and without its id, which is a digest of it."""
+    return replace(source, node_id=f"removed-{source.number}", text=DELETED_TEXT)
+
+
+def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
+    """The report, without the beginnings of those sources' texts in its segments."""
+    segments = [
+        {**segment, "text": ""} if segment.get("number") in numbers else segment
+        for segment in report.get("segments", [])
+    ]
+    return {**report, "segments": segments} if segments else report

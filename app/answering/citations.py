@@ -1,0 +1,110 @@
+"""Numbered citations: which sources an answer names, which numbers do not exist, and what its sentences rest on.
+
+Pure functions over text. A model that was asked to cite writes `[2]`; a small one often does not, so a sentence without
+a number gets that of the source in which a sentence says the same (`support.py`), marked as found by us.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.support import Place, sentences, supporting
+
+NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")
+
+
+@dataclass(frozen=True)
+class Citation:
+    """One number at text[start:stop]; source is None if there is no such number.
+
+    by `match`: the model wrote no number, but the sentence that ends at start == stop stands in that source. place:
+    source.text[start:stop] says what the sentence says; None where the model cites what no sentence there says.
+    """
+
+    start: int
+    stop: int
+    number: int
+    source: Source | None
+    by: Literal["model", "match"] = "model"
+    place: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Cited:
+    """An answer and its citations, in the order of the text."""
+
+    text: str
+    citations: tuple[Citation, ...]
+
+    @cached_property
+    def unknown(self) -> tuple[int, ...]:
+        """Numbers that no source has."""
+        return tuple(dict.fromkeys(c.number for c in self.citations if c.source is None))
+
+    def pieces(self) -> list[str | Citation]:
+        """Text and citations in turn; the numbers themselves are not in the text."""
+        pieces: list[str | Citation] = []
+        at = 0
+        for citation in self.citations:
+            if at < citation.start:
+                pieces.append(self.text[at : citation.start])
+            pieces.append(citation)
+            at = max(at, citation.stop)
+        return [*pieces, self.text[at:]] if at < len(self.text) else pieces
+
+
+def cite(text: str, sources: Sequence[Source]) -> Cited:
+    """The citations of an answer: the model's own, and matches for the sentences that have none."""
+    found: list[Citation] = []
+    for start, stop in sentences(text):
+        found += _written(text, start, stop, sources) or _matched(text[start:stop], stop, sources)
+    return Cited(text, tuple(found))
+
+
+def with_marks(text: str, sources: Sequence[Source], finished: bool = True) -> str:
+    """The text with the numbers that were found written behind their sentences.
+
+    Not finished: what is certain whatever comes, so that the next call's text begins with this one's.
+    """
+    text = text if finished else text.rstrip()
+    ends = [stop for _, stop in sentences(text)]
+    if not finished and len(ends) > 1 and text[ends[-2] :].lstrip().startswith("["):
+        ends.pop()  # it may become a number of the model's own, which belongs to the sentence before
+        text = text[: ends[-1]]
+    certain = ends if finished else ends[:-1]
+    marked, at = "", 0
+    for citation in cite(text, sources).citations:
+        if citation.by == "match" and citation.start in certain:
+            marked += f"{text[at : citation.start]} [{citation.number}]"
+            at = citation.start
+    return marked + text[at:]
+
+
+def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> list[Citation]:
+    """The numbers in square brackets; `[1, 3]` gives two at the same place."""
+    numbers = [
+        (match.start(), match.end(), int(number))
+        for match in NUMBERS.finditer(text, start, stop)
+        for number in re.findall(r"\d+", match.group(1))
+    ]
+    named, sentence = {number for _, _, number in numbers}, NUMBERS.sub("", text[start:stop])
+    known = {source.number: source for source in sources if source.number in named}
+    found = {number: _support(sentence, source) for number, source in known.items()}
+    places = {number: (place.start, place.stop) for number, place in found.items() if place is not None}
+    return [Citation(*each, known.get(each[2]), place=places.get(each[2])) for each in numbers]
+
+
+def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citation]:
+    """The source of which a sentence says this with the fewest words missing; of equals the one ranked first."""
+    found = [(place.share, -s.number, s, place) for s in sources if (place := _support(sentence, s))]
+    if not found:
+        return []
+    _, _, best, place = max(found)
+    return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
+
+
+def _support(sentence: str, source: Source) -> Place | None:
+    return supporting(sentence, source.text, about=source.document)

@@ -1,0 +1,111 @@
+"""One question answered in two ways over one prompt: the answers, when they began, how far from full prefill they are.
+
+Full prefill is read as well, whatever the two are: the divergences are taken along its greedy answer, as in
+`bench quality`.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.quality.metrics import kl_divergence, top1_agreement
+from ragblend.engine.config import TokenCounts
+from ragblend.kvstore.errors import Cancelled, LibraryError
+
+if TYPE_CHECKING:
+    from ragblend.engine.results import Prefilled, Result
+
+FULL = "full"
+ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to read the prompt; ratio None: the method's own, or the default."""
+
+    method: str
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What one way gave. kl in nats and same_next in [0, 1], both against full prefill along its answer.
+
+    warning: why it was read in another way than was asked for, if it was.
+    """
+
+    side: Side
+    text: str
+    ttft_ms: float
+    kl: float
+    same_next: float
+    tokens: TokenCounts
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """As far as it has come: full prefill first, then the sides in their order."""
+
+    prompt_tokens: int
+    passages: int
+    notice: str | None = None
+    full: Compared | None = None
+    sides: tuple[Compared, ...] = ()
+
+
+def compare(
+    talks: Conversations,
+    question: str,
+    collection: str,
+    sides: Sequence[Side],
+    cancel: threading.Event | None = None,
+) -> Iterator[Comparison]:
+    """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
+    longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
+    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
+    context, engine = asked.context, talks.engine
+    if context is None:
+        raise LibraryError(f"Comparing: {asked.notice}")
+    now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
+    yield now
+
+    def prefill(side: Side) -> "Prefilled":
+        ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
+        return engine.prefill(context.prompt, side.method, cancel=cancel, **ratio)
+
+    def answered(prefilled: "Prefilled") -> "Result":
+        return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
+
+    def compared(side: Side, prefilled: "Prefilled", answer: "Result") -> Compared:
+        """Beside what full prefill predicts along its own answer."""
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("the comparison was stopped")
+        logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
+        return Compared(
+            side=side,
+            text=answer.text,
+            ttft_ms=report.timings.prefill_ms,
+            kl=kl_divergence(expected, logits),
+            same_next=top1_agreement(expected, logits),
+            tokens=report.tokens,
+            warning=report.warning,
+        )
+
+    for side in dict.fromkeys(sides):  # a method's first prefill pays for pages and kernels
+        if side.method != FULL:
+            prefill(side)
+    read = prefill(Side(FULL))
+    reference = answered(read)
+    expected = engine.continue_logits(read, reference.token_ids)
+    full = compared(Side(FULL), read, reference)
+    now = replace(now, full=full)
+    yield now
+    for side in sides:
+        if side.method != FULL:
+            read = prefill(side)
+        found = full if side.method == FULL else compared(side, read, answered(read))
+        now = replace(now, sides=(*now.sides, found))
+        yield now

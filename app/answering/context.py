@@ -1,0 +1,195 @@
+"""What the model is given in a conversation: earlier turns with their passages where they stood, then the new ones.
+
+A context only grows at its end, so what was read for one question need not be read for the next: passages come from the
+store, and all of it from memory while the conversation goes on (`engine/prompts/session.py`). What does not fit is left
+out from the oldest turn on, far enough that it does not happen again with every question.
+"""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ragblend.app.answering.answer import Source
+from ragblend.app.answering.chats import DELETED_TEXT, Message
+from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, Segment
+from ragblend.engine.prompts.segments import Message as PromptMessage
+from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
+from ragblend.engine.scheduling.queue import Cancel
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+
+PLAIN_SYSTEM = "You are a helpful assistant. If you do not know something, say so."
+MORE = "More passages:\n\n"
+ONLY_PASSAGES = "Using only the passages above, answer in one or two short sentences:"
+WITH_PASSAGES = "Using the passages above where they help, answer:"
+REFILL_SHARE = 0.6  # of the room: what is kept once something had to go
+
+
+@dataclass(frozen=True)
+class PastTurn:
+    """An earlier question with its answer, and the passages that came with it. id: the question's message."""
+
+    id: int
+    question: str
+    answer: str
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A tokenized prompt that fits the window. sources: what was found for this question and is in it.
+
+    present: those, and what earlier questions brought; first_id: the first question that is in it; notice: what had to
+    be left out.
+    """
+
+    prompt: Prompt
+    sources: tuple[Source, ...]
+    present: tuple[Source, ...]
+    first_id: int
+    notice: str | None
+
+
+@dataclass(frozen=True)
+class Words:
+    """system: how the conversation begins; closing: what is asked for, before the question."""
+
+    system: str
+    closing: str
+
+
+def words_for(mode: str, system: str | None, passages: bool) -> Words:
+    """documents: from the passages alone; chat: with them where there are any."""
+    if mode == "documents":
+        return Words(SYSTEM if system is None else system, ONLY_PASSAGES)
+    default = SYSTEM if passages else PLAIN_SYSTEM
+    return Words(default if system is None else system, WITH_PASSAGES)
+
+
+def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
+    """Questions that the model answered, oldest first; one that failed or found nothing is as if never asked."""
+    turns, asked = [], None
+    for message in messages:
+        if message.role == "user":
+            asked = message
+        elif asked is not None and message.text and not {"error", "found"} & message.report.keys():
+            new = [s for s in message.sources if not s.earlier and s.text != DELETED_TEXT]
+            turns.append(PastTurn(asked.id, asked.text, message.text, tuple(new)))
+            asked = None
+    return turns
+
+
+def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequence[PastTurn]) -> list[Source]:
+    """The same passages: those that the conversation knows keep their number, new ones get the next.
+
+    earlier: it is in the context already, with one of these turns.
+    """
+    known = {source.node_id: source.number for message in messages for source in message.sources}
+    present = {source.node_id for turn in turns for source in turn.sources}
+    following = count(1 + max(known.values(), default=0))
+    numbers = (known[s.node_id] if s.node_id in known else next(following) for s in found)
+    pairs = zip(found, numbers, strict=True)
+    return [replace(s, number=number, earlier=s.node_id in present) for s, number in pairs]
+
+
+def fit(
+    engine: "Engine",
+    room: int,
+    words: Words,
+    messages: Sequence[Message],
+    question: str,
+    found: Sequence[Source],
+    cancel: Cancel | None = None,
+) -> Context:
+    """The most that fits: all turns since the last cut, fewer if need be, then fewer passages, the best ones kept.
+
+    room: tokens of the window beside the answer. Raises Cancelled, and PromptTooLongError for too long a question.
+    """
+    turns = past_turns(messages)
+    # Where the last context began: what was left out once stays out.
+    first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
+    kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
+
+    def sized() -> tuple[Prompt, list[Source], int]:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("The question was called off.")
+        sources = numbered(best, messages, kept)
+        try:
+            prompt = build(engine, words, kept, question, sources)
+        except PromptTooLongError:  # not even tokenized
+            if not kept:
+                raise
+            return Prompt(()), sources, sys.maxsize
+        return prompt, sources, len(prompt.token_ids)
+
+    def fits_without(oldest: int) -> bool:
+        nonlocal kept
+        kept = everything[oldest:]
+        return sized()[2] <= REFILL_SHARE * room
+
+    prompt, sources, tokens = sized()
+    if tokens > room:
+        # By halves: a client may bring thousands of turns, and the prompt is tokenized each time.
+        everything = kept
+        kept = everything[bisect_left(range(len(everything)), True, key=fits_without) :]
+        prompt, sources, tokens = sized()
+    while tokens > room:
+        if not best:
+            window = engine.context_window
+            raise PromptTooLongError(
+                f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
+                f"{window}, of which {window - room} are kept for the answer. Shorten the question or lower "
+                "max_new_tokens."
+            )
+        lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in prompt.chunks}
+        while best and tokens > room:  # without tokenizing a thousand passages a thousand times
+            tokens -= lengths[best.pop().node_id]
+        prompt, sources, tokens = sized()
+    present = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
+    present |= {source.number: source for source in sources}
+    first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
+    notice = _left_out(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
+    return Context(prompt, tuple(sources), tuple(present.values()), first_id, notice)
+
+
+def build(
+    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[Source]
+) -> Prompt:
+    """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
+    messages = [PromptMessage("system", (Literal(words.system),))] if words.system else []
+    seen: set[str] = set()
+    for turn in turns:
+        messages.append(PromptMessage("user", tuple(_asked(words, turn.question, turn.sources, seen))))
+        messages.append(PromptMessage("assistant", (Literal(turn.answer, verbatim=True),)))
+    messages.append(PromptMessage("user", tuple(_asked(words, question, sources, seen))))
+    prompt: Prompt = engine.tokenize(engine.chat(messages))
+    return prompt
+
+
+def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> list[Segment]:
+    """What people wrote is verbatim: it cannot end a turn, whatever it says."""
+    new = [source for source in sources if source.node_id not in seen]
+    segments: list[Segment] = []
+    for source in sorted(new, key=lambda source: -source.number):
+        segments.append(Literal(SEPARATOR if segments else MORE if seen else OPENING))
+        segments.append(Chunk(source.text, source.node_id, collection=source.collection, entered=True))
+    if segments:
+        segments.append(Literal(SEPARATOR))
+    seen |= {source.node_id for source in new}
+    if not seen:
+        return [Literal(question, verbatim=True)]
+    return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
+
+
+def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:
+    parts = []
+    if turns:
+        parts.append(f"The first {turns} of {all_turns} earlier questions are no longer before the model.")
+    if passages:
+        parts.append(f"The {passages} lowest-ranked of {all_passages} passages were left out.")
+    return " ".join([*parts, "The model's window is full."]) if parts else None

@@ -1,0 +1,208 @@
+"""One answer on its way: pieces as they come, Stop, and the message that is kept whatever happens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.answering.answer import Answer, Source, unsupported_notice
+from ragblend.app.answering.chats import UNFINISHED, Chats, Message
+from ragblend.app.answering.citations import cite
+from ragblend.app.answering.context import Context, Words
+from ragblend.app.answering.hood import breakdown_of
+from ragblend.app.database import now
+from ragblend.app.settings import Settings
+from ragblend.engine.config import Report
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.kvstore.files import Closing
+
+if TYPE_CHECKING:
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.results import Result, Stream
+
+UNSAVED = -1
+KEEP_EVERY_S = 0.5  # a commit each: what a kill can take of an answer that was shown
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with what was found for it. context: None if nothing was; then notice is the answer."""
+
+    question: Message
+    context: Context | None
+    words: Words
+    notice: str | None
+    retrieve_ms: float
+    settings: Settings
+    client: str = ""
+
+    @property
+    def prompt(self) -> Prompt:
+        assert self.context is not None, "nothing was found, so there is nothing to read"
+        return self.context.prompt
+
+
+class Turn(Closing):
+    """Iterate it for pieces of text; afterwards `message` is what was stored, and `answer` what it cost.
+
+    question, sources and notice are there at once. What has come is kept twice a second, so that a kill leaves it; a
+    stopped answer is kept as far as it came. An error of the work is stored as `message.report["error"]` and raised by
+    the iteration. Without `chats` nothing is kept.
+    """
+
+    def __init__(self, asked: Asked, engine: "Engine", stream: "Stream | None", chats: Chats | None) -> None:
+        self._asked, self._engine, self._stream, self._chats = asked, engine, stream, chats
+        self.question, self.sources = asked.question, asked.context.sources if asked.context else ()
+        self.notice = asked.notice if stream is not None else None
+        self._pieces: list[str] = []
+        self._stopped = threading.Event()
+        self._result: Result | None = None
+        self._message: Message | None = None
+        self._keeping = threading.Lock()
+        self._begun: Message | None = None
+        self._noted_s = 0.0
+        if stream is not None and chats is not None:
+            with suppress(RagBlendError):  # it can be shown all the same; `_keep` says why it is not kept
+                report = self._report({UNFINISHED: True})
+                to = self.question
+                self._begun = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
+
+    @property
+    def message(self) -> Message:
+        """The stored answer. Its id is -1 if it could not be stored; its notice then says why."""
+        assert self._message is not None, "the answer has not ended"
+        return self._message
+
+    @property
+    def answer(self) -> Answer:
+        """The answer with what it cost, once it has ended well."""
+        settings = self._asked.settings
+        ratio = None if isinstance(settings.ratio, str) else settings.ratio
+        report = self._result.report if self._result else Report(settings.method, ratio)
+        said: str | None = self.message.report.get("notice")
+        model, device = self._engine.model_name, self._engine.device
+        return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, said)
+
+    @property
+    def present(self) -> tuple[Source, ...]:
+        """All passages that are before the model: those found, and those of earlier questions."""
+        return self._asked.context.present if self._asked.context else ()
+
+    @property
+    def doing(self) -> str:
+        """What is being done, before there is a word of the answer."""
+        return f"Reading {len(self.sources)} passages …" if self.sources else "Thinking …"
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def whole(self) -> Answer:
+        """Wait for the end."""
+        with self:
+            for _ in self:
+                pass
+        return self.answer
+
+    def stop(self) -> None:
+        """Ask the device to stop, and return at once; the iteration then ends."""
+        self._stopped.set()
+        if self._stream is not None:
+            self._stream.stop()
+
+    def close(self) -> None:
+        """Stop, wait until the device is free, keep what has come; after the end it does nothing."""
+        if self._message is not None:
+            return
+        self._stopped.set()
+        if self._stream is not None:
+            self._stream.close()
+        self._keep({"stopped": True})
+
+    def __iter__(self) -> Iterator[str]:
+        if self._message is not None:
+            return
+        if self._stream is None:
+            self._pieces.append(self._asked.notice or "")
+            yield self.text
+            self._keep({})
+            return
+        try:
+            for piece in self._stream:
+                self._pieces.append(piece)
+                self._note()
+                yield piece
+            report = {"stopped": True} if self._stopped.is_set() else self._described(self._stream.result)
+        except Cancelled:
+            report = {"stopped": True}
+        except GeneratorExit:
+            self.close()
+            raise
+        except BaseException as error:
+            self._stream.close()
+            named = isinstance(error, RagBlendError)
+            self._keep({"error": str(error) if named else f"{type(error).__name__}: {error}"})
+            raise
+        self._keep(report)
+
+    def _described(self, result: "Result") -> dict[str, Any]:
+        self._result, engine = result, self._engine
+        unsupported = unsupported_notice(result.report.unsupported_figures)
+        said = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
+        return breakdown_of(
+            result.report,
+            result.prompt,
+            {source.node_id: (source.number, source.label) for source in self.present},
+            model=engine.model_name,
+            device=engine.device,
+            dtype=engine.dtype,
+            retrieve_ms=self._asked.retrieve_ms,
+            profile=engine.known_profile,
+            notice=said,
+        )
+
+    def _report(self, more: dict[str, Any]) -> dict[str, Any]:
+        asked = self._asked
+        basis: dict[str, Any] = {"found": False}
+        if asked.context is not None:
+            basis = {"first_id": asked.context.first_id, "system": asked.words.system}
+            basis["closing"] = asked.words.closing
+        return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
+
+    def _cited(self) -> tuple[Source, ...]:
+        """What was found, and what the answer cites of earlier turns."""
+        mine = {source.number for source in self.sources}
+        cited = {citation.number for citation in cite(self.text, self.present).citations}
+        return (*self.sources, *(s for s in self.present if s.number in cited - mine))
+
+    def _note(self) -> None:
+        """Keep what has come, if the last time is a while ago."""
+        with self._keeping:
+            is_due = time.monotonic() >= self._noted_s + KEEP_EVERY_S
+            if self._message is not None or self._begun is None or self._chats is None or not is_due:
+                return
+            with suppress(RagBlendError):  # the next one may fit again, and `_keep` says so if it does not
+                self._begun = self._chats.rewrite(replace(self._begun, text=self.text))
+            self._noted_s = time.monotonic()
+
+    def _keep(self, report: dict[str, Any]) -> None:
+        """Store the answer, once. What cannot be stored is shown all the same."""
+        with self._keeping:
+            if self._message is not None:
+                return
+            chat_id, text, sources = self.question.chat_id, self.text, self._cited()
+            ended = Message(UNSAVED, chat_id, "assistant", text, now(), sources, self._report(report))
+            try:
+                if self._chats is not None and self._begun is not None:
+                    ended = self._chats.rewrite(replace(ended, id=self._begun.id))
+                elif self._chats is not None:
+                    ended = self._chats.add(
+                        chat_id, "assistant", text, sources, ended.report, self.question.id
+                    )
+            except RagBlendError as error:
+                said = f"{ended.report.get('notice') or ''} This answer was not kept: {error}".strip()
+                ended = replace(ended, report=ended.report | {"notice": said})
+            self._message = ended

@@ -1,0 +1,1 @@
+"""The command line: commands parse and print, and import nothing heavy before one runs."""

@@ -1,0 +1,118 @@
+"""`ragblend demo`: the sample documents, one question, both ways, side by side."""
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragblend.app.answering.answer import Answer
+from ragblend.app.answering.citations import with_marks
+from ragblend.app.cli.ask import sources_text
+from ragblend.app.cli.common import Cli
+
+if TYPE_CHECKING:
+    from ragblend.app.answering.conversation import Conversations
+    from ragblend.app.workspace import Workspace
+
+ROUNDS = 3
+ANSWER_TOKENS = 24
+SAME = "The two answers are the same."
+DIFFERENT = (
+    "The two answers differ: fusing computes only a part of the prompt again, so it comes close to it."
+)
+
+
+def demo(cli: Cli) -> None:
+    """Ingest the sample documents and answer one question by full prefill and by fusion."""
+    from ragblend.app import samples
+    from ragblend.app.answering.conversation import Conversations
+    from ragblend.app.cli.bars import progress_bars
+    from ragblend.app.library.ingest import ingest
+
+    question = samples.questions()[0].question
+    with cli.open(max_new_tokens=ANSWER_TOKENS) as workspace:
+        workspace.check_engine()
+        with progress_bars(cli.terminal) as show:
+            report = ingest(workspace, [samples.documents_folder()], show)
+        if report.interrupted:
+            raise KeyboardInterrupt
+        cli.note(
+            f"Sample documents: {len(report.added)} ingested now, {len(report.unchanged)} were there already."
+        )
+        cli.note(f"Asking {question!r} by full prefill and by fusion, {ROUNDS} times each ...")
+        full, fused = compare(Conversations(workspace.workspaces), question)
+        text = _text(workspace, question, full, fused)
+        value = {"question": question, "full": full.to_json(), "fused": fused.to_json()}
+        cli.result({**value, "speedup": speedup(full, fused)}, text)
+
+
+def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
+    """Both answers, each from the round with the median time to first token, after one round to warm up."""
+    from ragblend.app.answering.conversation import ANY, AskOptions
+
+    fused_way, full_way = AskOptions(least_score=ANY), AskOptions(least_score=ANY, method="full")
+    talks.warm_up()
+    talks.answer(question, fused_way).whole()
+    full, fused = [], []
+    for _ in range(ROUNDS):  # in turn, so that a slower minute of the machine hits both
+        full.append(talks.answer(question, full_way).whole())
+        fused.append(talks.answer(question, fused_way).whole())
+    first, second = (sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused))
+    return first, second
+
+
+def speedup(full: Answer, fused: Answer) -> float:
+    return round(full.ttft_ms / fused.ttft_ms, 2)
+
+
+def _text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
+    tokens = fused.report.tokens
+    new = tokens.fresh + tokens.missing
+    home = workspace.home.root
+    note = workspace.settings.manner.note
+    verdict = SAME if full.text == fused.text else DIFFERENT
+    return f"""
+Question: {question}
+
+Full prefill, first token after {full.ttft_ms:,.0f} ms:
+{_indented(full)}
+Fused ({fused.report.method}, ratio {fused.report.ratio}), first token after {fused.ttft_ms:,.0f} ms:
+{_indented(fused)}
+{verdict}
+The fused one starts {speedup(full, fused):.1f} times faster: of {tokens.prompt:,} prompt tokens,
+{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were computed again, {new:,} were new.
+Both are medians of {ROUNDS} runs on this machine ({fused.device}), retrieval included, models loaded.
+{note}
+{sources_text(fused.sources)}
+
+Next:
+{_next(home)}
+"""
+
+
+def _next(home: Path) -> str:
+    program = _program()
+    steps = {
+        f'{program} ask --home {home} "your question"': "ask more about the samples",
+        f"{program} ingest PATH...": "read documents of your own",
+        f"{program} doctor": "check this installation",
+    }
+    if find_spec("gradio"):
+        steps = {f"{program} ui --home {home}": "open the page over the samples"} | steps
+    width = max(map(len, steps))
+    return "\n".join(f"  {step:{width}}  {what}" for step, what in steps.items())
+
+
+def _program() -> str:
+    """What starts this program from here: its name only where the shell finds it by that."""
+    script = Path(sys.executable).parent / "ragblend"
+    if not script.exists() or shutil.which("ragblend") == str(script):
+        return "ragblend"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+
+
+def _indented(answer: Answer) -> str:
+    lines = with_marks(answer.text, answer.sources).strip().splitlines()
+    return "\n".join(f"  {line}" for line in lines) + "\n"

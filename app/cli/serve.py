@@ -1,0 +1,133 @@
+"""`ragblend serve` and `keys`: OpenAI's interface for other programs, on this machine only unless there is a key."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.app.cli.common import UNENCRYPTED, Cli, command, option, runner
+from ragblend.app.extras import check_installed
+from ragblend.kvstore.errors import UsageError
+
+MIB = 1 << 20
+keys = typer.Typer(name="keys", rich_markup_mode=None)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the server listens."""
+
+    port: int = option(8000, "Port. 0: any.", min=0, max=65535)
+    host: str = option("127.0.0.1", "Address to listen at; beyond this machine a key is needed.")
+    allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
+    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
+    max_requests: int = option(
+        64, "How many requests may be at work and wait; others are told to come again.", min=1
+    )
+    timeout: float = option(
+        600.0, "Seconds after which an answer is given up, its waiting included.", min=0.1
+    )
+    hang: float = option(
+        600.0, "Seconds after which a device that does not move ends the process, with status 75.", min=1
+    )
+
+
+def serve(cli: Cli, asked: Serving) -> int:
+    """Serve OpenAI's interface: chat, completions, embeddings, and the library with its documents."""
+    cli.open().close()  # what it was given is refused before anything is loaded
+    check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
+    from ragblend.app.desk import Desk
+    from ragblend.app.serve.keys import Keys
+    from ragblend.app.serve.listening import check_reach, listening
+    from ragblend.app.serve.listening import serve as run
+    from ragblend.app.serve.service import Limits
+
+    with Desk.open(cli.home, **cli.overrides) as desk:
+        known = Keys(desk.workspaces.home.root)
+        check_reach(asked.host, asked.allow_host, known)
+        with listening(asked.host, asked.port, asked.allow_host) as (address, at):
+            is_open = address.is_private and not known.clients()
+
+            def ready() -> None:
+                url = f"{address.url}v1"
+                cli.result({"url": url, "port": address.port}, f"OpenAI's interface is at {url}")
+                cli.note(
+                    "Every program of this machine may ask it: `ragblend keys add NAME` ends that."
+                    if is_open
+                    else "It wants a key of `ragblend keys add NAME`."
+                )
+                if not address.is_loopback:
+                    cli.note(UNENCRYPTED)
+
+            limits = Limits(asked.max_requests, answer_s=asked.timeout, hang_s=asked.hang)
+            with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
+                run(desk, address, at, known, ready, limits, asked.max_upload_mib * MIB)
+    return 0
+
+
+def list_keys(cli: Cli, context: typer.Context) -> None:
+    """The keys of the server, by name, with the collections that they may ask about; `add NAME` makes one."""
+    if context.invoked_subcommand is not None:
+        return
+    rows: list[dict[str, Any]] = [
+        {"name": each.name, "owner": each.is_owner, "collections": list(each.collections)}
+        for each in _keys(cli).clients()
+    ]
+    lines = [f"{row['name']:<24} {', '.join(row['collections']) or 'all (owner)'}" for row in rows]
+    cli.result({"keys": rows}, "\n".join(lines) or "No keys yet. Run `ragblend keys add NAME`.")
+
+
+# Without one of its commands it lists.
+keys.callback(invoke_without_command=True)(runner(list_keys))
+
+
+@command(keys, "add")
+def add_key(
+    cli: Cli,
+    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    collection: Annotated[
+        list[str] | None,
+        typer.Option(help="A collection that it may ask about; may be repeated [one of its own]."),
+    ] = None,
+    owner: Annotated[
+        bool, typer.Option("--owner", help="It may ask about all of them, and read /metrics.")
+    ] = False,
+) -> None:
+    """Make a key, and show it this once. What is asked with it is stored under a salt of its own."""
+    from ragblend.app.serve.keys import OWNER, Client
+
+    if owner and collection:
+        raise UsageError(
+            "--owner may ask about every collection, --collection about one; give one of the two"
+        )
+    known = _keys(cli)
+    with cli.open() as workspace:
+        spaces = workspace.workspaces
+        if not collection and not owner and name in spaces.names():
+            raise UsageError(
+                f"There is a collection {name!r}, which others may use. Choose another name for the key, or "
+                f"share it with --collection {name}"
+            )
+        if name == OWNER.name or name in known.names():
+            raise UsageError(f"There is a key {name!r} already. Choose another name.")
+        for each in () if owner else collection or [name]:
+            if each not in spaces.names():
+                spaces.create(each)
+    client = Client(name, () if owner else tuple(collection or [name]))
+    key = known.add(client)
+    cli.result({"name": name, "key": key, "collections": list(client.collections)}, key)
+    cli.note("It is not shown again: only its hash is kept.")
+
+
+@command(keys, "rm")
+def remove_key(cli: Cli, name: Annotated[str, typer.Argument(help="Whose key.")]) -> None:
+    """Remove a key, at once; its collection stays (`ragblend collections rm`)."""
+    _keys(cli).remove(name)
+    cli.result({"removed": name}, f"removed the key {name}")
+
+
+def _keys(cli: Cli) -> Any:
+    from ragblend.app.serve.keys import Keys
+
+    return Keys(cli.place.root)

@@ -1,0 +1,139 @@
+"""`ragblend store` and `doctor`: how much KV is kept, whether all is sound, making it sound, sweeping up."""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from ragblend.app.cli.common import Cli, command, plural, size
+
+store = typer.Typer(name="store", help="Look after the stored KV and the vector index.", no_args_is_help=True)
+Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
+OfAll = Annotated[str | None, typer.Option(help="Whose index; that of every collection if absent.")]
+MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
+
+
+@command(store)
+def stats(cli: Cli, collection: Collection = None) -> None:
+    """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
+    from ragblend.app.library.upkeep import stats_value
+
+    with cli.open_collection(collection) as workspace:
+        name = workspace.settings.collection
+        value = stats_value(workspace.store)
+        holdings = {
+            "documents": len(workspace.library.documents(name)),
+            "passages": workspace.library.count_passages(name),
+        }
+    share = f"{size(value['bytes'])} of {size(value['budget_bytes'])}"
+    documents, passages = plural(holdings["documents"], "document"), plural(holdings["passages"], "passage")
+    text = f"{plural(value['entries'], 'KV value')}, {share}; {documents}, {passages}; evicts by {value['policy']}"
+    lines = [f"{tier}: {_told(counts)}" for tier, counts in value["tiers"].items()]
+    if "remote" in value:
+        lines.append(_shared_told(value["remote"]))
+    cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
+
+
+def _shared_told(remote: dict[str, Any]) -> str:
+    read, written = size(remote["read_bytes"]), size(remote["written_bytes"])
+    counts = ", ".join(f"{remote[name]:,} {name}" for name in ("errors", "waiting", "dropped", "refused"))
+    rate = "" if remote["bytes_per_s"] is None else f" at {size(int(remote['bytes_per_s']))}/s"
+    return f"{remote['where']}: {remote['state']}; this process read {read}{rate}, wrote {written}; {counts}"
+
+
+def _told(tier: dict[str, Any]) -> str:
+    process: dict[str, int] = tier["this_process"]
+    counts = ", ".join(f"{tier[name]:,} {name}" for name in process)
+    now = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)
+    held = f"{size(tier['bytes'])} of {size(tier['budget_bytes'])}; " if "bytes" in tier else ""
+    return f"{held}{counts}" + (f" (this process: {now})" if now else "")
+
+
+@command(store)
+def check(cli: Cli, collection: OfAll = None) -> int:
+    """Read everything that is stored and say what is wrong with it; changes nothing."""
+    from ragblend.app.library.upkeep import check as run
+
+    with cli.open_collection(collection) as workspace:
+        findings = run(workspace, collection)
+    value = {"ok": not findings, "problems": [finding.__dict__ for finding in findings]}
+    lines = [f"{finding.part}: {finding.message}" for finding in findings]
+    cli.result(value, "\n".join(lines) or "Everything is sound.")
+    return 1 if findings else 0
+
+
+@command(store)
+def repair(cli: Cli, collection: OfAll = None) -> None:
+    """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
+    from ragblend.app.cli.bars import encoding_bar
+    from ragblend.app.library.upkeep import repair as run
+
+    with (
+        cli.open_collection(collection) as workspace,
+        workspace.workspaces.writing(),
+        encoding_bar(cli) as show,
+    ):
+        workspace.check_engine()
+        done = run(workspace, cli.note, show, collection=collection)
+    vectors, encoded = plural(done.vectors, "vector"), plural(done.encoded, "passage")
+    damaged = plural(done.damaged_kv, "damaged KV value")
+    restored = f"{plural(done.restored, 'document')} restored, " if done.restored else ""
+    cli.result(done.__dict__, f"{restored}{vectors} indexed, {damaged} taken out, {encoded} encoded")
+
+
+@command(store)
+def gc(cli: Cli) -> None:
+    """Remove what nothing refers to: left-over files and what is in quarantine."""
+    with cli.open() as workspace, workspace.workspaces.writing():
+        deleted = workspace.engine.forget(())  # what a kill left of an earlier deletion
+        report = workspace.store.gc()
+        workspace.index.erase()
+        remote = workspace.store.remote
+        shared = {} if remote is None else {"swept": remote.sweep()}
+    freed = report.bytes + deleted
+    more = f"; {plural(shared['swept'], 'value')} of the shared store, past their time" if shared else ""
+    value = {"files": report.files, "bytes": freed} | shared
+    cli.result(value, f"{plural(report.files, 'file')}, {size(freed)}{more}")
+
+
+def doctor(
+    cli: Cli,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure model and disk for `--ratio auto`, and keep that.")
+    ] = False,
+) -> int:
+    """Check environment, device, model, home, store and index: one line a check."""
+    from ragblend.app.doctor import examine
+
+    if profile:
+        return _profile(cli)
+    verdicts = []
+    with cli.open() as workspace:
+        for verdict in examine(workspace):
+            verdicts.append(verdict)
+            if not cli.json:  # as they come: loading the model takes a while
+                print(
+                    f"{MARKS[verdict.status]}  {verdict.name:<13} {verdict.detail}", file=cli.out, flush=True
+                )
+    healthy = all(verdict.status != "failed" for verdict in verdicts)
+    text = "All is well." if healthy else "Something needs you: see the lines marked FAILED."
+    cli.result({"ok": healthy, "checks": [verdict.__dict__ for verdict in verdicts]}, text)
+    return 0 if healthy else 1
+
+
+def _profile(cli: Cli) -> int:
+    from ragblend.app.cli.bars import progress_bars
+
+    with cli.open() as workspace, progress_bars(cli.terminal) as show:
+        measured = workspace.engine.profile(partial(show, "measure"))
+    grid = measured.prefill
+    rows = [
+        f"{count:>6} new tokens  " + "".join(f"{row[column]:>9,.0f} ms" for row in grid.prefill_ms)
+        for column, count in enumerate(grid.new_tokens)
+    ]
+    head = "behind             " + "".join(f"{count:>9,} t " for count in grid.cached_tokens)
+    tiers = [f"{tier.name}: {tier.bytes_per_s / 1e6:,.0f} MB/s" for tier in measured.tiers]
+    lines = [f"Measured {measured.about}:", head, *rows, f"Reads: {', '.join(tiers)}"]
+    cli.result(asdict(measured), "\n".join([*lines, "Kept. `ask --ratio auto` uses it."]))
+    return 0

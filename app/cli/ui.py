@@ -1,0 +1,80 @@
+"""`ragblend ui`: the page, on this machine only unless a password was set."""
+
+import contextlib
+import getpass
+import sys
+import threading
+import webbrowser
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.cli.common import UNENCRYPTED, Cli, option
+from ragblend.app.extras import check_installed
+
+MIB = 1 << 20
+# By name: the page stands above the app, and imports run down only.
+PAGE = "ragblend.ui.serving"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the page is served."""
+
+    port: int = option(7860, "Port; if it is taken, one of the next. 0: any.", min=0, max=65515)
+    host: str = option("127.0.0.1", "Address to listen at; beyond this machine a password is needed.")
+    allow_host: list[str] | None = option(
+        None, "A further host name that the page answers to; may be repeated."
+    )
+    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
+    browser: bool = option(True, "Open the page in a browser.", "--browser/--no-browser")
+    new_link: bool = option(False, "Shut out every browser that was let in until now.", "--new-link")
+    set_password: bool = option(
+        False, "Ask for the page's password, keep its hash, and end.", "--set-password"
+    )
+
+
+def ui(cli: Cli, asked: Serving) -> int:
+    """Serve the page: a library to fill, a chat over it, and a look at why it is fast."""
+    cli.open().close()  # what it was given is refused before the page is loaded
+    check_installed("The page", ("gradio", "nh3"), "ui")
+    serving: Any = import_module(PAGE)
+    if asked.set_password:
+        return _set_password(cli, serving)
+    from ragblend.app.desk import Desk
+    from ragblend.app.serve.listening import listening
+
+    with (
+        Desk.open(cli.home, **cli.overrides) as desk,
+        listening(asked.host, asked.port, asked.allow_host, serving.PORTS_TRIED) as (address, at),
+    ):
+        entrance = serving.open_entrance(desk.workspaces.home.root, address, asked.new_link)
+        link = f"{address.url}?token={entrance.token}"
+
+        def ready(folder: Path) -> None:
+            desk.start()
+            cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
+            cli.note("Keep that link to yourself. Ctrl-C ends the page.")
+            if not address.is_loopback:
+                cli.note(UNENCRYPTED)
+            if asked.browser:
+                landing = serving.write_landing(folder, link).as_uri()
+                threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
+
+        with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
+            serving.serve(desk, address, at, entrance, ready, asked.max_upload_mib * MIB)
+    return 0
+
+
+def _set_password(cli: Cli, serving: Any) -> int:
+    if sys.stdin.isatty():
+        first, second = getpass.getpass("Password of the page: "), getpass.getpass("Once more: ")
+        if first != second:
+            cli.note("The two are not the same. Nothing was changed.")
+            return 1
+    else:
+        first = sys.stdin.readline().rstrip("\n")
+    serving.save_password(serving.password_path(cli.place.root), first)
+    cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
+    return 0

@@ -1,0 +1,236 @@
+"""Files that strangers wrote are read in a process of its own: whatever a parser does, the caller stays alive.
+
+The process is a new interpreter: not forked, for the caller has torch and its threads, and not multiprocessing's, which
+runs the caller's main script again. It serves one call after the other, and leaves when it has grown, when nobody asks
+for a while, or when its caller is gone. A call that takes too much memory or time costs the process, nothing else.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil  # type: ignore[import-untyped]
+
+from ragblend.app.progress import silent
+from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
+
+MIB = 1024**2
+MEMORY_BYTES = 1024 * MIB  # what a call may take above what the process has: enforced on Linux
+SILENT_S = 300.0  # how long a call may go without a page that is done
+BEAT_S = 0.2  # how often the caller is asked whether it wants to leave
+IDLE_S = 60.0
+LEFT, FULL = 75, 76  # exit codes: nobody asked any more; out of memory
+KEPT_BYTES = 768 * MIB  # one that has grown over this is not used again; text recognition alone takes 500 MiB
+OnPage = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+def apart(
+    work: Callable[..., T],
+    path: Path,
+    *arguments: object,
+    on_page: OnPage = silent,
+    memory_bytes: int = MEMORY_BYTES,
+    silent_s: float = SILENT_S,
+) -> T:
+    """What work(path, *arguments, on_page) returns, in another process; all of it is pickled, `work` by its name.
+
+    on_page(done, total) is called here, again and again while the work goes on ((0, 0): not known yet); what it raises
+    ends the work. Raises the work's DocumentError, OversizedDocumentError for one that passes a limit, and
+    UnreadableDocumentError for any other failure, a crash included.
+    """
+    reply = None
+    while reply is None:
+        with _idle_lock:
+            process = _idle.pop() if _idle else _Process()
+        reply = process.reply((work, path, arguments, memory_bytes), on_page, silent_s)
+    if isinstance(reply, DocumentError):
+        raise reply
+    result: T = reply[0]
+    return result
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        self._has_served = False
+        with theirs:
+            code = f"from ragblend.app.library.apart import serve; serve({theirs.fileno()})"
+            self._process = subprocess.Popen(
+                # -P: the folder that the user is in is no place to import from
+                [sys.executable, "-P", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            )
+
+    def reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
+        """(result,), or the DocumentError that it ended in; None where a new process should be asked:
+        one that has served before may have left, or been killed while it was idle.
+        """
+        served, self._has_served = self._has_served, True
+        try:
+            self._connection.send(request)
+            reply = self._awaited(request, on_page, silent_s)
+        except (EOFError, ConnectionError):
+            self.end()
+            return None if served else _ended(request, self._process.returncode)
+        except BaseException:  # the caller leaves
+            self.end()
+            raise
+        _give_back(self)
+        return reply
+
+    def _awaited(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
+        _, path, _, memory_bytes = request
+        page, heard = (0, 0), time.monotonic()
+        limit = _resident_bytes(self._process.pid) + memory_bytes
+        while True:
+            if self._connection.poll(BEAT_S):
+                page, reply = self._connection.recv()
+                if reply is not None:
+                    return reply
+                heard = time.monotonic()
+            elif time.monotonic() - heard > silent_s:
+                raise _silent(path, page, silent_s)
+            if _resident_bytes(self._process.pid) > limit:
+                raise _too_much_memory(path, memory_bytes)
+            on_page(*page)
+
+    def end(self) -> None:
+        """Kill it, unless it has left."""
+        self._connection.close()
+        try:
+            self._process.wait(BEAT_S)  # one that had left, or crashed, says how
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_idle: list[_Process] = []
+_idle_lock = threading.Lock()
+
+
+def _give_back(process: _Process) -> None:
+    with _idle_lock:
+        if not _idle:
+            _idle.append(process)
+            return
+    process.end()
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _idle:
+        _idle.pop().end()
+
+
+os.register_at_fork(after_in_child=_idle.clear)  # they are the parent's
+
+
+def _ended(request: Any, code: int) -> DocumentError:
+    _, path, _, memory_bytes = request
+    if code == FULL:
+        return _too_much_memory(path, memory_bytes)
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return UnreadableDocumentError(
+        f"Reading {path}: what reads it crashed ({how}). Open it in its own program and save it again."
+    )
+
+
+def _too_much_memory(path: Path, memory_bytes: int) -> DocumentError:
+    return OversizedDocumentError(
+        f"Reading {path}: it takes more than {memory_bytes // MIB} MiB of memory, the limit. Split it into parts, or "
+        "save it as plain text."
+    )
+
+
+def _silent(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError:
+    where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
+    return OversizedDocumentError(
+        f"Reading {path}: {where} took more than {silent_s:.0f} seconds, the limit. Split it into parts, or save it "
+        "as plain text."
+    )
+
+
+# --- in the other process
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests, one after the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")  # parsers warn of oddities in files; what matters is raised
+    logging.disable()
+    connection, requests = Connection(descriptor), queue.Queue[Any]()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    try:
+        while _resident_bytes() < KEPT_BYTES:
+            connection.send(_answer(connection, *requests.get(timeout=IDLE_S)))
+    except (queue.Empty, OSError):
+        pass
+    os._exit(LEFT)
+
+
+def _receive(connection: Connection, requests: "queue.Queue[Any]") -> None:
+    """In a thread, so that a caller who is gone ends the work too."""
+    try:
+        while True:
+            requests.put(connection.recv())
+    finally:
+        os._exit(1)
+
+
+def _answer(
+    connection: Connection,
+    work: Callable[..., Any],
+    path: Path,
+    arguments: tuple[Any, ...],
+    memory_bytes: int,
+) -> tuple[tuple[int, int], Any]:
+    def on_page(done: int, total: int) -> None:
+        connection.send(((done, total), None))
+
+    try:
+        _limit_memory(memory_bytes)
+        return (0, 0), (work(path, *arguments, on_page),)
+    except DocumentError as error:
+        return (0, 0), error
+    except MemoryError:
+        os._exit(FULL)  # there may be no room for a sentence about it
+    except Exception as error:  # parsers of hostile formats raise anything
+        return (0, 0), UnreadableDocumentError(
+            f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
+            "Open it in its own program and save it again."
+        )
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """What is allocated faster than the caller looks. Twice as much, for Python that meets this limit in small steps
+    may lose its own errors and hang.
+    """
+    if used := getattr(psutil.Process().memory_info(), "data", 0):  # on Linux alone
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 2 * more_bytes, hard))
+
+
+def _resident_bytes(process_id: int | None = None) -> int:
+    """What a process holds; 0 for one that has ended."""
+    try:
+        return int(psutil.Process(process_id).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,323 @@
+"""Documents in: parse, cut, embed, index; one document at a time, so that a stop loses at most one.
+
+The order of writes is what makes it safe to stop anywhere:
+registry row "pending" -> passages and embeddings (one transaction) -> Chroma, node ids -> stale ones out -> "done".
+Whatever is not "done" is taken up by the next run, from the passages if those are there already. What is "done" can be
+asked; its KV follows (`encoding.py`), and until then a question reads it in its context. Where many files wait, a
+passage is embedded by a third of its windows first, and in full (`embed_in_full`) when all of them can be asked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.library import readers
+from ragblend.app.library.chunking import cut_document
+from ragblend.app.library.discovery import Discovery, discover, is_gone, shown
+from ragblend.app.library.documents import Document, FileFacts, Passage, State, content_digest
+from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
+from ragblend.app.library.guards import check_file
+from ragblend.app.library.registry import Embeddings
+from ragblend.app.library.removal import remove_document
+from ragblend.app.progress import Meter, OnProgress, silent
+from ragblend.app.workspace import Workspace
+from ragblend.integrations.embeddings import Part, joined
+from ragblend.integrations.passages import Passage as Known
+from ragblend.kvstore.errors import (
+    Cancelled,
+    DocumentError,
+    EmptyDocumentError,
+    UnreadableDocumentError,
+)
+
+MANY_FILES = 16  # where so many wait behind a document, or it has so many passages,
+MANY_PASSAGES = 200  # its passages are sketched first
+SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
+
+
+@dataclass
+class IngestReport:
+    """What one run did. failed: path -> (name of the error, reason); gone: ingested earlier, no longer there.
+
+    pruned: gone, and therefore removed; kv: what became of the passages' KV, None where that was not asked for.
+    """
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    passages: int = 0
+    tokens: int = 0
+    embedded: int = 0
+    encoded: int = 0
+    interrupted: bool = False
+    notice: str | None = None
+    kv: KvReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        failed = [{"path": path, "type": kind, "reason": why} for path, (kind, why) in self.failed.items()]
+        return {**self.__dict__, "failed": failed, "kv": asdict(self.kv) if self.kv else None}
+
+
+def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
+    """Ingest files and folders, and encode what has no KV. Raises as `take_in` and `add_kv` do."""
+    report = take_in(workspace, paths, on_progress)
+    report.interrupted = report.interrupted or not embed_in_full(workspace, on_progress)
+
+    def show(kv: KvProgress) -> None:
+        on_progress("encode", kv.done, kv.total)
+
+    return report if report.interrupted else add_kv(workspace, report, show)
+
+
+def take_in(
+    workspace: Workspace,
+    paths: Sequence[Path],
+    on_progress: OnProgress = silent,
+    prune: bool = False,
+    leave: Callable[[], bool] = lambda: False,
+) -> IngestReport:
+    """Make files and folders askable. Ctrl-C ends the run early and keeps what is done (`report.interrupted`), and so
+    does a KeyboardInterrupt of leave(), which is called between two passages or pages.
+
+    prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
+    full disk, a missing model and the like are raised. Between two files other threads that want to write pass.
+    """
+    run, spaces = _Run(workspace, Meter(on_progress, leave)), workspace.workspaces
+    is_over = has_let_pass = False
+    try:
+        steps = run.all(discover(paths), prune)
+        while not is_over:
+            with spaces.writing(patient=has_let_pass):
+                is_over = not any(spaces.is_wanted for _ in steps)
+            has_let_pass = True
+    except KeyboardInterrupt:
+        run.report.interrupted = True
+    return run.report
+
+
+def embed_in_full(
+    workspace: Workspace, on_progress: OnProgress = silent, leave: Callable[[], bool] = lambda: False
+) -> bool:
+    """Embed the windows that sketches left out; False where Ctrl-C or leave() ended that, and what is done stays.
+
+    The writer lock is held for a moment a document.
+    """
+    found = workspace.library.documents(workspace.settings.collection)
+    waiting = [document for document in found if document.recipe.endswith(SKETCHED)]
+    meter = Meter(on_progress, leave)
+    try:
+        if waiting:
+            meter.count("embed", more=sum(document.passages for document in waiting))
+        for document in waiting:
+            meter.name = document.name
+            _embed_rest(workspace, document, meter)
+            meter.count("embed", done=document.passages)
+    except (Cancelled, KeyboardInterrupt):
+        return False
+    return True
+
+
+def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
+    library = workspace.library
+    passages, (nodes, sketches) = library.passages_of(document.id), library.embeddings_of(document.id)
+    texts = [passage.text for passage in passages]
+    rest = workspace.embedder.embed_passages(texts, meter.within("embed"), "rest")
+    with workspace.workspaces.writing():
+        if library.documents_with([document.id]).get(document.id) != document:
+            return  # deleted or read anew meanwhile
+        rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
+        workspace.index.upsert(nodes, rows)  # first: killed after it, this is done again
+        recipe = document.recipe.removesuffix(SKETCHED)
+        library.replace_passages(document.id, document.facts, recipe, passages, rows)
+
+
+def add_kv(
+    workspace: Workspace,
+    report: IngestReport,
+    show: Callable[[KvProgress], None],
+    leave: Callable[[], bool] = lambda: False,
+) -> IngestReport:
+    """Encode what has no KV and add that to the report. The writer lock is not held: others may delete and ask."""
+    report.kv = kv = encode_missing(workspace, show, leave)
+    report.encoded, report.tokens = kv.encoded, kv.tokens
+    report.interrupted = kv.stopped == "left"
+    report.notice = kv.message or None
+    return report
+
+
+def ingest_file(
+    workspace: Workspace,
+    path: Path,
+    show: OnProgress = silent,
+    leave: Callable[[], bool] = lambda: False,
+    behind: int = 0,
+) -> IngestReport:
+    """Ingest one file, for a caller that holds the writer lock and decides what comes next.
+
+    behind: how many files wait behind it; where they are many, `embed_in_full` has work to do later.
+    Raises DocumentError, Cancelled when leave() says so, and what stops a whole run.
+    """
+    run = _Run(workspace, Meter(show, leave))
+    run.one(path, behind)
+    return run.report
+
+
+class _Run:
+    """One ingest run: the documents in turn, and the report on them."""
+
+    def __init__(self, workspace: Workspace, meter: Meter) -> None:
+        self._workspace, self._meter = workspace, meter
+        self._library = workspace.library
+        self._collection = workspace.settings.collection
+        self.report = IngestReport()
+
+    def all(self, found: Discovery, prune: bool) -> Iterator[None]:
+        """Yields behind each file, where the writer lock may be let go of and taken again."""
+        self.report.skipped = [*map(shown, found.skipped)]
+        for path, error in found.failed:
+            self._note_failure(path, error)
+        self._meter.count("parse", more=len(found.files))
+        for number, path in enumerate(found.files, 1):
+            self._meter.name = path.name
+            try:
+                self.one(path, len(found.files) - number)
+            except DocumentError as error:
+                self._note_failure(path, error)
+            self._meter.count("parse", done=1)
+            yield
+        for document in self._gone(found.folders):
+            (self.report.pruned if prune else self.report.gone).append(document.path)
+            if prune:
+                remove_document(self._workspace, document)
+
+    def one(self, path: Path, behind: int = 0) -> None:
+        name = str(path)
+        known = self._library.document(self._collection, name)
+        recipe = known.recipe.removesuffix(SKETCHED) if known else ""
+        current = known is not None and known.state is State.DONE and recipe == self._recipe
+        if known and current and known.facts.fit(path):
+            self.report.unchanged.append(name)
+            return
+        facts = self._facts(path, name)
+        same = known is not None and known.facts.sha256 == facts.sha256 and recipe == self._recipe
+        if known and current and same:  # touched, copied back, checked out again
+            self._library.set_facts(known.id, facts)
+            self.report.unchanged.append(name)
+            return
+        self._take_in(path, facts, known, bool(known and same and known.passages), behind)
+
+    def _take_in(
+        self, path: Path, facts: FileFacts, known: Document | None, cut_before: bool, behind: int
+    ) -> None:
+        self._meter.count("parse")
+        document = self._library.begin(self._collection, str(path))
+        if not cut_before:
+            try:
+                self._cut_and_embed(path, document, facts, known, behind)
+            except DocumentError as error:
+                self._library.fail(document, _with_earlier(error, known))
+                raise
+        self._place(document)
+        self._library.finish(document)
+        kind = "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
+        getattr(self.report, kind).append(str(path))
+
+    def _cut_and_embed(
+        self, path: Path, document: str, facts: FileFacts, known: Document | None, behind: int
+    ) -> None:
+        settings, engine = self._workspace.settings, self._workspace.engine
+        sizes = settings.chunk_tokens, settings.chunk_overlap
+
+        def count(piece: str) -> int:
+            self._meter.check()
+            return engine.count_tokens(piece)
+
+        text = readers.read_document(path, self._show_pages)
+        if not facts.fit(path):  # written meanwhile: of what, nobody can say, so the next run reads it again
+            facts = replace(facts, mtime_ns=-1, sha256="")
+        passages = cut_document(document, text, count, *sizes)
+        if not passages:
+            raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
+        is_new = not (known and known.passages)  # what has not changed has all its vectors already
+        is_sketch = is_new and (behind >= MANY_FILES or len(passages) >= MANY_PASSAGES)
+        embeddings = self._embed(passages, known, "sketch" if is_sketch else "whole")
+        recipe = self._recipe + (SKETCHED if is_sketch else "")
+        self._library.replace_passages(document, facts, recipe, passages, embeddings)
+
+    def _show_pages(self, done: int, total: int) -> None:
+        if total:  # readers of other formats call only to be asked to stop
+            self._meter.show("recognise", done, total)
+        self._meter.check()
+
+    def _embed(self, passages: Sequence[Passage], known: Document | None, part: Part) -> list[Embeddings]:
+        """Embeddings, (W, E) each; those of passages that did not change come from the registry."""
+        embedder = self._workspace.embedder
+        earlier: dict[str, Embeddings] = {}
+        if known and known.passages and known.recipe.endswith(f" {embedder.name}"):
+            earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
+        new = [passage for passage in passages if passage.node_id not in earlier]
+        self._meter.count("embed", more=len(new))
+        progress = self._meter.within("embed")
+        rows = embedder.embed_passages([p.text for p in new], progress, part) if new else []
+        self._meter.count("embed", done=len(new))
+        self.report.embedded += len(new)
+        earlier |= {passage.node_id: row for passage, row in zip(new, rows, strict=True)}
+        return [earlier[passage.node_id] for passage in passages]
+
+    def _place(self, document: str) -> None:
+        """From the registry into Chroma and the engine's nodes; then out of both with what is stale."""
+        index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
+        stale = self._library.stale(document)
+        index.upsert(*self._library.embeddings_of(document))
+        index.delete(stale)
+        passages = self._library.passages_of(document)
+        texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
+        known.add([Known(passage.text, passage.node_id) for passage in passages])
+        engine.enter(texts, nodes)  # what of them is deleted from now on gets no KV, or loses it
+        if stale:
+            known.remove(stale)
+            engine.forget(stale)  # after entering: what old and new have in common is kept
+        self.report.passages += len(passages)
+
+    def _facts(self, path: Path, name: str) -> FileFacts:
+        try:
+            check_file(path)  # before hashing: a pipe would never end, a huge file take long
+            return _read_facts(path)
+        except DocumentError as error:
+            known = self._library.document(self._collection, name)
+            self._library.fail(self._library.begin(self._collection, name), _with_earlier(error, known))
+            raise
+        except OSError as error:
+            raise UnreadableDocumentError(f"Reading {path}: {error.strerror}. Check the disk.") from error
+
+    def _gone(self, folders: Sequence[Path]) -> list[Document]:
+        """Documents of these folders whose file is no longer there; what was never read is none."""
+        known = [each for each in self._library.documents(self._collection) if each.passages]
+        inside = [d for d in known if any(Path(d.path).is_relative_to(folder) for folder in folders)]
+        return [document for document in inside if is_gone(Path(document.path))]
+
+    def _note_failure(self, path: Path, error: DocumentError) -> None:
+        self.report.failed[shown(path)] = (type(error).__name__, str(error))
+
+    @property
+    def _recipe(self) -> str:
+        """All that decides what a file's passages and embeddings are, besides its content."""
+        settings = self._workspace.settings
+        cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
+        return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
+
+
+def _read_facts(path: Path) -> FileFacts:
+    found = path.stat()  # before the content: a change while hashing makes the next run look again
+    return FileFacts(found.st_size, found.st_mtime_ns, content_digest(path))
+
+
+def _with_earlier(error: DocumentError, known: Document | None) -> str:
+    kept = " Its earlier version is kept and still answers." if known and known.passages else ""
+    return f"{error}{kept}"

@@ -1,0 +1,198 @@
+"""Pages of a PDF as pictures, by pdfium (the extra `ui`): with the boxes of a text on them, or to have it recognised.
+
+The text of scanned pages is RapidOCR's (the extra `ocr`). Its models are in its package: nothing is downloaded.
+"""
+
+import ctypes
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+from ragblend.app.answering.matching import find, fold
+from ragblend.app.library.apart import MIB, OnPage
+from ragblend.app.library.pdf_reader import open_pdf
+
+MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
+OCR_PACKAGES = ("rapidocr", "onnxruntime", "pypdfium2")
+OCR_BYTES = 2048 * MIB  # its models take a third of that
+OCR_SCALE = 200 / 72  # dots a point: what text recognition is made for
+MAX_PICTURE = 4000  # pixels, of the longer side
+MOST_PAGES = 50  # that one passage is looked for on
+Span = tuple[int, int]
+PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A line of the passage, in pixels of the picture from its upper left corner."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """One page. number counts from 1; label is what the document calls it; png: the picture's bytes."""
+
+    number: int
+    label: str
+    png: bytes
+    width: int
+    height: int
+    boxes: tuple[Box, ...]
+
+
+def located_pages(
+    path: Path, text: str, location: str, part: Span | None, _: OnPage
+) -> tuple[PageImage, ...] | None:
+    """The pages on which the text stands, of those that the location may mean; None if it stands on none.
+
+    part: mark only text[start:stop] of it, on the pages that have that. For a process of its own. Raises DocumentError,
+    and whatever pdfium does for a file that it cannot read.
+    """
+    import pypdfium2
+
+    with open_pdf(path) as reader:
+        runs = _page_numbers(list(reader.page_labels), location)
+    with pypdfium2.PdfDocument(path) as document:
+        for numbers in runs:
+            if found := _page_images(document, text, part, [n for n in numbers if n <= len(document)]):
+                return found
+    return None
+
+
+def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
+    """Runs of pages (from 1) that the location may mean: labels can come twice in a document."""
+    named = PAGE.match(location)
+    if named is None:
+        return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
+    first, last = named.group(1), named.group(2) or named.group(1)
+    starts = [n for n, label in enumerate(labels, start=1) if label == first]
+    stops = [n for n, label in enumerate(labels, start=1) if label == last]
+    ends = {start: min((stop for stop in stops if stop >= start), default=start) for start in starts}
+    return [list(range(start, stop + 1)) for start, stop in ends.items() if stop - start < MOST_PAGES]
+
+
+def _page_images(
+    document: Any, text: str, part: Span | None, numbers: Sequence[int]
+) -> tuple[PageImage, ...] | None:
+    pages = [document[number - 1] for number in numbers]
+    places = _find_on(pages, text, part)
+    if places is None:
+        return None
+    return tuple(
+        _image(page, number, f"p. {document.get_page_label(number - 1) or number}", spans)
+        for number, page, spans in zip(numbers, pages, places, strict=True)
+        if spans
+    )
+
+
+def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8]]":
+    """(height, width, 3): pages, from 1, at so many pixels a point; fewer where that would be a huge picture.
+
+    Raises whatever pdfium does for a file that it cannot read.
+    """
+    import pypdfium2
+
+    with pypdfium2.PdfDocument(path) as document:
+        for number in numbers:
+            page = document[number - 1]
+            pixels = min(scale, MAX_PICTURE / max(page.get_size()))
+            yield page.render(scale=pixels).to_numpy()[..., :3].copy()
+            page.close()
+
+
+def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tuple[int, int]]] | None:
+    """For each page the (start, stop) character indexes of the text; a passage may run over a page's end."""
+    characters, edges = list[str](), [0]
+    for page in pages:
+        characters += _characters(page)
+        edges.append(len(characters))
+    found = find(text, fold(characters), part)
+    if found is None:
+        return None
+    places: list[list[tuple[int, int]]] = [[] for _ in pages]
+    for start, stop in found:
+        for n in range(len(pages)):
+            first, last = max(start, edges[n]) - edges[n], min(stop, edges[n + 1]) - edges[n]
+            if first < last:
+                places[n].append((first, last))
+    return places
+
+
+def _characters(page: Any) -> list[str]:
+    """The page's characters by pdfium's own indexes, which those of its text as a string are not."""
+    from pypdfium2 import raw
+
+    with closing(page.get_textpage()) as textpage:
+        codes = (raw.FPDFText_GetUnicode(textpage, index) for index in range(textpage.count_chars()))
+        return ["" if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF else chr(code) for code in codes]
+
+
+def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]]) -> PageImage:
+    width, height = page.get_size()
+    scale = min(MAX_SCALE, MAX_WIDTH / width, MAX_HEIGHT / height)
+    picture = page.render(scale=scale).to_pil()
+    boxes = [box for span in spans for box in _boxes(page, span, picture.size)]
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=False, compress_level=6)
+    return PageImage(number, label, out.getvalue(), picture.width, picture.height, tuple(boxes))
+
+
+def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]:
+    with closing(page.get_textpage()) as textpage:
+        count = textpage.count_rects(span[0], span[1] - span[0])
+        found = [_on_picture(page, textpage.get_rect(index), size) for index in range(count)]
+        return [box for box in found if box.left < box.right and box.top < box.bottom]
+
+
+def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
+    """From the page's own coordinates; pdfium knows how it is turned and cropped."""
+    left, bottom, right, top = rect
+    (x1, y1), (x2, y2) = (_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom)))
+    width, height = size  # what is cropped away is not on the picture
+    return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
+
+
+def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, int]:
+    from pypdfium2 import raw
+
+    across, down = ctypes.c_int(), ctypes.c_int()
+    raw.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, ctypes.byref(across), ctypes.byref(down))
+    return across.value, down.value
+
+
+def can_recognise() -> bool:
+    return all(find_spec(name) is not None for name in OCR_PACKAGES)
+
+
+def recognised(path: Path, numbers: Sequence[int], on_page: OnPage) -> list[tuple[int, str]]:
+    """(number, text) of these pages of a PDF, from 1, line by line; some seconds a page. For a process of its own.
+
+    on_page(done, total) is called before each page and at the end.
+    """
+    texts = []
+    for done, picture in enumerate(page_pictures(path, numbers, OCR_SCALE)):
+        on_page(done, len(numbers))
+        texts.append("\n".join(_engine()(picture).txts or ()))
+    on_page(len(numbers), len(numbers))
+    return list(zip(numbers, texts, strict=True))
+
+
+@cache
+def _engine() -> Any:
+    from rapidocr import RapidOCR
+
+    return RapidOCR(params={"Global.log_level": "error"})

@@ -1,0 +1,105 @@
+"""Files that came through the page: the home keeps a copy of its own, under a name that is one."""
+
+import os
+import re
+import shutil
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ragblend.app.home import Home
+from ragblend.app.library.documents import content_digest
+from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file, sync_folder
+
+NAME_BYTES = 200
+
+
+def keep_upload(home: Home, collection: str, path: Path) -> Path:
+    """Copy a file into the home; the same file twice is one copy, another one of that name gets a number.
+
+    One at a time. Raises UnreadableDocumentError, StoreFullError.
+    """
+    folder = home.originals / collection
+    wanted, doing = folder / safe_name(path.name), f"Keeping {path.name} in {folder}"
+    try:
+        for each in (home.originals, folder):
+            each.mkdir(exist_ok=True, mode=FOLDER_MODE)
+        for target in _names_like(wanted):
+            if not target.exists():
+                return _copied(path, target)
+            if content_digest(path) == content_digest(target):
+                return target
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StoreFullError(f"{doing}: the disk is full. Free some space.") from error
+        raise UnreadableDocumentError(f"{doing}: {error.strerror}. Check its rights.") from error
+    raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
+
+
+def drop_upload(home: Home, path: Path) -> int:
+    """Remove the home's own copy of a file that was uploaded; bytes freed. A file elsewhere is its owner's.
+
+    Raises LibraryError.
+    """
+    if path.is_relative_to(home.originals):
+        with _deleting(path):
+            size = path.stat().st_size
+            path.unlink()
+            return size
+    return 0
+
+
+def drop_uploads(home: Home, collection: str) -> int:
+    """Remove all copies that the home has of a collection's uploads; bytes freed. Raises LibraryError."""
+    folder = home.originals / collection
+    with _deleting(folder):
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        shutil.rmtree(folder)
+        return size
+    return 0
+
+
+@contextmanager
+def _deleting(path: Path) -> Iterator[None]:
+    """What is gone already is passed over. Raises LibraryError."""
+    try:
+        yield
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise LibraryError(
+            f"Deleting {path}: {error.strerror or error}. It stays in the list: check the rights, and delete it again."
+        ) from error
+
+
+def _names_like(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in range(2, 10_000):
+        yield wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
+
+
+def safe_name(name: str) -> str:
+    """A file name without folders, control characters and leading dots, that every file system takes."""
+    last = re.split(r"[/\\]", name)[-1]
+    shown = "".join(c for c in last if unicodedata.category(c)[0] != "C").strip().lstrip(".")
+    stem, dot, suffix = shown.rpartition(".")
+    stem, suffix = (stem, dot + suffix) if stem and len(suffix) < 20 else (shown, "")
+    room = NAME_BYTES - len(suffix.encode())
+    return (stem.encode()[:room].decode("utf-8", "ignore").strip() or "document") + suffix
+
+
+def _copied(path: Path, target: Path) -> Path:
+    """Whole or not at all, also after a power cut: a name that is there has its content."""
+    partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
+    try:
+        shutil.copyfile(path, partial)
+        partial.chmod(FILE_MODE)
+        sync_file(partial)
+        os.replace(partial, target)
+        sync_folder(target.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target

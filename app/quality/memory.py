@@ -1,0 +1,116 @@
+"""Peak memory of one answer beyond the model's weights, measured in a process of its own.
+
+In this process the allocator keeps what earlier runs gave back, so a later run would look free. The child
+loads the model, warms up on a short prompt (which also pages the weights in), resets the kernel's high-water
+mark, and answers once. On CUDA torch's own counter is read instead.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ragblend.app.quality.variants import Variant
+from ragblend.kvstore.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from ragblend.engine.prompts.segments import Prompt
+
+ANSWER_TOKENS = 4
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def peak_bytes(
+    engine: dict[str, Any], prompt: "Prompt", variant: Variant, timeout_s: float = 600
+) -> int | None:
+    """Bytes above the baseline at the peak; None where the system does not say. Raises RagBlendError.
+
+    engine: the keyword arguments of `Engine.open`; prompt: tokenized.
+    """
+    from ragblend.engine.prompts.segments import Chunk
+
+    pairs = zip(prompt.segments, prompt.segment_ids, strict=True)
+    segments = [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs]
+    job = json.dumps({"engine": engine, "segments": segments, "arguments": variant.arguments})
+    command = [sys.executable, "-m", "ragblend.app.quality.memory"]
+    done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=timeout_s)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        answer: dict[str, Any] = {"error": f"the child process failed: {said}"}
+    else:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise RagBlendError(f"Measuring the peak memory of {variant.method}: {answer['error']}")
+    return cast("int | None", answer["peak_bytes"])
+
+
+def main() -> None:
+    """Read a job from stdin, print `{"peak_bytes": ...}` or `{"error": ...}`."""
+    try:
+        answer: dict[str, Any] = {"peak_bytes": _measure(**json.load(sys.stdin))}
+    except RagBlendError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, sys.stdout)
+
+
+def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, Any]) -> int | None:
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
+
+    opened = Engine.open(**engine)
+    try:
+        hello = opened.chat_prompt(None, [], "Say hello.")
+        opened.generate(hello, method="full", max_new_tokens=ANSWER_TOKENS)
+        kinds = {True: Chunk, False: Literal}
+        prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in segments])
+        meter = _CudaMeter(opened.device) if opened.device.startswith("cuda") else HostMeter()
+        misses = opened.generate(prompt, max_new_tokens=ANSWER_TOKENS, **arguments).report.misses
+        if misses:
+            raise RagBlendError(f"{misses} chunks were not in the store: this would be another peak")
+        return meter.peak_bytes()
+    finally:
+        opened.close()  # a process that ends while the engine still works in the background is aborted
+
+
+class HostMeter:
+    """Resident memory of this process, as Linux keeps it."""
+
+    def __init__(self) -> None:
+        try:
+            _CLEAR.write_text("5")  # "reset the peak resident set size" (proc_pid_clear_refs(5))
+            self._baseline: int | None = _status_bytes("VmRSS")
+        except OSError:
+            self._baseline = None
+
+    def peak_bytes(self) -> int | None:
+        return None if self._baseline is None else _status_bytes("VmHWM") - self._baseline
+
+
+class _CudaMeter:
+    """Memory of this process' tensors on the GPU, as torch's allocator counts it."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._baseline = torch.cuda.memory_allocated(device)
+
+    def peak_bytes(self) -> int:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - self._baseline
+
+
+def _status_bytes(field: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    found = next(line for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(found.split()[1])
+
+
+if __name__ == "__main__":
+    main()

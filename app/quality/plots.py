@@ -1,0 +1,140 @@
+"""Rows as pictures, drawn without a display."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.quality.records import PLACES, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WHERE_COLOURS = {
+    "retrieve": "#c7c7c7",
+    "stall": "#d62728",
+    "move": "#ff7f0e",
+    "select": "#9467bd",
+    "compute": "#1f77b4",
+    "first_token": "#2ca02c",
+}
+
+
+def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Left: KL by method with its interval, the nearest to full prefill first; right: KL against time."""
+    figure = figure_of(14.0, max(5.0, 0.3 * len(rows) + 1.5))
+    left, right = figure.subplots(1, 2)
+    _draw_divergence(left, sorted(rows, key=lambda row: row["kl"]))
+    _draw_trade_off(right, rows)
+    entitle(figure, title)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        low, high = row["kl_ci"] or (row["kl"], row["kl"])
+        axes.plot([low, high], [place, place], color=colour(row["method"]), linewidth=2)
+        axes.plot([row["kl"]], [place], marker="o", color=colour(row["method"]))
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("KL(full || method), nats a token, with 95% interval")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
+    # Keys left where they lie are so far off that all others would be one spot; the left panel has them.
+    rows = [row for row in rows if row["method"] != "naive"] or rows
+    front = pareto(rows)
+    times, divergences = ([row[name] for row in front] for name in ("ttft_ms", "kl"))
+    axes.step(times, divergences, where="post", color="#999999", zorder=1)
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = [(row["ttft_ms"], row["kl"]) for row in rows if row["method"] == method]
+        axes.scatter(*zip(*points, strict=True), color=colour(method), label=method)
+    for row in rows:
+        axes.annotate(
+            "" if row["ratio"] is None else f"{100 * row['ratio']:g}%",
+            (row["ttft_ms"], row["kl"]),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour(row["method"]),
+            weight="bold" if row in front else "normal",
+        )
+    axes.set_xlabel("milliseconds to the first token (median)")
+    axes.set_ylabel("KL(full || method), nats a token")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other row beats in both time and divergence, from the fastest on."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row["ttft_ms"], row["kl"])):
+        if not front or row["kl"] < front[-1]["kl"]:
+            front.append(row)
+    return front
+
+
+def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
+    """One panel a (chunks, tokens, cache): stacked bars of where the time to the first token went."""
+    cases: dict[tuple[int, int, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row["chunks"], row["tokens"], row["cache"]), []).append(row)
+    figure = figure_of(9.0, 1.2 + sum(0.7 + 0.3 * len(own) for own in cases.values()))
+    panels = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
+    for axes, (case, own) in zip(panels, cases.items(), strict=True):
+        _draw_bars(axes, own)
+        axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {PLACES[case[2]]}", fontsize=9)
+    beside = "load runs beside the compute; what it costs is the stall"
+    panels[-1].set_xlabel(f"milliseconds to the first token ({beside})")
+    panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
+    entitle(figure, title)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
+    ends = [0.0] * len(rows)
+    for part, colour in WHERE_COLOURS.items():
+        widths = [(row["where_ms"] | {"retrieve": row["retrieve_ms"] or 0.0})[part] for row in rows]
+        axes.barh(range(len(rows)), widths, left=ends, color=colour, label=part.replace("_", " "))
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for place, row in enumerate(rows):
+        text = f" {row['ttft_ms']:.0f} ms" + (f", {row['speedup']:.1f}x" if row["speedup"] else "")
+        axes.text(ends[place], place, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(ends))
+
+
+def figure_of(width: float, height: float) -> "Figure":
+    """A figure of its own canvas, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # pyplot would keep every figure alive, and look for a display.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def entitle(figure: "Figure", title: str) -> None:
+    """A title in as many lines as the figure's width asks for."""
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
+
+
+def colour(method: str) -> Any:
+    """A method's colour, the same in every picture: its place in the engine's table says which."""
+    from matplotlib import colormaps
+
+    from ragblend.engine.selection import METHODS
+
+    places = {name: place for place, name in enumerate(METHODS)}
+    return colormaps["tab20"](places.get(method.partition(":")[0], len(places)) % 20)
+
+
+def _label(row: Row) -> str:
+    return row["method"] if row["ratio"] is None else f"{row['method']} {100 * row['ratio']:g}%"

@@ -1,0 +1,295 @@
+"""Is the fused answer the answer of a full prefill? (`ragblend bench quality`)
+
+The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every
+method's prefilled cache, so that all next-token distributions are compared at the same positions; then each
+method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.quality import metrics
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.prefilling import BenchError, Timed, continued, stored, timed_prefill
+from ragblend.app.quality.records import Journal, Record
+from ragblend.app.quality.variants import Variant
+from ragblend.engine.prompts.figures import contains
+from ragblend.kvstore.errors import PromptTooLongError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ragblend.engine.config import Report
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompts.segments import Prompt
+    from ragblend.engine.results import Prefilled, Result
+    from ragblend.engine.selection import Policy
+
+INSTRUCTION = "\nAnswer in a few words, not in a sentence."
+Progress = Callable[[int, int], None]
+# How to measure what is no method of the engine, beside the reference, with answers of so many tokens.
+Measure = Callable[["Engine", Question, "Prompt", "Outcome", int], Record]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method's greedy answer, and its logits before each token of the *reference's* answer, (n, vocab).
+
+    prefilled: the prompt as that method read it.
+    """
+
+    answer: "Result"
+    logits: "Tensor"
+    report: "Report"
+    ttft_ms: float
+    prefilled: "Prefilled"
+
+    @property
+    def timed(self) -> Timed:
+        return Timed(self.prefilled, self.report, self.ttft_ms)
+
+
+def run(
+    engine: "Engine",
+    questions: Sequence[Question],
+    variants: Sequence[Variant],
+    journal: Journal,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    keep_kv: bool = False,
+    progress: Progress | None = None,
+    until: Callable[[], bool] | None = None,
+    warm: bool = True,
+    others: Mapping[Variant, Measure] | None = None,
+    figures_only: bool = False,
+) -> int:
+    """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
+
+    Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
+    the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
+    that are left is returned. warm: run every method once, unrecorded, before the first question. others: the variants
+    that are no methods of the engine, and how each is measured. figures_only: a question whose figures full prefill's
+    answer has not right gets a record of `full`, which must be among the variants, and no other.
+
+    No question may come twice (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
+    BenchError for what would be a wrong number.
+    """
+    pending = [
+        (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
+    ]
+    # All prompts first: one that is too long must stop the run now and not after an hour of work.
+    work = [(each, todo, _fitting_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
+    total = sum(len(todo) for _, todo, _ in work)
+    done, left = 0, len(work)
+    for _, together in groupby(work, lambda each: frozenset(each[0].passages)):
+        of_set, before = list(together), None
+        if until is not None and until():
+            return left
+        with stored(engine, of_set[0][0].passages, keep_kv):
+            for question, todo, prompt in of_set:
+                if until is not None and until():
+                    return left
+                if left == len(work) and warm:
+                    warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
+                reference = full_outcome(engine, prompt, max_new_tokens, before)
+                before, left = reference.timed, left - 1
+                is_right = bool(metrics.right_figures(question, reference.answer.text))
+                if figures_only and Variant("full") in todo and not is_right:
+                    todo, total = [Variant("full")], total - len(todo) + 1
+                given = engine, question, prompt, todo, max_new_tokens, others or {}, reference
+                for record in measure(*given):
+                    journal.add(record)
+                    done += 1
+                    if progress is not None:
+                        progress(done, total)
+    return 0
+
+
+def _pending(
+    question: Question, variants: Sequence[Variant], journal: Journal, seed: int, figures_only: bool
+) -> list[Variant]:
+    """What is left to measure, shuffled: no method always runs in the wake of the same other one."""
+    known = journal.records.get((question.digest, "full", None))
+    if figures_only and known is not None and known.figures_kept is None:
+        return []
+    todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
+    random.Random(f"{seed} {question.digest}").shuffle(todo)
+    return todo
+
+
+def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
+    """The prompt; PromptTooLongError says what to do about it. With --skip such a question does not come so far."""
+    try:
+        return build_prompt(engine, question, max_new_tokens)
+    except PromptTooLongError as error:
+        raise PromptTooLongError(
+            f"{error}; pass --passages N to read fewer passages a question, or --skip to leave it out"
+        ) from error
+
+
+def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
+    """The passages first, the question last, in the model's chat template; tokenized, so that is not timed.
+
+    Raises PromptTooLongError if the answer would not fit in the model's window.
+    """
+    from ragblend.engine.prompts.segments import Chunk
+
+    chunks = [Chunk(passage) for passage in question.passages]
+    prompt = engine.tokenize(engine.chat_prompt(None, chunks, asked(question)))
+    needed = len(prompt.token_ids) + max_new_tokens
+    if needed > engine.context_window:
+        raise PromptTooLongError(
+            f"{question.place} needs {needed} tokens with its answer, and {engine.model_name} takes "
+            f"{engine.context_window}"
+        )
+    return prompt
+
+
+def asked(question: Question) -> str:
+    """The question in the words that every method gets."""
+    return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
+
+
+def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> None:
+    """One unrecorded prefill of every method: a process' first ones pay for pages, threads, kernels and imports."""
+    for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
+        engine.prefill(prompt, **variant.arguments)
+
+
+def measure(
+    engine: "Engine",
+    question: Question,
+    prompt: "Prompt",
+    variants: Sequence[Variant],
+    max_new_tokens: int,
+    others: Mapping[Variant, Measure],
+    reference: Outcome,
+) -> Iterator[Record]:
+    """One record a variant, on one question, each beside the reference of this very run."""
+    for variant in variants:
+        if variant in others:
+            yield others[variant](engine, question, prompt, reference, max_new_tokens)
+            continue
+        outcome = reference
+        if variant.method != "full":
+            outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
+        yield record_of(question, variant, reference, outcome, engine)
+
+
+def full_outcome(
+    engine: "Engine", prompt: "Prompt", max_new_tokens: int, before: Timed | None = None
+) -> Outcome:
+    """The reference: full prefill, its greedy answer, and its logits along that answer.
+
+    before: the last question's, which is gone afterwards. Where its prompt has the same passages in the same order,
+    these are not read again: their KV depends on nothing behind them. The time to first token is the last one's, then.
+    """
+    timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
+    answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
+    logits = teacher_logits(engine, timed.prefilled, answer)
+    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
+
+
+def outcome_of(
+    engine: "Engine",
+    prompt: "Prompt",
+    variant: Variant,
+    reference: Outcome,
+    max_new_tokens: int,
+    policy: "Policy | None" = None,
+) -> Outcome:
+    """What a method gives; policy: in place of the variant's method's own."""
+    timed = timed_prefill(engine, prompt, variant, policy)
+    logits = teacher_logits(engine, timed.prefilled, reference.answer)
+    # Where a figure may be read again, decoding alone says whether it was.
+    if takes_every_step(logits, reference.answer) and not timed.prefilled.sure:
+        # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
+        answer = reference.answer
+    else:
+        answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
+    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
+
+
+def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
+    """Whether the likeliest token before each token of the answer, its end token included, is that token."""
+    return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
+
+
+def record_of(
+    question: Question, variant: Variant, reference: Outcome, outcome: Outcome, engine: "Engine"
+) -> Record:
+    """How a method's outcome compares with the reference and with the gold answers. Raises BenchError."""
+    text = outcome.answer.text
+    return Record(
+        **_figures(question, reference, outcome, engine.tokenizer),
+        question=question.digest,
+        method=variant.method,
+        ratio=variant.ratio,
+        kl=_divergence(question, variant, reference, outcome),
+        top1=metrics.top1_agreement(reference.logits, outcome.logits),
+        exact_match=outcome.answer.token_ids == reference.answer.token_ids,
+        **against_gold(text, question),
+        first_kl=metrics.kl_divergence(reference.logits[:1], outcome.logits[:1]),
+        read_again=outcome.answer.report.read_again_at is not None,
+        rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
+        recomputed_fraction=outcome.report.recomputed_fraction,
+        ttft_ms=outcome.ttft_ms,
+        full_ttft_ms=reference.ttft_ms,
+        prompt_tokens=outcome.report.tokens.prompt,
+        generated_tokens=outcome.answer.report.tokens.generated,
+        select_ms=outcome.report.timings.select_ms,
+        probe_rows=outcome.report.probe_rows,
+        computed_fraction=outcome.report.computed_fraction,
+    )
+
+
+def _figures(question: Question, reference: Outcome, outcome: Outcome, tokenizer: Any) -> dict[str, Any]:
+    """The part of a record that says what became of the figures that full prefill has right; nothing without any."""
+    figures = metrics.right_figures(question, reference.answer.text)
+    if not figures:
+        return {}
+    text, ids = outcome.answer.text, reference.answer.token_ids
+    kept = all(contains(text, each) for each in figures)
+    so_far = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+    pieces = [behind[len(before) :] for before, behind in pairwise(so_far)]
+    at = metrics.figure_positions(pieces, figures)
+    return {
+        "figures_kept": kept,
+        "figures_other": not kept and metrics.has_other_figure(text, question, figures),
+        "figure_kl": metrics.kl_divergence(reference.logits[at], outcome.logits[at]) if at else None,
+    }
+
+
+def _divergence(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> float:
+    """In nats. Raises BenchError where it is no number: kept, it would spoil every mean, or look perfect."""
+    kl = metrics.kl_divergence(reference.logits, outcome.logits)
+    if math.isfinite(kl):
+        return kl
+    at = "" if variant.ratio is None else f" at ratio {variant.ratio:g}"
+    whose = "full prefill's" if reference.logits.isnan().any() else "the method's"
+    raise BenchError(
+        f"{question.place}, method {variant.method}{at}: the KL divergence is {kl}, because {whose} logits hold NaN or "
+        "infinity, so there is nothing to compare; take the method out of --methods, or measure with another --dtype"
+    )
+
+
+def against_gold(text: str, question: Question) -> dict[str, Any]:
+    """The part of a record that says how good an answer is."""
+    return {
+        "gold_match": metrics.gold_match(text, question.answers),
+        "f1": metrics.f1(text, question.answers),
+        "rouge_l": metrics.rouge_l(text, question.answers),
+        "found": metrics.found(text, question.required),
+        "answer": text,
+    }
+
+
+def teacher_logits(engine: "Engine", prefilled: "Prefilled", answer: "Result") -> "Tensor":
+    """(n, vocab) float32: what is predicted before each token of the answer; first the prompt's own prediction."""
+    logits = engine.continue_logits(prefilled, answer.token_ids)
+    assert logits.shape[0] == max(1, len(answer.token_ids)), (logits.shape, len(answer.token_ids))
+    return logits

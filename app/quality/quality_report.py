@@ -1,0 +1,234 @@
+"""One `bench quality`: questions and engine in; rows, comparisons, JSON, picture and the report out."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.cli.bars import progress_bar
+from ragblend.app.quality import quality, sources
+from ragblend.app.quality.data import Loaded, Question, Skipped
+from ragblend.app.quality.plots import plot_quality
+from ragblend.app.quality.prefilling import check_extra, computed_by, environment, model_digest
+from ragblend.app.quality.records import Journal, Row, make_folder, write_json
+from ragblend.app.quality.summary import EXACT, by_task, comparison_matrix, fastest_within, summarise
+from ragblend.app.quality.table import FEWEST_PROMPTS, matrix_table, quality_tables
+from ragblend.app.quality.variants import Variant, parse_pairs, parse_variants
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.quality.requests import QualityRequest
+    from ragblend.engine.engine import Engine
+
+ANSWER_TOKENS = 32
+FIGURE_ANSWER_TOKENS = 40  # enough for each of --figures, so that --limit changes no answer
+ALL_METHODS = "all"
+TEMPLATE = Path(__file__).with_name("report.html")
+PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
+
+
+@dataclass(frozen=True)
+class Others:
+    """What is measured beside the methods: how each is, and, for the journal's name, what their numbers depend on."""
+
+    variants: Mapping[Variant, quality.Measure] = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
+    code: tuple[Path, ...] = ()
+
+
+def report_quality(
+    source: sources.Source, engine_arguments: Row, request: "QualityRequest", others: Others | None = None
+) -> Row:
+    """Measure what is missing; write `quality.json`, the picture and the report. The results, and `files` by kind.
+
+    engine_arguments: of `Engine.open`. The picture is of divergences; where there are none there is no picture.
+    """
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
+
+    check_extra()
+    others, methods = others or Others(), tuple[Variant, ...]()
+    if request.methods:
+        names = with_all(request.methods, METHODS)
+        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    if source.figures and Variant("full") not in methods:
+        methods = (Variant("full"), *methods)
+    variants, seed = (*methods, *others.variants), source.seed or 0
+    pairs = parse_pairs(request.compare or (), variants)
+    loaded = sources.read(source)
+    folder = make_folder(request.output)
+    from ragblend.engine.engine import Engine  # once all that was asked for is known to be possible
+
+    engine = Engine.open(**engine_arguments)
+    # How stored KV is packed: an engine that others use as well takes the codec it was opened with last.
+    kv_codec = engine_arguments.get("kv_codec") or "raw"
+    asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
+    most_tokens = answer_tokens(engine, loaded.questions, asked)
+    if source.skip:  # else `quality.run` names the first one before it measures anything
+        loaded = fitting(engine, loaded, most_tokens)
+    journal = quality_journal(engine, folder, request.fresh, kv_codec, most_tokens, others)
+    with progress_bar("measuring") as progress:
+        quality.run(
+            engine,
+            loaded.questions,
+            variants,
+            journal,
+            max_new_tokens=most_tokens,
+            seed=seed,
+            keep_kv=request.keep_kv,
+            progress=progress,
+            others=others.variants,
+            figures_only=source.figures,
+        )
+    questions = loaded.questions
+    if source.figures:
+        questions = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
+        if not questions:
+            raise UsageError(
+                f"--figures: {engine.model_name} answers none of the {len(loaded.questions)} questions rightly by full "
+                "prefill, so there is nothing to keep; measure a larger model"
+            )
+    measured = journal.records, questions, variants, seed
+    rows, comparisons = summarise(*measured, pairs)
+    results = {
+        "rows": rows,
+        "comparisons": comparisons,
+        "matrix": comparison_matrix(*measured),
+        "tasks": by_task(*measured),
+        "within": fastest_within(rows),
+        "environment": environment(engine) | {"kv_codec": kv_codec},
+        "settings": {
+            "data": source.name,
+            "questions": len(questions),
+            "asked": len(loaded.questions),
+            "seed": source.seed,
+            "passages": source.passages,
+            "resumed_records": journal.resumed,
+            "instruction": quality.INSTRUCTION,
+            "skipped": [asdict(each) for each in loaded.skipped],
+            "max_new_tokens": most_tokens,
+            "modes": others.settings,
+        },
+    }
+    return _write(folder, results)
+
+
+def with_all(methods: str, known: dict[str, Any]) -> str:
+    """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
+    told = [name for name, policy in known.items() if name not in EXACT and not policy.follows]
+    every = ",".join(["full", *told])
+    return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
+
+
+def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None) -> int:
+    """How long answers may be: what was asked for, else enough for the longest that must be exact."""
+    if asked is not None:
+        return asked
+    longest = max((engine.count_tokens(q.answers[0]) for q in questions if q.required), default=0)
+    return max(ANSWER_TOKENS, longest + longest // 2 + 8 if longest else 0)
+
+
+def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
+    """Without the questions that do not fit the window, which are said. Raises UsageError if none does."""
+    kept, skipped = [], list(loaded.skipped)
+    for question in loaded.questions:
+        try:
+            quality.build_prompt(engine, question, max_new_tokens)
+            kept.append(question)
+        except PromptTooLongError as error:
+            skipped.append(Skipped(question.place, str(error)))
+    if not kept:
+        raise UsageError(
+            f"no question is left: {len(skipped)} were skipped, the last because {skipped[-1].reason}"
+        )
+    return Loaded(kept, tuple(skipped))
+
+
+def quality_journal(
+    engine: "Engine",
+    folder: Path,
+    fresh: bool,
+    kv_codec: str,
+    max_new_tokens: int,
+    others: Others = Others(),
+) -> Journal:
+    """The file is named by a digest over what its records depend on and do not say themselves."""
+    settings: Row = {
+        "model": model_digest(engine),
+        "device": engine.device,
+        "kv_codec": kv_codec,
+        "max_new_tokens": max_new_tokens,
+        "instruction": quality.INSTRUCTION,
+    }
+    if others.settings is not None:
+        settings["modes"] = dict(others.settings)
+    return Journal(folder / f"quality-{computed_by(settings, tuple(others.code))}.jsonl", fresh)
+
+
+def _write(folder: Path, results: Row) -> Row:
+    files = {"json": folder / "quality.json", "html": folder / "report.html"}
+    pictures: dict[str, Path] = {}
+    compared = [row for row in results["rows"] if row["kl"] is not None]
+    if compared:
+        files["png"] = pictures[PICTURE] = folder / "quality.png"
+        plot_quality(compared, _title(results), files["png"])
+    files["html"].write_text(report_page(results, pictures), encoding="utf-8")
+    write_json(files["json"], results)
+    return results | {"files": {kind: str(path) for kind, path in files.items()}}
+
+
+def _title(results: Row) -> str:
+    where = results["environment"]
+    packed = "" if where["kv_codec"] == "raw" else f", {where['kv_codec']} KV"
+    device = where["gpu"] or where["cpu"]
+    return f"{where['model']}, {where['dtype']}{packed} on {device}, {results['settings']['questions']} questions"
+
+
+def report_page(results: Row, pictures: Mapping[str, Path]) -> str:
+    """report.html: all that was measured, in one file that loads nothing.
+
+    results: as in quality.json; pictures: PNGs by what they are called on the page.
+    """
+    from jinja2 import Environment
+
+    rows, what, where = results["rows"], results["settings"], results["environment"]
+    tables = quality_tables(rows, results["comparisons"], results["tasks"], results["within"])
+    if results["matrix"]:
+        tables.append(matrix_table(results["matrix"]))
+    page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(
+        title=f"{where['model']}: fused against full prefill",
+        setting=_setting(where, what),
+        warnings=warnings(rows, what),
+        pictures={
+            label: base64.b64encode(path.read_bytes()).decode("ascii") for label, path in pictures.items()
+        },
+        tables=tables,
+    )
+
+
+def _setting(where: Row, what: Row) -> str:
+    device = where["gpu"] or f"{where['cpu']}, {where['threads']} threads"
+    return (
+        f"{what['data']}, {what['questions']} questions, answers of up to {what['max_new_tokens']} tokens, seed "
+        f"{what['seed']}; {where['dtype']} on {device}, KV stored {where['kv_codec']}. Times to first token are "
+        "medians; intervals are 95%, bootstrapped over prompts, in pairs where two methods are compared."
+    )
+
+
+def warnings(rows: Sequence[Row], what: Row) -> list[str]:
+    """What a reader of the numbers must know."""
+    said = []
+    if what["questions"] < FEWEST_PROMPTS:
+        said.append(f"{what['questions']} prompts settle nothing; measure {FEWEST_PROMPTS} or more.")
+    if what["skipped"]:
+        named = "; ".join(each["reason"] for each in what["skipped"][:5])
+        more = f" and {len(what['skipped']) - 5} more" if len(what["skipped"]) > 5 else ""
+        said.append(f"{len(what['skipped'])} records were left out: {named}{more}.")
+    for row in rows:
+        spent, name = row["recomputed_fraction"] or 0, row["method"]
+        if row["ratio"] is not None and spent > row["ratio"] + 0.01:
+            said.append(f"{name} at {row['ratio']:.1%} spent {spent:.1%}: more than it was given.")
+        if row["unscored"]:
+            said.append(f"{name}: {row['unscored'] / row['calls']:.1%} of its answers came without a score.")
+    return said

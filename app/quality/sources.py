@@ -1,0 +1,155 @@
+"""Where a bench's questions come from: a file, the user's own documents, or the samples."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragblend.app import samples
+from ragblend.app.cli.common import option
+from ragblend.app.quality.data import Loaded, Question, choose, load, without_repeats
+from ragblend.app.quality.figures import figure_questions
+from ragblend.kvstore.errors import UsageError
+
+ALL_DOCUMENTS = "all"
+PASSAGE_WORDS = 220  # of the samples
+PASSAGES = 6
+FIGURE_SETS = 25
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `--data`, `--docs` and their companions say; at most one of the two.
+
+    home, collection: where the documents of `--docs` were ingested; docs: a folder or file of them, or `all`.
+    """
+
+    data: Path | None = option(
+        None, "A JSON list of {ctxs: [{title, text}], question, answers}; the samples if absent."
+    )
+    docs: str | None = option(
+        None, "Questions from ingested documents: those under this folder or file, or `all`."
+    )
+    figures: bool = option(
+        False,
+        "Made-up questions for figures, 8 a set of passages, in 2 orders; nearly 400 unless --limit says otherwise.",
+        "--figures",
+    )
+    collection: str | None = option(None, "Of --docs; as in the settings if absent.")
+    limit: int | None = option(None, "How many questions; all if absent.")
+    seed: int | None = option(None, "Shuffle the questions with it; the intervals are drawn from it.", min=0)
+    passages: int | None = option(None, "The first so many of each question; all if absent.")
+    skip: bool = option(
+        False, "Leave out what cannot be measured (no question, over the window), and say what.", "--skip"
+    )
+    home: Path | None = None
+
+    @property
+    def name(self) -> str:
+        if self.figures:
+            return "figures"
+        if self.data is not None:
+            return self.data.name
+        return "samples" if self.docs is None else f"documents: {self.docs}"
+
+
+def read(source: Source) -> Loaded:
+    """The questions to measure, each once: records are kept under what a question says, its passages included.
+
+    Raises UsageError.
+    """
+    if (source.data is not None) + (source.docs is not None) + source.figures > 1:
+        raise UsageError("--data, --docs and --figures name different questions; give one of them")
+    choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense before it reads
+    if source.figures:  # in their order, in which the questions of a set follow each other
+        made = choose(figure_questions(FIGURE_SETS, seed=source.seed or 0), passages=source.passages)
+        once = without_repeats(made)
+        return Loaded(choose(once.questions, source.limit), once.skipped)
+    found = _found(source)
+    # Questions from documents have as many passages as asked for by now, and all of them that they need.
+    passages = None if source.docs is not None else source.passages
+    once = without_repeats(choose(found.questions, passages=passages))
+    return Loaded(choose(once.questions, source.limit, source.seed), (*found.skipped, *once.skipped))
+
+
+def _found(source: Source) -> Loaded:
+    if source.data is not None:
+        return load(source.data, source.skip)
+    if source.docs is not None:
+        from ragblend.app.quality.docs_questions import make_questions
+
+        documents = ingested(source)
+        return Loaded(make_questions(documents, source.limit, source.passages, source.seed or 0))
+    return Loaded(sample_questions())
+
+
+def ingested(source: Source) -> list[list[str]]:
+    """The passages of the ingested documents that `docs` names, in order. Raises UsageError if there are none."""
+    from ragblend.app.home import Home, absolute
+    from ragblend.app.library.registry import Library
+    from ragblend.app.settings import Settings
+
+    assert source.docs is not None
+    path, collection = Home.resolve(source.home).library, source.collection or Settings.collection
+    below = None if source.docs == ALL_DOCUMENTS else absolute(source.docs)
+    found: list[list[str]] = []
+    if path.exists():
+        with Library(path) as library:
+            for document in library.documents(collection):
+                if document.passages and (below is None or Path(document.path).is_relative_to(below)):
+                    found.append([passage.text for passage in library.passages_of(document.id)])
+    if not found:
+        where = f"in the collection {collection!r}" if below is None else f"under {below}"
+        raise UsageError(
+            f"--docs: no ingested document is {where}; `ragblend ingest` it first (`ragblend docs list` shows what "
+            f"there is, `--docs {ALL_DOCUMENTS}` takes every document)"
+        )
+    return found
+
+
+def sample_source() -> str:
+    """The words of all sample documents, one after another."""
+    return "\n\n".join(text for _, text in _documents())
+
+
+def sample_questions() -> list[Question]:
+    """Every sample question with `PASSAGES` passages, those that hold its answers among them, mixed."""
+    passages = [(title, text) for title, whole in _documents() for text in _passages(whole)]
+    asked = enumerate(samples.questions())
+    return [_question(number, question, passages) for number, question in asked]
+
+
+def _question(number: int, question: samples.Question, passages: list[tuple[str, str]]) -> Question:
+    mixed = list(passages)
+    random.Random(question.question).shuffle(mixed)
+    # Those of the right documents that hold an answer first, then the rest of these documents, then all
+    # others.
+    mixed.sort(key=lambda passage: _distance(question, passage))
+    chosen = mixed[:PASSAGES]
+    random.Random(question.question).shuffle(chosen)
+    texts = tuple(f"{title}\n{text.strip()}" for title, text in chosen)
+    place = f"the samples, question {number}"
+    return Question(number, question.question, texts, tuple(question.answers), where=place)
+
+
+def _distance(question: samples.Question, passage: tuple[str, str]) -> int:
+    title, text = passage
+    if title not in question.documents:
+        return 2
+    return 0 if any(answer.lower() in text.lower() for answer in question.answers) else 1
+
+
+def _documents() -> list[tuple[str, str]]:
+    from ragblend.app.library.readers import read_document
+
+    paths: list[Path] = sorted(samples.documents_folder().iterdir())
+    return [(path.name, "\n\n".join(part.text for part in read_document(path))) for path in paths]
+
+
+def _passages(text: str) -> list[str]:
+    """Whole paragraphs, packed until a passage has `PASSAGE_WORDS` words."""
+    packed: list[list[str]] = [[]]
+    for paragraph in text.split("\n\n"):
+        packed[-1].append(paragraph)
+        if sum(len(each.split()) for each in packed[-1]) >= PASSAGE_WORDS:
+            packed.append([])
+    return ["\n\n".join(paragraphs) for paragraphs in packed if paragraphs]

@@ -1,0 +1,199 @@
+"""Rows as tables, which a terminal and the report show alike."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.quality.records import PLACES, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MEBIBYTE = 1 << 20
+FEWEST_PROMPTS = 60  # of fewer the report says that they settle nothing
+UNDEFINED = "–"
+TEXT_COLUMNS = ("task", "method", "against", "verdict")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What it says, and, in the report, how it looks (a class of its style) and what hovering over it says."""
+
+    text: str
+    kind: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading, the columns' names, and rows of as many cells."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def table_of(title: str, columns: Sequence[Column], rows: Iterable[Row], note: str = "") -> Table:
+    cells = [[Cell(show(row)) for _, show in columns] for row in rows]
+    return Table(title, [name for name, _ in columns], cells, note)
+
+
+def print_tables(console: "Console", tables: Iterable[Table]) -> None:
+    """Each as people read it in a terminal, its note below it."""
+    from rich import table
+    from rich.text import Text
+
+    for each in tables:
+        shown = table.Table(title=Text(each.title))
+        for name in each.head:
+            shown.add_column(Text(name), justify="left" if name in TEXT_COLUMNS else "right")
+        for row in each.rows:
+            shown.add_row(*(Text(cell.text) for cell in row))
+        console.print(shown)
+        if each.note:
+            console.print(Text(each.note))
+
+
+def number(name: str, digits: int, unit: str = "") -> Callable[[Row], str]:
+    """Shows that field of a row with so many digits."""
+    return lambda row: UNDEFINED if row[name] is None else f"{row[name]:.{digits}f}{unit}"
+
+
+def share(name: str, undefined: str = UNDEFINED) -> Callable[[Row], str]:
+    """Shows that field of a row in percent."""
+    return lambda row: undefined if row[name] is None else f"{100 * row[name]:.1f}%"
+
+
+def interval(name: str) -> Callable[[Row], str]:
+    """Shows that field of a row, two ends or None."""
+    return lambda row: ends(row[name])
+
+
+def ends(value: Sequence[float] | None, digits: int = 4) -> str:
+    return UNDEFINED if value is None else f"{value[0]:.{digits}f} to {value[1]:.{digits}f}"
+
+
+def text(name: str) -> Callable[[Row], str]:
+    """Shows that field of a row as it is."""
+    return lambda row: str(row[name])
+
+
+RATIO: Column = ("ratio", share("ratio", ""))
+QUALITY: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")),
+    ("all work", share("computed_fraction")), ("n", text("n")), ("KL", number("kl", 4)),
+    ("interval", interval("kl_ci")), ("top-1", share("top1")), ("same answer", share("exact_match")),
+    ("gold", share("gold_match")), ("exact", share("accuracy")), ("F1", number("f1", 3)),
+    ("of full's score", share("score_share")),
+    ("ROUGE-L", number("rouge_l", 3)), ("recovery", share("recovery")), ("TTFT ms", number("ttft_ms", 0)),
+    ("choosing ms", number("select_ms", 1)),
+    ("speed-up", number("speedup", 1, "x")), ("tokens read", number("prompt_tokens", 0)),
+    ("said", number("generated_tokens", 0)),
+)  # fmt: skip
+FIGURES: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")), ("n", text("figures_n")),
+    ("figures kept", share("figures_kept")), ("interval", lambda row: ends(row["figures_kept_ci"], 3)),
+    ("another passage's", share("figures_other")), ("read again", share("read_again")),
+    ("KL at figures", number("figure_kl", 4)),
+    ("interval", interval("figure_kl_ci")), ("KL", number("kl", 4)),
+)  # fmt: skip
+WITHIN: tuple[Column, ...] = (
+    ("lost at most", share("loss")), ("method", text("method")), RATIO, ("of full's score", share("score_share")),
+    ("interval", lambda row: ends(row["score_share_ci"], 3)), ("TTFT ms", number("ttft_ms", 0)),
+    ("speed-up", number("speedup", 1, "x")),
+)  # fmt: skip
+TASKS: tuple[Column, ...] = (
+    ("task", text("task")), ("method", text("method")), RATIO, ("n", text("n")), ("KL", number("kl", 4)),
+    ("exact", share("accuracy")), ("found", share("found")), ("F1", number("f1", 3)),
+    ("figures kept", share("figures_kept")),
+)  # fmt: skip
+COMPARISONS: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("against", text("against")), ("ratio", share("against_ratio", "")),
+    ("KL difference", lambda row: f"{row['kl_difference']:+.4f}"), ("interval", interval("kl_difference_ci")),
+    ("KL ratio", number("kl_ratio", 3)), ("interval", interval("kl_ratio_ci")), ("nearer on", share("nearer_on")),
+    ("verdict", lambda row: f"{row['verdict']}{' *' if row['same_cost'] is False else ''}"),
+)  # fmt: skip
+
+
+def quality_tables(
+    rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = (), within: Sequence[Row] = ()
+) -> list[Table]:
+    """The rows, the fastest within a loss of score, the tasks and the comparisons, where there are any."""
+    costs = (
+        "spent: stored tokens that were computed again, selection included, averaged over layers. all work: every row "
+        "that was computed, as a share of full prefill. choosing: selection within the time to first token."
+    )
+    found = [table_of("Quality against full prefill (intervals: 95%)", QUALITY, rows, costs)]
+    figures = [row for row in rows if row["figures_n"]]
+    if figures:
+        note = "Of the answers whose figures full prefill has right: those in which the method has them, too."
+        found.insert(0, table_of("Figures kept (intervals: 95%)", FIGURES, figures, note))
+    if within:
+        note = "Its interval says how sure that is: with few prompts it reaches far below what may be lost."
+        found.append(table_of("The soonest first token that keeps the task score", WITHIN, within, note))
+    if tasks:
+        found.append(table_of("By task", TASKS, tasks))
+    if comparisons:
+        unlike = any(row["same_cost"] is False for row in comparisons)
+        note = "* not at one cost: their mean shares of recomputed tokens are more than a point apart"
+        title = "In pairs, on the same prompts (a negative KL difference is better)"
+        found.append(table_of(title, COMPARISONS, comparisons, note if unlike else ""))
+    return found
+
+
+def matrix_table(matrix: Sequence[Row]) -> Table:
+    """Each row's method against each column's: mean KL of the first as a part of the second's."""
+    found = {((row["method"], row["ratio"]), (row["against"], row["against_ratio"])): row for row in matrix}
+    names = list(dict.fromkeys(name for pair in found for name in pair))
+    head = ["KL of row / KL of column", *map(_name, names)]
+    lines = [[Cell(_name(row)), *(_matrix_cell(found, row, column) for column in names)] for row in names]
+    note = (
+        "Below 1 the row's method is nearer to full prefill. Green and red: the paired 95% interval of the difference "
+        "excludes zero. Grey: the two did not cost the same (mean shares recomputed more than one point apart), so the "
+        "comparison is not one at matched cost. Hover over a cell for the interval."
+    )
+    return Table("Any two methods, in pairs", head, lines, note)
+
+
+def _name(variant: tuple[str, float | None]) -> str:
+    return variant[0] if variant[1] is None else f"{variant[0]} {100 * variant[1]:g}%"
+
+
+def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Cell:
+    forward = found.get((row, column))
+    cell = forward or found.get((column, row))
+    if cell is None or cell["kl_ratio"] is None or (forward is None and cell["kl_ratio"] <= 0):
+        return Cell(UNDEFINED)
+    ratio, around, said = cell["kl_ratio"], cell["kl_ratio_ci"], cell["verdict"]
+    if forward is None:
+        ratio, around = 1 / ratio, None if not around or min(around) <= 0 else (1 / around[1], 1 / around[0])
+        said = {"better": "worse", "worse": "better"}.get(said, said)
+    kind = f"{said if said != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
+    return Cell(f"{ratio:.2f}", kind, f"{said}; {ends(around, 3)}")
+
+
+def _where(part: str) -> Column:
+    return part.replace("_", " "), lambda row: f"{row['where_ms'][part]:.1f}"
+
+
+TTFT: tuple[Column, ...] = (
+    ("method", text("method")), RATIO, ("TTFT", number("ttft_ms", 0)), ("predicted", number("predicted_ttft_ms", 0)),
+    ("speed-up", number("speedup", 1, "x")), ("retrieve", number("retrieve_ms", 1)), ("load", number("load_ms", 1)),
+    *map(_where, ("stall", "move", "select", "compute", "first_token")),
+    ("peak MiB", lambda row: UNDEFINED if row["peak_bytes"] is None else f"{row['peak_bytes'] / MEBIBYTE:.0f}"),
+    ("of fused KV", number("peak_of_fused_kv", 2, "x")),
+)  # fmt: skip
+
+
+def ttft_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table a (chunks, tokens, cache): the medians, and where the time went."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        where = PLACES[row["cache"]]
+        title = f"{row['chunks']} chunks of {row['tokens']} tokens, {where} (milliseconds, medians)"
+        cases.setdefault(title, []).append(row)
+    return [table_of(title, TTFT, own) for title, own in cases.items()]

@@ -1,0 +1,334 @@
+"""How much faster does the answer start, and where did the time go? (`ragblend bench ttft`)
+
+All methods run in turn, round after round, on the same prompt, so that whatever else the machine does is
+shared among them; the medians and the ratios against full prefill come from the same rounds.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.answering.timeline import SUFFIXES, write_timeline
+from ragblend.app.cli.bars import progress_bar
+from ragblend.app.quality.data import load
+from ragblend.app.quality.memory import peak_bytes
+from ragblend.app.quality.plots import plot_ttft
+from ragblend.app.quality.prefilling import check_extra, environment, model_digest, stored, timed_prefill
+from ragblend.app.quality.quality import INSTRUCTION, Progress
+from ragblend.app.quality.records import Row, make_folder, write_json
+from ragblend.app.quality.sources import sample_source
+from ragblend.app.quality.variants import Variant, parse_choices, parse_counts, parse_variants
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+
+if TYPE_CHECKING:
+    from ragblend.app.quality.requests import TtftRequest
+    from ragblend.engine.config import Report, Timings
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.prompts.segments import Prompt
+    from ragblend.engine.trace import Trace, TraceEvent
+    from ragblend.kvstore.keys import ChunkKey
+
+QUESTION = "Which of the passages above says the most about people, and what does it say?"
+CACHES = ("warm", "cold", "memory")
+MEMORY_BYTES = 1 << 34
+Retrieve = Callable[[str, int], object]
+Rounds = list[tuple[float, "Report"]]  # milliseconds to the first token, and the report, a round
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: every variant on every (chunks, tokens, cache).
+
+    caches: `warm` (stored KV in the page cache), `cold` (the kernel is asked to drop it before every prefill) and
+    `memory` (in the store's own memory tier).
+    """
+
+    variants: tuple[Variant, ...]
+    chunks: tuple[int, ...] = (6,)
+    tokens: tuple[int, ...] = (512,)
+    caches: tuple[str, ...] = ("warm", "cold")
+    repeats: int = 5
+
+    @property
+    def steps(self) -> int:
+        """Prefills in all, the warm-up round included."""
+        cases = len(self.chunks) * len(self.tokens) * len(self.caches)
+        return cases * len(self.variants) * (self.repeats + 1)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt whose chunks are in the store, and what they weigh there."""
+
+    prompt: "Prompt"
+    keys: "tuple[ChunkKey, ...]"
+    raw_kv_bytes: int
+    blob_bytes: int
+    fused_kv_bytes: int
+
+
+def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
+    """Measure and write `ttft.json`, `ttft.png` and a timeline a row; the results, and `files` by kind."""
+    from ragblend.engine.engine import Engine
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+
+    check_extra()
+    plan = Plan(
+        variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
+        chunks=parse_counts(request.chunks, "--chunks"),
+        tokens=parse_counts(request.tokens, "--tokens"),
+        caches=parse_choices(request.caches, "--caches", CACHES),
+        repeats=request.repeats,
+    )
+    if request.data is None:
+        source = sample_source()
+    else:
+        questions = load(request.data, skip=True).questions
+        source = "\n\n".join(passage for question in questions for passage in question.passages)
+    folder = make_folder(request.output)
+    memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
+    # No tier on the device: what is copied there behind an answer would be timed with the next one.
+    engine = Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0)
+    # The child has to open what this process opened: the home and the device that were found, not asked for.
+    found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
+    child = engine_arguments | found if request.memory else None
+    model_digest(engine)  # raises now, and not after the first encode, for a model that cannot be fused
+    with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
+        rows = run(engine, source, plan, retrieve, child, progress, partial(_write_timelines, folder))
+    where = environment(engine)
+    title = f"Time to the first token: {where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}"
+    results = {"rows": rows, "environment": where}
+    write_json(folder / "ttft.json", results)
+    plot_ttft(rows, title, folder / "ttft.png")
+    return results | {"files": {kind: str(folder / f"ttft.{kind}") for kind in ("json", "png")}}
+
+
+@contextmanager
+def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
+    """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
+    from ragblend.app.answering.conversation import ANY
+    from ragblend.app.answering.retrieval import search
+    from ragblend.app.workspace import Workspace
+
+    with Workspace.open(home) as workspace:
+        if not (
+            workspace.home.library.exists()
+            and workspace.library.count_passages(workspace.settings.collection)
+        ):
+            yield None
+            return
+        workspace.embedder.load()
+        yield lambda question, count: search([workspace], [question], count, ANY)
+
+
+def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
+    """A row's trace as a picture and for a trace viewer, under a name that tells the row."""
+    share = "" if row["ratio"] is None else f"-{100 * row['ratio']:g}"
+    case = f"{row['method']}{share}-{row['chunks']}x{row['tokens']}-{row['cache']}"
+    title = f"{case}: first token after {row['ttft_ms']:.0f} ms (median of {row['repeats']})"
+    for suffix in SUFFIXES:
+        write_timeline(trace, title, folder / f"timeline-{case}{suffix}")
+
+
+def run(
+    engine: "Engine",
+    source: str,
+    plan: Plan,
+    retrieve: Retrieve | None = None,
+    memory_engine: dict[str, Any] | None = None,
+    progress: Progress = lambda done, total: None,
+    keep_trace: "Callable[[Row, Trace], None]" = lambda row, trace: None,
+) -> list[Row]:
+    """The rows, a (chunks, tokens, cache, variant) each.
+
+    source: words to cut the chunks from; retrieve(question, top_k): timed beside the prefills if there is an
+    index; memory_engine: how a child process opens the same engine, to measure the peak memory (None: do
+    not); keep_trace is given each row with the trace of its median prefill.
+    """
+    from ragblend.engine.trace import Trace
+
+    rows: list[Row] = []
+    steps = count(1)
+    for chunks, tokens in product(plan.chunks, plan.tokens):
+        with encoded(engine, cut_texts(engine, source, chunks, tokens)) as subject:
+            peaks: dict[Variant, int | None] = dict.fromkeys(plan.variants)
+            if memory_engine is not None:
+                peaks = {each: peak_bytes(memory_engine, subject.prompt, each) for each in plan.variants}
+            for cache in plan.caches:
+                retrieve_ms: list[float] = []
+                rounds: dict[Variant, Rounds] = {variant: [] for variant in plan.variants}
+                for turn in range(plan.repeats + 1):  # the first one warms up and is not counted
+                    if retrieve is not None:
+                        started = perf_counter()
+                        retrieve(QUESTION, chunks)
+                        retrieve_ms.append(1000 * (perf_counter() - started))
+                    for variant, one in measure(engine, subject, plan.variants, cache, turn):
+                        progress(next(steps), plan.steps)
+                        if turn:
+                            rounds[variant].append(one)
+                case: Row = {"chunks": chunks, "tokens": tokens, "cache": cache}
+                case["retrieve_ms"] = median(retrieve_ms[1:]) if retrieve_ms else None
+                for variant, taken in rounds.items():
+                    times = _times(taken, rounds.get(Variant("full")))
+                    rows.append(_row(case, variant, taken, times, subject, peaks[variant]))
+                    middle = sorted(taken, key=lambda each: each[0])[len(taken) // 2]
+                    keep_trace(rows[-1], middle[1].trace or Trace())
+    return rows
+
+
+@contextmanager
+def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
+    """A prompt over the texts, whose KV is in the store inside the block."""
+    from ragblend.engine.prompts.segments import Chunk
+
+    chunks = [Chunk(text) for text in texts]
+    prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))
+    if len(prompt.token_ids) >= engine.context_window:
+        raise PromptTooLongError(
+            f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "
+            f"{engine.model_name} takes {engine.context_window}; pass fewer --chunks or shorter --tokens"
+        )
+    with stored(engine, texts) as keys:
+        raw = blob = fused = 0
+        for reader in _readers(engine, prompt, keys):
+            raw += len(reader.token_ids) * reader.geometry.token_bytes
+            blob += reader.header.file_nbytes
+            fused = len(prompt.token_ids) * reader.geometry.token_bytes
+        yield Encoded(prompt, keys, raw, blob, fused)
+
+
+def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -> Iterator[Any]:
+    for key, chunk in zip(keys, prompt.chunks, strict=True):
+        assert chunk.token_ids is not None
+        reader = engine.store.open_chunk(key, chunk.token_ids)
+        assert reader is not None, f"{key} was encoded a moment ago"
+        with reader:
+            yield reader
+
+
+def measure(
+    engine: "Engine", subject: Encoded, variants: tuple[Variant, ...], cache: str, turn: int
+) -> "Iterator[tuple[Variant, tuple[float, Report]]]":
+    """Each variant once; another one goes first in every round, so that none is always the one after the longest."""
+    first = turn % len(variants)
+    for variant in variants[first:] + variants[:first]:
+        place(engine, subject, cache)
+        timed = timed_prefill(engine, subject.prompt, variant)
+        yield variant, (timed.ttft_ms, timed.report)
+
+
+def place(engine: "Engine", subject: Encoded, cache: str) -> None:
+    """Have the stored chunks where that case wants them, and nowhere above."""
+    engine.finish_background()  # it may just be bringing up what was used
+    for tier in engine.store.tiers:
+        tier.clear()
+    if cache == "cold":
+        for reader in _readers(engine, subject.prompt, subject.keys):
+            reader.drop_page_cache()
+    if cache == "memory":
+        for key, chunk in zip(subject.keys, subject.prompt.chunks, strict=True):
+            engine.store.promote(key, chunk.token_ids or ())
+
+
+def _row(case: Row, variant: Variant, taken: Rounds, times: Row, subject: Encoded, peak: int | None) -> Row:
+    return {
+        "method": variant.method,
+        "ratio": variant.ratio,
+        **case,
+        "prompt_tokens": len(subject.prompt.token_ids),
+        "repeats": len(taken),
+        **times,
+        "recomputed_fraction": taken[-1][1].recomputed_fraction,
+        "peak_bytes": peak,
+        "fused_kv_bytes": subject.fused_kv_bytes,
+        "peak_of_fused_kv": _part(peak, subject.fused_kv_bytes),
+        "blob_bytes": subject.blob_bytes,
+        "raw_kv_bytes": subject.raw_kv_bytes,
+        "blob_of_raw_kv": _part(subject.blob_bytes, subject.raw_kv_bytes),
+    }
+
+
+def _times(taken: Rounds, full: Rounds | None) -> Row:
+    times, reports = zip(*taken, strict=True)
+    ratios = [slow / fast for (slow, _), fast in zip(full, times, strict=True)] if full else []
+    traced = [report.trace.events if report.trace else () for report in reports]
+    loads = [[event for event in events if event.part == "load"] for events in traced]
+    ttft_ms, decision = median(times), reports[-1].decision
+    predicted_ms = decision.predicted_ttft_ms if decision else None
+    return {
+        "ttft_ms": ttft_ms,
+        "ttft_ms_min": min(times),
+        "ttft_ms_max": max(times),
+        "speedup": median(ratios) if ratios else None,
+        "predicted_ttft_ms": predicted_ms,
+        "predicted_of_measured": None if predicted_ms is None else predicted_ms / ttft_ms,
+        "load_ms": median(report.timings.load_ms for report in reports),
+        "load_busy_ms": median(busy_ms(events) for events in loads),
+        "stall_share": median(report.timings.stall_ms for report in reports) / ttft_ms,
+        "where_ms": where_ms([(ms, report.timings) for ms, report in taken]),
+    }
+
+
+def where_ms(taken: "Sequence[tuple[float, Timings]]") -> dict[str, float]:
+    """Medians of the parts of the time to the first token, from that time and the timings of every round.
+
+    load is not one of them: it runs beside the compute, and what it costs is the stall. compute is what is
+    left.
+    """
+    rounds = []
+    for ttft_ms, timings in taken:
+        known = {name: getattr(timings, f"{name}_ms") for name in ("stall", "move", "select", "first_token")}
+        rounds.append(known | {"compute": max(0.0, ttft_ms - sum(known.values()))})
+    names = ("stall", "move", "select", "compute", "first_token")
+    return {name: median(each[name] for each in rounds) for name in names}
+
+
+def _part(value: int | None, whole: int) -> float | None:
+    return value / whole if value is not None and whole else None
+
+
+def busy_ms(events: Iterable["TraceEvent"]) -> float:
+    """Milliseconds in which at least one of the events was under way."""
+    total, reached = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start_ms):
+        total += max(0.0, event.stop_ms - max(event.start_ms, reached))
+        reached = max(reached, event.stop_ms)
+    return total
+
+
+def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[str]:
+    """`chunks` different texts of real words that the model's tokenizer makes exactly `tokens` tokens of.
+
+    Random ids would attend like no real text. Goes through the words of `source` in order, and round again from another
+    word where they end. Raises UsageError if the words do not give such texts.
+    """
+    words = source.split()
+    texts: dict[str, None] = {}  # ordered, without repeats: two equal chunks would share one stored KV
+    start = 0
+    for _ in range(50 * chunks):
+        if len(texts) == chunks or not words:
+            break
+        text = _cut(engine, words, start, tokens)
+        if text is not None:
+            texts[text] = None
+        start = (start + (len(text.split()) if text else 1)) % len(words)
+    if len(texts) < chunks:
+        wanted = f"{chunks} different texts of {tokens} tokens"
+        raise UsageError(f"no {wanted} can be cut from {len(words)} words; pass --data")
+    return list(texts)
+
+
+def _cut(engine: "Engine", words: Sequence[str], start: int, tokens: int) -> str | None:
+    """The text from word `start` on, or None if no cut of it gives exactly `tokens` tokens."""
+    # One word is at least one token, so `tokens` words are enough; they may go round the end of the source.
+    text = " ".join(words[(start + place) % len(words)] for place in range(tokens))
+    ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    # A cut may fall inside a character or a merge; a text that does not come back the same is tried elsewhere.
+    cut = engine.tokenizer.decode(ids[:tokens])
+    return cut if engine.count_tokens(cut) == tokens else None

@@ -1,0 +1,136 @@
+"""Made-up questions for figures, and what is counted over their answers."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from ragblend.app.quality import metrics
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.figures import PASSAGES, QUESTIONS_A_SET, figure_questions
+from ragblend.app.quality.prefilling import continued, timed_prefill
+from ragblend.app.quality.quality import build_prompt
+from ragblend.app.quality.variants import Variant
+from ragblend.engine.prompts.figures import contains
+from ragblend.kvstore.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return figure_questions(sets=8)
+
+
+def test_questions_are_the_same_for_the_same_seed(questions):
+    assert figure_questions(sets=8) == questions
+    assert figure_questions(sets=8, seed=1) != questions
+
+
+def test_each_question_comes_with_its_passages_in_two_orders(questions):
+    first, second = questions[:QUESTIONS_A_SET], questions[QUESTIONS_A_SET : 2 * QUESTIONS_A_SET]
+    assert [each.text for each in first] == [each.text for each in second]
+    assert first[0].passages != second[0].passages
+    assert set(first[0].passages) == set(second[0].passages)
+    assert len({each.digest for each in questions}) == len(questions)
+
+
+def test_a_set_has_both_languages_both_sizes_and_all_kinds(questions):
+    assert {len(each.passages) for each in questions} == set(PASSAGES)
+    kinds = {f"{language} {kind}" for language in ("en", "de") for kind in ("one", "table", "several")}
+    assert {each.task for each in questions} == kinds
+
+
+def test_a_figure_stands_in_one_passage_and_others_have_one_of_its_kind(questions):
+    alike = []
+    for question in questions:
+        for figure in question.required:
+            holding = [each for each in question.passages if contains(each, figure)]
+            assert len(holding) == 1, (question.text, figure)
+            others = [each for each in question.passages if each not in holding]
+            kind = re.sub(r"[^\W\d]+", r"\\w+", re.sub(r"\d+", "0", re.escape(figure))).replace("0", r"\d+")
+            alike.append(any(re.search(kind, each) for each in others))
+    assert sum(alike) > 0.85 * len(alike)
+
+
+FEW = ("--figures", "--passages", "2", "--max-new-tokens", "4")
+ASKED = Question(
+    0, "How long is it?", ("It is 41 metres long.", "That is 339 metres long."), ("41",), None, ("41",)
+)
+
+
+def test_only_what_full_prefill_has_right_is_counted():
+    assert metrics.right_figures(ASKED, "It is 41 metres long.") == ("41",)
+    assert metrics.right_figures(ASKED, "It is 4 metres long.") == ()
+    gold = Question(0, "When?", ("In 1921.",), ("May 1921",))
+    assert metrics.right_figures(gold, "It was in 1921.") == ("1921",)
+    assert metrics.right_figures(Question(0, "Who?", ("Ann.",), ("Ann",)), "Ann") == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "other"), [("339 metres", True), ("17 metres", False), ("No idea.", False)]
+)
+def test_a_figure_of_another_passage_is_told_from_an_invented_one(answer, other):
+    assert metrics.has_other_figure(answer, ASKED, ("41",)) is other
+
+
+def test_the_tokens_that_say_a_figure_are_found():
+    pieces = ["It", " is", " 1", "8,", "6", "42", ".", " Mara", " Dol", "vin", "!"]
+    assert metrics.figure_positions(pieces, ["18,642"]) == [2, 3, 4, 5]
+    assert metrics.figure_positions(pieces, ["Mara Dolvin"]) == [7, 8, 9]
+    assert metrics.figure_positions(pieces, ["339"]) == []
+
+
+def test_a_continued_reference_is_full_prefill(engine, questions):
+    short = [replace(each, passages=each.passages[:2]) for each in questions]
+    first, second = (build_prompt(engine, each, 8) for each in short[:2])
+    whole = timed_prefill(engine, second, Variant("full")).prefilled
+    going_on = continued(engine, timed_prefill(engine, first, Variant("full")), second)
+    assert going_on is not None
+    assert (going_on.prefilled.logits - whole.logits).abs().max() < 1e-4
+    answer = [3, 4, 5]
+    found, expected = (engine.continue_logits(each, answer) for each in (going_on.prefilled, whole))
+    assert (found - expected).abs().max() < 1e-4
+    other_order = build_prompt(engine, short[QUESTIONS_A_SET], 8)
+    assert continued(engine, going_on, other_order) is None
+
+
+def test_figures_of_a_model_that_has_none_right_are_an_error_that_says_so(bench):
+    with pytest.raises(UsageError, match="answers none of the 2 questions rightly"):
+        bench("quality", *FEW, "--limit", "2", "--methods", "reuse")
+
+
+def test_figures_are_counted_over_the_right_answers_alone(bench, monkeypatch, tmp_path):
+    seen: list[str] = []
+
+    def right(question, answer):
+        """Of the second question full prefill has no figure right."""
+        seen.append(question.digest) if question.digest not in seen else None
+        return () if seen.index(question.digest) == 1 else ("41",)
+
+    monkeypatch.setattr("ragblend.app.quality.metrics.right_figures", right)
+    arguments = (
+        "quality",
+        *FEW,
+        "--limit",
+        "3",
+        "--methods",
+        "reuse,epic",
+        "--ratios",
+        "0.15",
+        "--json",
+    )
+    rows = json.loads(bench(*arguments).stdout)
+    assert [(row["method"], row["n"], row["figures_n"]) for row in rows] == [
+        ("full", 2, 2),
+        ("reuse", 2, 2),
+        ("epic", 2, 2),
+    ]
+    report = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert (report["settings"]["questions"], report["settings"]["asked"]) == (2, 3)
+    again = json.loads(bench(*arguments).stdout)
+    assert again == rows
+
+
+def test_figures_and_a_file_are_two_sources(bench, data_file):
+    with pytest.raises(UsageError, match="--data, --docs and --figures name different questions"):
+        bench("quality", "--figures", "--data", data_file)

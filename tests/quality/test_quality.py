@@ -1,0 +1,170 @@
+"""`quality.run` on the real engine: what is stopped goes on, and what was not measured is not claimed."""
+
+import json
+
+import pytest
+
+from ragblend.app.quality import quality
+from ragblend.app.quality.prefilling import BenchError, stored, timed_prefill
+from ragblend.app.quality.records import Journal, run_digest
+from ragblend.app.quality.variants import Variant
+from ragblend.kvstore.errors import PromptTooLongError
+
+VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.3), Variant("cacheblend", 0.5))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return Journal(tmp_path / "journal.jsonl")
+
+
+def run(engine, questions, journal, **options):
+    quality.run(engine, questions, VARIANTS, journal, **{"max_new_tokens": 5, **options})
+
+
+class StopsAfter:
+    """A progress callback that interrupts, as Ctrl-C would, after so many records."""
+
+    def __init__(self, records):
+        self.left = records
+
+    def __call__(self, done, total):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_a_stopped_run_goes_on_and_counts_nothing_twice(engine, questions, journal, stop) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, questions, journal, progress=StopsAfter(stop))
+    kept = dict(Journal(journal.path).records)
+    assert len(kept) == stop
+    assert list(engine.store.keys()) == []  # interrupted or not, the passages are taken out again
+    resumed, steps = Journal(journal.path), []
+    run(engine, questions, resumed, progress=lambda done, total: steps.append((done, total)))
+    assert resumed.resumed == stop
+    assert steps[-1] == (16 - stop, 16 - stop)
+    assert len(resumed.records) == 16
+    assert kept.items() <= resumed.records.items()  # what was measured before stands as it was
+    lines = [line for line in journal.path.read_text().splitlines() if line]
+    assert len(lines) == 16
+
+
+def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal) -> None:
+    run(engine, questions[:1], journal)
+    whole = journal.path.read_text().rstrip("\n")
+    journal.path.write_text(whole[:-20])
+    cut = Journal(journal.path)
+    assert len(cut.records) == 3
+    run(engine, questions[:1], cut)
+    assert len(Journal(journal.path).records) == 4
+
+
+def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives(engine, questions) -> None:
+    """The bench does not decode it again: the shortcut must not change a single answer."""
+    question = questions[0]
+    prompt = quality.build_prompt(engine, question, 8)
+    engine.encode(list(question.passages))
+    reference = quality.full_outcome(engine, prompt, 8)
+    seen = set()
+    for variant in (Variant("reuse"), Variant("epic", 0.2), Variant("random", 1.0)):
+        timed = timed_prefill(engine, prompt, variant)
+        logits = quality.teacher_logits(engine, timed.prefilled, reference.answer)
+        agrees = quality.takes_every_step(logits, reference.answer)
+        decoded = engine.decode(timed.prefilled, max_new_tokens=8, temperature=0.0)
+        assert agrees == (decoded.token_ids == reference.answer.token_ids)
+        seen.add(agrees)
+    assert seen == {True, False}
+
+
+def test_teacher_forcing_gives_the_logits_of_a_plain_forward(engine, questions) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = quality.build_prompt(engine, questions[0], 6)
+    reference = quality.full_outcome(engine, prompt, 6)
+    model = AutoModelForCausalLM.from_pretrained(engine.model_name, dtype=torch.float32)
+    ids = [*prompt.token_ids, *reference.answer.token_ids]
+    with torch.inference_mode():
+        plain = model(torch.tensor([ids])).logits[0, len(prompt.token_ids) - 1 : -1]
+    assert torch.allclose(reference.logits, plain, atol=1e-4)
+    assert plain.argmax(-1).tolist() == list(reference.answer.token_ids)  # greedy, then
+
+
+def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(
+    engine, questions, journal, monkeypatch
+) -> None:
+    logits = quality.teacher_logits
+    calls = []
+
+    def spoilt(*arguments):
+        calls.append(arguments)
+        return logits(*arguments) * (float("nan") if len(calls) == 2 else 1)  # the first are full prefill's
+
+    monkeypatch.setattr(quality, "teacher_logits", spoilt)
+    said = r"question 0, method random at ratio 0.3: .* the method's logits hold NaN"
+    with pytest.raises(BenchError, match=said):
+        quality.run(engine, questions[:1], [Variant("random", 0.3)], journal, max_new_tokens=3)
+    assert journal.records == {}
+    monkeypatch.setattr(quality, "teacher_logits", lambda *arguments: logits(*arguments) * float("nan"))
+    with pytest.raises(BenchError, match=r"method reuse: .* full prefill's logits hold NaN"):
+        quality.run(engine, questions[:1], [Variant("reuse")], journal, max_new_tokens=3)
+
+
+def test_a_method_under_another_name_than_the_engines_is_said(engine, questions) -> None:
+    """It said: `was served by probe prefill: None; choose another --model`."""
+    from ragblend.engine.selection import policy_named
+
+    prompt = quality.build_prompt(engine, questions[0], 5)
+    engine.encode(list(questions[0].passages))
+    with pytest.raises(BenchError, match=r"the method 'probe:' is called 'probe' by the engine"):
+        timed_prefill(engine, prompt, Variant("probe:", 0.3), policy_named("probe"))
+
+
+def test_what_is_stored_with_another_codec_is_encoded_anew(
+    engine, model_folder, home, questions, monkeypatch
+) -> None:
+    """A key does not name the codec: int8 was asked for, and the raw KV of before was measured."""
+    text = questions[0].passages[0]
+    (key,) = engine.encode([text]).keys
+    raw = codec_of(engine, key, text)
+    how = {"device": "cpu", "dtype": "float32", "collection": "bench", "kv_codec": "int8"}
+    type(engine).open(model=str(model_folder), home=home, **how)
+    with stored(engine, questions[0].passages) as keys:
+        codecs = [codec_of(engine, *each) for each in zip(keys, questions[0].passages, strict=True)]
+        with monkeypatch.context() as patch:  # what is stored as it should be is left alone
+            patch.setattr(type(engine.store), "delete", lambda *_: pytest.fail("encoded once more"))
+            with stored(engine, questions[0].passages):
+                pass
+    assert (raw, codecs) == ("raw", ["int8"] * 3)
+    assert list(engine.store.keys()) == [key]  # as before the block, and packed as the engine packs now
+    assert codec_of(engine, key, text) == "int8"
+
+
+def codec_of(engine, key, text):
+    from ragblend.engine.prompts.segments import Chunk
+
+    (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "why?")).chunks
+    with engine.store.open_chunk(key, chunk.token_ids) as reader:
+        return reader.codec.name
+
+
+def test_a_prompt_too_long_stops_the_run_before_anything_is_measured(engine, questions, journal) -> None:
+    with pytest.raises(PromptTooLongError, match=r"questions.json, question 0 needs .* --passages N"):
+        run(engine, questions, journal, max_new_tokens=2000)
+    assert not journal.path.exists()
+
+
+def test_the_digest_of_a_run_follows_its_settings_and_its_code(tmp_path) -> None:
+    (tmp_path / "engine.py").write_text("one")
+    first = run_digest({"model": "a"}, (tmp_path,))
+    assert run_digest({"model": "a"}, (tmp_path,)) == first
+    assert run_digest({"model": "b"}, (tmp_path,)) != first
+    (tmp_path / "engine.py").write_text("two")
+    assert run_digest({"model": "a"}, (tmp_path,)) != first
+
+
+def test_a_journal_of_another_shape_is_measured_again(journal) -> None:
+    journal.path.write_text(json.dumps({"question": "q", "kl": 0}) + "\n[]\nnull\n")
+    assert Journal(journal.path).records == {}

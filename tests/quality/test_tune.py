@@ -1,0 +1,167 @@
+"""`ragblend tune`: it chooses what its measurements say, changes nothing on noise, and its choice can be undone."""
+
+import pytest
+
+from ragblend.app.quality import tune
+from ragblend.app.quality.data import Question
+from ragblend.app.quality.records import Journal, Record
+from ragblend.app.quality.variants import Variant
+from ragblend.engine.selection import METHODS
+from ragblend.kvstore.errors import UsageError
+
+REUSE, STANDS = Variant("reuse"), Variant("epic", 0.15)
+GOOD, CHEAP = Variant("good", 0.15), Variant("good", 0.05)
+VARIANTS = (REUSE, STANDS, GOOD, CHEAP)
+
+
+class Bench:
+    """Stands in for `quality.run`: a record a (question, variant) with a divergence of our choice, 1 s each."""
+
+    def __init__(self, kl, keeps=lambda place, variant: None):
+        self.kl, self.keeps, self.now, self.measured = kl, keeps, 0.0, []
+
+    def run(self, engine, questions, variants, journal, until, progress, warm, **options):
+        for place, question in enumerate(questions):
+            todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
+            if todo and until():
+                return len(questions) - place
+            for variant in todo:
+                self.now += 1
+                self.measured.append((question.index, variant))
+                journal.add(self.record(question, variant))
+        return 0
+
+    def record(self, question, variant):
+        return Record(
+            question=question.digest, method=variant.method, ratio=variant.ratio, kl=self.kl(question.index, variant),
+            top1=1.0, exact_match=True, gold_match=False, f1=0.0, rouge_l=0.0, recomputed_fraction=variant.ratio or 0.0,
+            ttft_ms=10.0, full_ttft_ms=40.0, prompt_tokens=100, answer="",
+            figures_kept=self.keeps(question.index, variant), figures_other=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def questions():
+    return [Question(place, f"question {place}", ("passage",), ("answer",)) for place in range(40)]
+
+
+@pytest.fixture
+def find(questions, tmp_path, monkeypatch):
+    """find(kl, ...) -> (verdict, bench)."""
+
+    def find(kl, variants=VARIANTS, stands=STANDS, seconds=10_000, most_ratio=0.15, asked=questions, **more):
+        bench = Bench(kl, **more)
+        monkeypatch.setattr(tune.quality, "run", bench.run)
+        journal = Journal(tmp_path / "journal.jsonl")
+        limits = most_ratio, journal, seconds
+        return tune.find_best(None, asked, variants, stands, *limits, clock=lambda: bench.now), bench
+
+    return find
+
+
+def by_method(table):
+    """Divergences that differ from question to question in the same way for all."""
+    return lambda place, variant: table[variant] * (1 + place % 5)
+
+
+def test_what_is_clearly_better_is_chosen(find) -> None:
+    verdict, _ = find(by_method({REUSE: 0.4, STANDS: 0.3, GOOD: 0.1, CHEAP: 0.2}))
+    assert (verdict.best, verdict.better) == (GOOD, True)
+    assert "better: 0.33 times its divergence" in verdict.reason
+    assert verdict.comparison["against"] == "epic"
+    assert verdict.questions == 40
+
+
+def test_lost_figures_count_before_divergence(find) -> None:
+    """By KL `good` is far ahead, and it gives wrong numbers in every fourth answer."""
+    kl = by_method({REUSE: 0.04, STANDS: 0.01, GOOD: 0.0001, CHEAP: 0.03})
+    verdict, _ = find(kl, keeps=lambda place, variant: variant != GOOD or place % 4 != 0)
+    assert (verdict.best, verdict.better) == (STANDS, False)
+
+
+def test_what_stands_is_replaced_where_it_loses_figures(find) -> None:
+    kl = by_method({REUSE: 0.2, STANDS: 0.0001, GOOD: 0.01, CHEAP: 0.2})
+    verdict, _ = find(kl, keeps=lambda place, variant: variant != STANDS or place % 4 != 0)
+    assert (verdict.best, verdict.better) == (GOOD, True)
+    assert "loses figures in 10 of 40 answers, good 0.15 in 0" in verdict.reason
+
+
+def test_noise_changes_nothing(find) -> None:
+    table = {REUSE: 0.5, STANDS: 0.3, CHEAP: 0.5}
+    verdict, _ = find(lambda place, variant: table.get(variant) or (0.4 if place % 2 else 0.19))
+    assert verdict.best == GOOD  # by a hair
+    assert (verdict.better, verdict.comparison["verdict"]) == (False, "undecided")
+    assert "more minutes may tell" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("stands", "said"),
+    [(Variant("full"), "full stands, which is exact"), (Variant("probe"), "the ratio auto")],
+)
+def test_what_cannot_be_compared_is_replaced_only_on_request(find, stands, said) -> None:
+    """Docs say that nothing is replaced unless it is shown to be better; this was, without a comparison."""
+    table = {REUSE: 0.4, GOOD: 0.1, CHEAP: 0.2}
+    verdict, _ = find(by_method(table), variants=tuple(table), stands=stands)
+    assert (verdict.best, verdict.better, verdict.on_request) == (GOOD, False, True)
+    assert said in verdict.reason
+    assert "first token 4.0 times as soon" in verdict.reason
+
+
+def test_a_method_with_parameters_is_compared_as_any_other(find) -> None:
+    """A method with parameters was "not one to compare with", and replaced without a comparison."""
+    stands = tune.standing("a3:kernel=1", 0.15)
+    assert stands == Variant("a3:kernel=1", 0.15)
+    assert stands in tune.candidates(METHODS, 0.15, stands)
+    table = {REUSE: 0.4, stands: 0.1, GOOD: 0.3, CHEAP: 0.3}
+    verdict, _ = find(by_method(table), variants=tuple(table), stands=stands)
+    assert (verdict.best, verdict.better) == (stands, False)
+    anew = [Question(place, f"another {place}", ("passage",), ("answer",)) for place in range(8)]
+    verdict, _ = find(by_method(table | {stands: 0.9}), tuple(table), stands, asked=anew)
+    assert (verdict.better, verdict.comparison["against"]) == (True, "a3:kernel=1")
+
+
+def test_time_goes_to_those_that_may_still_win(find) -> None:
+    losers = [Variant(f"loser{n}", 0.15) for n in range(5)]
+    table = {REUSE: 0.4, STANDS: 0.2, GOOD: 0.1, **dict.fromkeys(losers, 0.9)}
+    verdict, bench = find(by_method(table), variants=tuple(table))
+    asked = {variant: sum(each == variant for _, each in bench.measured) for variant in table}
+    assert asked[GOOD] == asked[STANDS] == asked[REUSE] == 40
+    assert {asked[loser] for loser in losers} == {8}
+    assert {row["method"] for row in verdict.dropped} == {loser.method for loser in losers}
+    assert {row["n"] for row in verdict.dropped} == {8}
+    assert {row["n"] for row in verdict.rows} == {40}
+
+
+def test_the_time_is_kept_and_a_second_run_goes_on_with_what_is_there(find) -> None:
+    kl = by_method({REUSE: 0.4, STANDS: 0.3, GOOD: 0.1, CHEAP: 0.2})
+    first, bench = find(kl, seconds=30)
+    assert 30 <= first.seconds < 34
+    assert first.questions == 8
+    before = bench.measured
+    second, bench = find(kl, seconds=30)
+    assert second.questions > first.questions
+    assert not set(before) & set(bench.measured)
+
+
+def test_too_few_questions_are_named_before_any_is_measured(questions, monkeypatch) -> None:
+    monkeypatch.setattr(tune.quality, "run", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(UsageError, match="there are 3 questions; 6 are the fewest"):
+        tune.find_best(None, questions[:3], VARIANTS, STANDS, 0.15, None, 60)
+
+
+def test_candidates_are_all_policies_but_the_controls() -> None:
+    stands = Variant("prophet", 0.4)
+    found = tune.candidates(METHODS, 0.15, stands)
+    methods = {variant.method for variant in found}
+    assert methods == {name for name, p in METHODS.items() if p.fixed_ratio is None} - {"random", "auto"} | {
+        "reuse"
+    }
+    assert {variant.ratio for variant in found if variant.method == "cacheblend"} == {0.05, 0.1, 0.15}
+    assert stands in found
+    control = Variant("random", 0.4)
+    assert control in tune.candidates(METHODS, 0.15, control), "it may stand"
+    assert Variant("full") not in tune.candidates(METHODS, 0.15, Variant("full"))
+    assert Variant("prophet") not in tune.candidates(METHODS, 0.15, Variant("prophet"))  # its ratio is `auto`
+    assert [v.ratio for v in tune.candidates({"epic": METHODS["epic"]}, 0.0, REUSE)] == [None]
+    with pytest.raises(UsageError, match=r"--most-ratio is 1\.5"):
+        tune.candidates(METHODS, 1.5, REUSE)

@@ -1,0 +1,110 @@
+"""What `--methods`, `--ratios`, `--compare` and lists of numbers say: variants of the run, named if they are none."""
+
+import pytest
+
+from ragblend.app.quality.quality_report import with_all
+from ragblend.app.quality.variants import Variant, parse_choices, parse_counts, parse_pairs, parse_variants
+from ragblend.engine.selection import METHODS, WITHOUT_RATIO
+from ragblend.kvstore.errors import UsageError
+
+A5, A15, B5, B15 = (Variant(name, ratio) for name in "ab" for ratio in (0.05, 0.15))
+REUSE = Variant("reuse")
+RUN = (Variant("full"), REUSE, A5, A15, B5, B15, Variant("c:m=1,n=2", 0.15))
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("a,b", ((A5, B5), (A15, B15))),
+        ("a@0.05,b@0.15", ((A5, B15),)),
+        ("a@0.05, b", ((A5, B5),)),
+        ("a,reuse", ((A5, REUSE), (A15, REUSE))),
+        ("reuse,b@0.15", ((REUSE, B15),)),
+        ("c:m=1,n=2,a", ((RUN[-1], A15),)),
+        ("a@0.05,c:m=1,n=2@0.15", ((A5, RUN[-1]),)),
+        ("a@0.05,a@0.15", ((A5, A15),)),
+    ],
+)
+def test_pairs_are_at_equal_ratios_unless_both_are_named(text, pairs) -> None:
+    assert parse_pairs([text], RUN) == pairs
+
+
+def test_pairs_add_up_without_repeats() -> None:
+    assert parse_pairs(["a,b", "a@0.05,b@0.05", "b,a"], RUN) == ((A5, B5), (A15, B15), (B5, A5), (B15, A15))
+
+
+@pytest.mark.parametrize("text", ["a", "a,z", "a@0.3,b", "a@x,b", "", "a,b,c"])
+def test_what_the_run_does_not_have_is_named(text) -> None:
+    with pytest.raises(UsageError, match=r"--compare .*there are full, reuse, a@0.05"):
+        parse_pairs([text], RUN)
+
+
+@pytest.mark.parametrize("text", ["a,a", "a@0.05,c:m=1,n=2"])
+def test_nothing_in_common_is_named(text) -> None:
+    with pytest.raises(UsageError, match="no ratio in common"):
+        parse_pairs([text], RUN)
+
+
+def variants(methods):
+    return parse_variants(with_all(methods, METHODS), "0.1", METHODS, WITHOUT_RATIO)
+
+
+def test_all_is_every_policy_but_those_that_are_full_prefill_by_other_ways() -> None:
+    assert {each.method for each in variants("all")} == METHODS.keys() - {
+        "prefix",
+        "recompute",
+        "exact",
+        "auto",
+    }
+
+
+def test_all_may_stand_in_a_list() -> None:
+    """It was "there is no method 'all'" beside anything else, though the help offers it."""
+    more = Variant("cacheblend:check_layer=2,shares=3/1", 0.1)
+    everything = variants("all")
+    assert variants("all,cacheblend:check_layer=2,shares=3/1") == (*everything, more)
+    assert variants("cacheblend:check_layer=2,shares=3/1, all") == (more, *everything)
+    assert variants("all,full,all") == everything
+    assert variants("full,reuse") == (Variant("full"), Variant("reuse"))
+
+
+def test_methods_and_ratios_make_variants_once() -> None:
+    known = {"full", "reuse", "random"}
+    made = parse_variants("full, reuse,random,random", "0.05,0.15,0.05", known, {"full", "reuse"})
+    assert made == (Variant("full"), Variant("reuse"), Variant("random", 0.05), Variant("random", 0.15))
+    assert parse_variants("reuse", "", {"reuse"}, {"reuse"}) == (Variant("reuse"),)  # no ratio is needed
+
+
+def test_methods_may_have_parameters() -> None:
+    """A comma separates methods and parameters alike: what has an equals sign belongs to the method before it."""
+    known = {"full", "cacheblend", "a3"}
+    names = ["full", "cacheblend", "cacheblend:check_layer=2,shares=3/1", "a3:kernel=1", "a3"]
+    made = parse_variants(",".join(names), "0.1", known, {"full"})
+    assert [str(each) for each in made] == [names[0], *(f"{name} 0.1" for name in names[1:])]
+    assert made[2].arguments == {"method": "cacheblend:check_layer=2,shares=3/1", "ratio": 0.1}
+    for wrong, said in (("a3:kernl=1", "kernel"), ("a3:kernel=2", "odd"), ("x:kernel=1", "'x:kernel=1'")):
+        with pytest.raises(UsageError, match=said):
+            parse_variants(wrong, "0.1", known, {"full"})
+
+
+@pytest.mark.parametrize(
+    ("methods", "ratios", "said"),
+    [
+        ("", "0.1", "--methods"),
+        ("x", "0.1", "'x'"),
+        ("r", "", "--ratios"),
+        ("r", "nan", "nan"),
+        ("r", "15%", "15%"),
+    ],
+)
+def test_wrong_methods_and_ratios_are_named(methods, ratios, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_variants(methods, ratios, {"r"}, set())
+
+
+def test_counts_and_choices() -> None:
+    assert parse_counts("3, 6,3", "--chunks") == (3, 6)
+    assert parse_choices("cold", "--caches", ("warm", "cold")) == ("cold",)
+    for wrong in ("0", "-1", "1.5", "²"):
+        with pytest.raises(UsageError, match="--chunks"):
+            parse_counts(wrong, "--chunks")
