@@ -242,7 +242,9 @@ def _begun(path: Path, layout: Layout) -> sqlite3.Connection:
     discard_database(path)
     make_private_file(path)
     sql = connect(path)
-    sql.execute("PRAGMA secure_delete = ON")
+    sql.execute(
+        "PRAGMA journal_mode = MEMORY"
+    )  # nobody opens it before it is whole: a kill must leave no journal
     _add_functions(sql)
     sql.execute("BEGIN")
     _make_tables(sql, layout)

@@ -86,18 +86,11 @@ def rescue(
     kept = next(each for number in count(1) if not (each := Path(f"{path}.damaged-{number}")).exists())
     found = Rescued(why, kept)
     try:
-        _copy_file(path, kept)
-        with closing(new), closing(connect(path)) as old:
-            old.text_factory = lenient_text
-            for table in copied:
-                found.copied[table], found.gaps[table] = _copy_rows(old, new, table)
-            for statement in adopted:
-                new.execute(statement)
-            for table, number, *_ in new.execute("PRAGMA foreign_key_check").fetchall():
-                new.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
-                found.copied[table] -= 1
-                found.gaps[table].append((number, number))
-            found.gaps = {table: joined(gaps) for table, gaps in found.gaps.items()}
+        with closing(new):
+            _copy_file(path, kept)
+            with closing(connect(path)) as old:
+                old.text_factory = lenient_text
+                _copy_tables(old, new, copied, adopted, found)
             if not any(found.copied.values()):
                 raise LibraryError(
                     f"Opening the {what} {path}: it is damaged ({why}), and nothing of it can be read. It cannot be "
@@ -121,6 +114,25 @@ def rescue(
     finish(path)
     log.warning("the %s %s: %s", what, path, found)
     return found
+
+
+def _copy_tables(
+    old: sqlite3.Connection,
+    new: sqlite3.Connection,
+    copied: Sequence[str],
+    adopted: Sequence[str],
+    found: Rescued,
+) -> None:
+    """All rows that can be read, but for those that belong to lost ones; counted in `found`."""
+    for table in copied:
+        found.copied[table], found.gaps[table] = _copy_rows(old, new, table)
+    for statement in adopted:
+        new.execute(statement)
+    for table, number, *_ in new.execute("PRAGMA foreign_key_check").fetchall():
+        new.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
+        found.copied[table] -= 1
+        found.gaps[table].append((number, number))
+    found.gaps = {table: joined(gaps) for table, gaps in found.gaps.items()}
 
 
 def _copy_file(path: Path, kept: Path) -> None:
