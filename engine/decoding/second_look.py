@@ -16,6 +16,7 @@ from torch import Tensor
 from ragblend.engine.prompts.segments import Prompt
 
 NEAR_TOKENS = 12
+LIKELY = 20  # tokens, beyond which none counts
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
 _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
 _QUOTES = "\"'([{«„“”’‚"
@@ -23,7 +24,7 @@ _QUOTES = "\"'([{«„“”’‚"
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Which tokens of an answer are to be read again. sure: the probability from which on the model counts as sure.
+    """Which tokens of an answer are to be read again. sure: the share from which on the model counts as sure.
 
     prompt: a name that stands behind its last chunk, in the question, is no news.
     """
@@ -35,23 +36,35 @@ class SecondLook:
     def is_wanted(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
         """Whether that token, behind the answer's tokens so far, is of a figure or begins a name, and is not sure.
 
-        logits (vocab,): the model's own. The number of a citation is no figure.
+        logits (vocab,): the model's own. What counts is its share of the likely tokens of its kind: whether the answer
+        is to begin with the figure or with a word is no doubt about the figure. The number of a citation is no figure.
         """
-        text, begins_word = self._told(token)
-        if not any(letter.isdigit() for letter in text) and not (begins_word and text[:1].isupper()):
+        kind = self._kind(token)
+        if not kind:
             return False
-        if float(logits.float().softmax(-1).max()) >= self.sure:
+        likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
+        if float(likely[0]) >= self.sure:
+            return False
+        alike = sum(p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind)
+        if float(likely[0]) >= self.sure * alike:
             return False
         said = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
-        if any(letter.isdigit() for letter in text):
+        if kind == "figure":
             return _IN_CITATION.search(said) is None
         begins_sentence = not said.strip() or _ENDS_SENTENCE.search(said) is not None
-        return not begins_sentence and not any(word.startswith(text.casefold()) for word in self._asked)
+        text = self.tokenizer.decode([token]).strip().casefold()
+        return not begins_sentence and not any(word.startswith(text) for word in self._asked)
 
-    def _told(self, token: int) -> tuple[str, bool]:
-        """The text of a token, and whether it stands behind a blank: a decoder drops that of the first token."""
+    def _kind(self, token: int) -> str:
+        """`figure` for a token with digits, `name` for one that begins a word with a capital, nothing for others."""
         text, piece = self.tokenizer.decode([token]), self.tokenizer.convert_ids_to_tokens(token) or ""
-        return text.strip(), text[:1].isspace() or piece[:1] in ("▁", "Ġ")
+        if any(letter.isdigit() for letter in text):
+            return "figure"
+        begins_word = text[:1].isspace() or piece[:1] in (
+            "▁",
+            "Ġ",
+        )  # a decoder drops the blank of the first token
+        return "name" if begins_word and text.strip()[:1].isupper() else ""
 
     @cached_property
     def _asked(self) -> frozenset[str]:

@@ -26,7 +26,22 @@ class Words:
         return self.words[token]
 
 
-WORDS = Words(" Ferry", " is", " Felix", " carries", " 41", ".", "[", "2", "]", " metres", " Orbeck", "4")
+WORDS = Words(
+    " Ferry",
+    " is",
+    " Felix",
+    " carries",
+    " 41",
+    ".",
+    "[",
+    "2",
+    "]",
+    " metres",
+    " Orbeck",
+    "4",
+    " 339",
+    " Elin",
+)
 IDS = {word: number for number, word in enumerate(WORDS.words)}
 ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
 
@@ -49,10 +64,24 @@ ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
 def test_what_is_looked_up_again(before, token, sure, wanted):
     chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
     look = SecondLook(WORDS, Prompt([chunk, question]), 0.7)
-    rest = (1 - sure) / (len(WORDS.words) - 1)
-    logits = torch.full((len(WORDS.words),), rest).log()
-    logits[IDS[token]] = torch.tensor(sure).log()
+    rival = " 339" if token.strip().isdigit() else " Elin"
+    logits = probabilities(**{token: sure, rival: 1 - sure})
     assert look.is_wanted(IDS[token], logits, [IDS[each] for each in before]) is wanted
+
+
+def test_whether_to_begin_with_the_figure_is_no_doubt_about_it():
+    """A model that answers "41" or "The ferry ..." has one figure in mind."""
+    look = SecondLook(WORDS, Prompt([Literal("", ASKED)]), 0.7)
+    assert not look.is_wanted(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), [])
+    assert look.is_wanted(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), [])
+
+
+def probabilities(**given):
+    """Logits of the words with these probabilities."""
+    found = torch.full((len(WORDS.words),), 1e-9)
+    for word, p in given.items():
+        found[IDS[word]] = p
+    return found.log()
 
 
 class Unsure(SecondLook):
