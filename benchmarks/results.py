@@ -35,7 +35,8 @@ earlier ones, some put together from several; their commands are written so that
 *Figures kept* counts, of the answers whose figures full prefill has right, those in which the method has them too;
 *another passage's* are those that give a figure of something else instead; *KL at figures* is KL over the tokens of
 these figures. The runs over MuSiQue, RULER and the samples measured a `probe-shift` that did not yet recompute figures
-as a whole; "Whole figures or not" compares the two. *Read again* are answers for which the prompt was read in full once more, for a figure that was not sure; `sure=0` is `probe-shift` without that.
+as a whole; "Whole figures or not" compares the two. *Read again* are answers for which the prompt was read in full once
+more, for a figure that was not sure; `sure=0` is `probe-shift` without that.
 
 KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
 nats: 0 is full prefill. *Identical* are answers that are full prefill's word for word, *likeliest* the places at which
