@@ -265,7 +265,7 @@ def test_one_is_loaded_for_all_and_let_go_when_it_changes(workspaces, folder):
 
 def test_nothing_is_imported_where_none_is_named(tmp_path):
     asked = (
-        "import sys; from ragblend.app.workspace import Workspace; from ragblend.app import conversation; "
+        "import sys; from ragblend.app.workspace import Workspace; from ragblend.app.answering import conversation; "
         "from ragblend.app.answering.retrieval import search; w = Workspace.open(sys.argv[1]); "
         "assert w.reranker is None and search([], ['x'], 3, 0.0) == []; "
         "print(sorted({'torch', 'transformers', 'ragblend.app.answering.rerank'} & set(sys.modules)))"

@@ -23,7 +23,7 @@ from ragblend.kvstore.errors import UsageError
         ("a3:kernel=4", "odd"),
         ("epic:first=-1", "first must be at least 0"),
         ("cacheblend:check_layer=-1", "check_layer"),
-        ("full:x=1", "there are none"),
+        ("full:x=1", "there are sure=0.0"),
         ("full:choose=1", "no parameter"),
         ("probe:name=x", "no parameter"),
     ],
@@ -42,8 +42,8 @@ def test_parameters_reach_the_policy_and_its_parts():
         "3/1",
         "cacheblend:check_layer=2, shares=3/1",
     )
-    assert policy_named("a3:kernel=1").parameters == {"kernel": 1, "figure_gain": 0.0}
-    assert METHODS["a3"].parameters == {"kernel": 5, "figure_gain": 0.0}
+    assert policy_named("a3:kernel=1").parameters == {"kernel": 1, "figure_gain": 0.0, "sure": 0.0}
+    assert METHODS["a3"].parameters == {"kernel": 5, "figure_gain": 0.0, "sure": 0.0}
 
 
 MODULE = """
@@ -80,7 +80,7 @@ def test_another_package_adds_policies(package):
     assert {"everything", "first"} <= set(method_names())
     assert "their_policies" not in sys.modules
     assert policy_named("everything").name == "everything"
-    assert policy_named("first:first=3").parameters == {"first": 3}
+    assert policy_named("first:first=3").parameters == {"first": 3, "sure": 0.0}
     assert policy_named("epic") is METHODS["epic"] and "everything" not in METHODS
     with pytest.raises(UsageError, match="everything"):
         policy_named("unheard of")

@@ -173,8 +173,8 @@ def test_a_collection_that_is_taken_out_is_watched_no_more(home, told, tmp_path)
 def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
     """A command as somebody types it."""
     code = (
-        "import sys; from ragblend.app import cli, remote; "
-        f"remote.LEAVING_S = {leaving_s}; sys.exit(cli.main(sys.argv[1:]))"
+        "import sys; from ragblend.app import remote; from ragblend.app.cli import main; "
+        f"remote.LEAVING_S = {leaving_s}; sys.exit(main.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, *arguments, "--home", str(home)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
