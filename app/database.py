@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app import rescue
-from ragblend.app.rescue import Rescued
+from ragblend.app.rescue import Mended, Rescued
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 from ragblend.kvstore.files import Closing, discard_database, identity, make_private_file
 from ragblend.kvstore.lock import WriterLock
@@ -44,7 +44,8 @@ class Layout:
 
     version: a file of another one is named and left alone; tables: statements that make them; full_text: that one of
     them which is an index of words (FTS5), and can be made again from the others; copied: those tables whose rows are
-    all there is to keep; adopted: statements that make again, in a file that was damaged, what other rows belong to.
+    all there is to keep; adopted: statements that make again, in a file that was damaged, what other rows belong to;
+    mended(connection, gaps): writes down there, before it is used, what was lost.
     """
 
     what: str
@@ -52,6 +53,7 @@ class Layout:
     tables: tuple[str, ...]
     copied: tuple[str, ...]
     adopted: tuple[str, ...] = ()
+    mended: Mended | None = None
     durable: bool = True
     full_text: str = ""
 
@@ -152,7 +154,7 @@ class Database(Closing):
                     if sql is None:
                         new = _begun(Path(f"{path}.rescuing"), layout)
                         self.rescued = rescue.rescue(
-                            path, new, layout.what, why, layout.copied, layout.adopted
+                            path, new, layout.what, why, layout.copied, layout.adopted, layout.mended
                         )
                         sql, why = self._tried()
         except OSError as error:

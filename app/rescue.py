@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,6 +30,7 @@ from ragblend.kvstore.sqlite import connect, lenient_text
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
 MOST_FAILURES = 20_000  # reads of a table that end in damage; behind them the rest is given up
+Mended = Callable[[sqlite3.Connection, dict[str, list["Gap"]]], None]
 Gap = tuple[int, int]  # rows from the first number to the last that cannot be read
 
 
@@ -75,11 +76,13 @@ def rescue(
     why: str,
     copied: Sequence[str],
     adopted: Sequence[str] = (),
+    mended: "Mended | None" = None,
 ) -> Rescued:
     """Copy what can be read, and put it in the place of the file. Nobody else may use it meanwhile.
 
     new: an empty database at `FILE.rescuing` with its tables, without foreign keys, in a transaction; it is closed.
-    what: the file's name in messages; why: what is wrong with it; copied, adopted: as in `database.Layout`.
+    what: the file's name in messages; why: what is wrong with it; copied, adopted, mended: as in
+    `database.Layout`.
     Raises LibraryError where nothing at all can be read: then the file stays; StoreFullError without room for two more
     copies of it.
     """
@@ -97,6 +100,8 @@ def rescue(
                     "built from anything else: restore it from a backup, or move it away and ingest the documents "
                     "again."
                 )
+            if mended is not None:
+                mended(new, found.gaps)
             new.execute("COMMIT")
         rescuing = Path(f"{path}.rescuing")
         sync_file(rescuing)
@@ -191,7 +196,8 @@ def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, i
                 f"{select} WHERE rowid BETWEEN ? AND ? ORDER BY rowid", (first, last)
             ):
                 at = number
-                new.execute(insert, row)
+                if new.execute(insert, row).rowcount < 1:  # it breaks what the table promises
+                    yield number, number
             continue
         except sqlite3.DatabaseError:
             failures += 1

@@ -71,6 +71,7 @@ class Nodes:
 
     def forget(self, node_ids: Sequence[str]) -> int:
         """Remove nodes and the KV that no other node shares. Returns the bytes freed."""
+        self._runtime.forget_unstored()
         with self._runtime.use.turn():
             self._runtime.nodes.delete(self._collection, node_ids)
         return self._bury()
@@ -79,6 +80,7 @@ class Nodes:
         """The same for every node of the collection and every text that is looked for. What waits to be encoded is
         dropped: it would enter its node again.
         """
+        self._runtime.forget_unstored()
         mine = self._collection
         self._runtime.chores.drop(lambda name: isinstance(name, tuple) and name[0] == mine)
         with self._runtime.use.turn():
@@ -230,7 +232,7 @@ class Nodes:
         """The same for nodes that are known by their ids alone; what was deleted meanwhile is left out."""
         for node_id in node_ids:
             if ids := self._runtime.nodes.get(self._scope, node_id):
-                self.add_chore(Chunk(node_id=node_id, token_ids=ids))
+                self.add_chore(Chunk(node_id=node_id, token_ids=ids, entered=True))
 
     def encode_later(self, chunk: Chunk, due: float) -> None:
         """Encode a chunk alone, for the next question, unless it is stored: never from the fused cache."""

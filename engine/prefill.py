@@ -161,7 +161,9 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     computed = list[Computed]()
     if request.policy.exact:
         computed = computed_in(cache, path_of(runtime, request.prompt, request.collection), plan.spans)
-    sure = request.policy.sure if spent.recomputed < plan.candidate_tokens else 0.0
+    # What a session holds was fused before: it is not exact either.
+    approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
+    sure = request.policy.sure if approximate else 0.0
     return Prefilled(request.prompt, logits, cache, report, computed, arrived, sure)
 
 

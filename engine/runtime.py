@@ -303,12 +303,21 @@ class Runtime:
 
     def take_unstored(self) -> dict[str, list[str]]:
         """Node ids by collection that an earlier process left without KV, once."""
+        if not self.is_ready:  # a model that is not fused has no use for KV, and some have no fingerprint
+            return {}
         try:
             found = json.loads(self._unstored_path.read_text(encoding="utf-8"))
             self._unstored_path.unlink()
         except (OSError, ValueError):
             return {}
+        if not isinstance(found, dict):
+            return {}
         return {str(name): [str(each) for each in ids] for name, ids in found.items()}
+
+    def forget_unstored(self) -> None:
+        """Something is deleted, and its id may be among them. They are encoded when they are asked for again."""
+        for path in self.home.glob("unstored-*.json"):
+            path.unlink(missing_ok=True)
 
     # --- the tokenizer, which does not need the weights: a GGUF's would have to be converted first
 

@@ -304,8 +304,15 @@ def _chat(row: sqlite3.Row) -> Chat:
 
 def _message(row: sqlite3.Row) -> Message:
     values = {name: row[name] for name in MESSAGE}
-    values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
-    return Message(**values | {"report": json.loads(row["report"])})
+    try:
+        values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
+        values["report"] = dict(json.loads(row["report"]))
+    except (ValueError, TypeError, AttributeError, KeyError):  # a bit that flipped on the disk
+        values |= {
+            "sources": (),
+            "report": {"error": "(What stood beside this message is damaged on the disk.)"},
+        }
+    return Message(**values)
 
 
 def _sources_json(sources: Sequence[Source]) -> str:

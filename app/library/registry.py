@@ -10,7 +10,7 @@ import re
 import sqlite3
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from pathlib import Path
@@ -65,11 +65,35 @@ TABLES = (
     "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
     "DELETE FROM chunks WHERE document_id = old.id; END",
 )
+
+
+def _mark_incomplete(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
+    """Documents that have lost passages, so that `docs list` shows them, and the next ingest reads them again."""
+    queries = [
+        "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
+        "(SELECT document_id FROM chunks))",
+        "SELECT document_id FROM chunks GROUP BY document_id HAVING count(*) <= max(position)",
+    ]
+    for first, last in gaps[
+        "chunks"
+    ]:  # a document's passages stand together: those beside a gap may have been in it
+        queries += [
+            f"SELECT document_id FROM chunks WHERE rowid < {first} ORDER BY rowid DESC LIMIT 1",
+            f"SELECT document_id FROM chunks WHERE rowid > {last} ORDER BY rowid LIMIT 1",
+        ]
+    found = [row[0] for query in queries for row in sql.execute(query).fetchall()]
+    query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
+    for document in dict.fromkeys(found):
+        log.warning("the document %s: %s", document, LOST)
+        sql.execute(query, (LOST, document))
+
+
 REGISTRY = Layout(
     "registry",
     version=5,
     tables=TABLES,
     copied=("documents", "chunks", "stale", "collections", "unerased", "notes"),
+    mended=_mark_incomplete,
     full_text="words",
 )
 NOTE = ("document_id", "origin", "text")
@@ -95,11 +119,6 @@ class Library(Database):
     """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
 
     layout = REGISTRY
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        if self.rescued is not None:
-            self._mark_incomplete(self.rescued.gaps["chunks"])
 
     # --- documents -------------------------------------------------------------------------------
 
@@ -427,26 +446,6 @@ class Library(Database):
 
     def _passage_rows(self, document: str) -> list[sqlite3.Row]:
         return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
-
-    def _mark_incomplete(self, gaps: Iterable[Gap]) -> None:
-        """Documents that have lost passages, so that `docs list` shows them, and the next ingest reads them again."""
-        found = self.column(
-            "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
-            "(SELECT document_id FROM chunks))"
-        )
-        found += self.column(
-            "SELECT document_id FROM chunks GROUP BY document_id HAVING count(*) <= max(position)"
-        )
-        for (
-            first,
-            last,
-        ) in gaps:  # a document's passages stand together: those beside a gap may have been in it
-            for query, number in (("< ? ORDER BY rowid DESC", first), ("> ? ORDER BY rowid", last)):
-                found += self.column(f"SELECT document_id FROM chunks WHERE rowid {query} LIMIT 1", number)
-        query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
-        for document in dict.fromkeys(found):
-            log.warning("the document %s: %s", document, LOST)
-            self.execute(query, LOST, document)
 
 
 def codes_of(question: str) -> list[str]:

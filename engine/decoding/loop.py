@@ -71,6 +71,8 @@ def answered(
     def halted() -> bool:
         return stream.stopped or (cancel is not None and cancel.is_set())
 
+    if options.keep_tokens is not None:  # the other cache would not be thinned
+        prefilled = replace(prefilled, sure=0.0)
     processors = _processors(options, len(prompt.token_ids), model.device, constraint, likely)
     given = prefilled, options.max_new_tokens, processors, on_token, halted, turn
     read_again_at = None
@@ -129,6 +131,7 @@ def _decoded(
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
             if look is not None and look.is_wanted(token, logits, ids):
+                cache.truncate(len(ids))  # a session keeps it, without the guesses that are none any more
                 (cache, again), look, read_again_at = _read_anew(runtime, prompt, ids, turn), None, len(ids)
                 guesses = guesses[:number]
                 token = int(processors(sequence[:, :end], again).argmax())

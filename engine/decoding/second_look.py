@@ -43,10 +43,8 @@ class SecondLook:
         if not kind:
             return False
         likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
-        if float(likely[0]) >= self.sure:
-            return False
-        alike = sum(p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind)
-        if float(likely[0]) >= self.sure * alike:
+        alike = [p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind]
+        if alike and alike[0] >= self.sure * sum(alike):
             return False
         said = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
         if kind == "figure":

@@ -249,5 +249,47 @@ def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passa
         assert again.by_words(["letters"], "Ada", 5).keys() == {"node0"}
 
 
+def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library):
+    """One flipped bit in a document's state took the document and all its passages, and nobody was told."""
+    document = library.begin("letters", "/a.txt")
+    passage = Passage("node", document, 0, "Dear Ada", "")
+    library.replace_passages(document, FileFacts(1, 2, "x"), "r", [passage], [np.ones((1, 3), np.float32)])
+    library.finish(document)
+    library.erase()
+    library.close()
+    content = library.path.read_bytes()
+    at = content.index(b"/a.txtlettersdone") + len(b"/a.txtletters")
+    library.path.write_bytes(content[:at] + b"dqne" + content[at + 4 :])
+    with Library(library.path) as again:
+        assert again.rescued is not None and again.rescued.gaps["documents"]
+        (found,) = again.incomplete_documents()
+        assert (found.id, found.path) == (document, "/a.txt") and again.passages_of(document) == [passage]
+
+
+def test_documents_that_lost_passages_are_named_whoever_puts_the_file_in_its_place(library, monkeypatch):
+    """Killed between the copy and its place, the next process only puts it there."""
+    document = library.begin("letters", "/a.txt")
+    texts = [f"{n} {TEXT}" for n in range(40)]
+    passages = [Passage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
+    library.replace_passages(
+        document, FileFacts(1, 2, "x"), "r", passages, [np.ones((1, 3), np.float32)] * 40
+    )
+    library.finish(document)
+    library.erase()
+    library.close()
+    overwrite(library.path, page_with(library.path, b"20 a line"))
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rescue, "finish", killed)
+        with pytest.raises(Killed):
+            Library(library.path)
+    with Library(library.path) as again:
+        assert again.rescued is None
+        assert [each.id for each in again.incomplete_documents()] == [document]
+
+
 def test_gaps_that_touch_are_one() -> None:
     assert joined([(5, 6), (1, 2), (3, 3), (8, 9)]) == [(1, 3), (5, 6), (8, 9)]

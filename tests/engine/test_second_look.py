@@ -8,6 +8,7 @@ from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.decoding.second_look import SecondLook
+from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -112,6 +113,17 @@ def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monk
     result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
     assert result.report.read_again_at == 2
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
+
+
+def test_a_session_holds_nothing_of_what_was_not_said(fresh, monkeypatch):
+    """Guesses that the second look turned down stood in it under the ids of what was said."""
+    engine, prompt, session = fresh.engine, make_prompt(TEXTS), Session()
+    engine.encode(TEXTS)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
+    with engine.stream(prompt, method="probe-shift:sure=0.5", session=session, max_new_tokens=8) as stream:
+        result = stream.result
+    assert result.report.read_again_at == 2
+    assert session.tokens == len(result.prompt.token_ids) + 2
 
 
 def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
