@@ -244,9 +244,8 @@ def _begun(path: Path, layout: Layout) -> sqlite3.Connection:
     discard_database(path)
     make_private_file(path)
     sql = connect(path)
-    sql.execute(
-        "PRAGMA journal_mode = MEMORY"
-    )  # nobody opens it before it is whole: a kill must leave no journal
+    # Nobody opens it before it is whole, and a kill must leave no journal beside it.
+    sql.execute("PRAGMA journal_mode = MEMORY")
     _add_functions(sql)
     sql.execute("BEGIN")
     _make_tables(sql, layout)

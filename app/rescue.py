@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 from ragblend.kvstore.files import (
-    FILE_MODE,
     NO_ROOM,
     discard_database,
     make_private_file,
@@ -30,8 +29,8 @@ from ragblend.kvstore.sqlite import connect, lenient_text
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
 MOST_FAILURES = 20_000  # reads of a table that end in damage; behind them the rest is given up
-Mended = Callable[[sqlite3.Connection, dict[str, list["Gap"]]], None]
 Gap = tuple[int, int]  # rows from the first number to the last that cannot be read
+Mended = Callable[[sqlite3.Connection, dict[str, list[Gap]]], None]
 
 
 @dataclass
@@ -76,13 +75,12 @@ def rescue(
     why: str,
     copied: Sequence[str],
     adopted: Sequence[str] = (),
-    mended: "Mended | None" = None,
+    mended: Mended | None = None,
 ) -> Rescued:
     """Copy what can be read, and put it in the place of the file. Nobody else may use it meanwhile.
 
     new: an empty database at `FILE.rescuing` with its tables, without foreign keys, in a transaction; it is closed.
-    what: the file's name in messages; why: what is wrong with it; copied, adopted, mended: as in
-    `database.Layout`.
+    what: the file's name in messages; why: what is wrong with it; copied, adopted, mended: as in `database.Layout`.
     Raises LibraryError where nothing at all can be read: then the file stays; StoreFullError without room for two more
     copies of it.
     """
@@ -146,7 +144,6 @@ def _copy_file(path: Path, kept: Path) -> None:
         if source.exists():
             make_private_file(target)
             shutil.copyfile(source, target)
-            target.chmod(FILE_MODE)
             sync_file(target)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ragblend.engine.prompts.figure_rows import text_of_token
 from ragblend.engine.prompts.segments import Prompt
 
 NEAR_TOKENS = 12
@@ -55,13 +56,9 @@ class SecondLook:
 
     def _kind(self, token: int) -> str:
         """`figure` for a token with digits, `name` for one that begins a word with a capital, nothing for others."""
-        text, piece = self.tokenizer.decode([token]), self.tokenizer.convert_ids_to_tokens(token) or ""
+        text, begins_word = text_of_token(self.tokenizer, token)
         if any(letter.isdigit() for letter in text):
             return "figure"
-        begins_word = text[:1].isspace() or piece[:1] in (
-            "▁",
-            "Ġ",
-        )  # a decoder drops the blank of the first token
         return "name" if begins_word and text.strip()[:1].isupper() else ""
 
     @cached_property

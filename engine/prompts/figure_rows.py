@@ -55,8 +55,14 @@ class FigureFinder:
         return found
 
 
-def _kind(tokenizer: Any, token_id: int) -> int:
+def text_of_token(tokenizer: Any, token_id: int) -> tuple[str, bool]:
+    """A token's text, and whether it begins a word: a decoder drops the blank before its first token."""
     text, piece = tokenizer.decode([token_id]), tokenizer.convert_ids_to_tokens(token_id) or ""
+    return text, text[:1].isspace() or piece[:1] in ("▁", "Ġ")
+
+
+def _kind(tokenizer: Any, token_id: int) -> int:
+    text, begins_word = text_of_token(tokenizer, token_id)
     bare = text.strip()
     kind = _KNOWN
     if digits := sum(letter.isdigit() for letter in bare):
@@ -65,7 +71,7 @@ def _kind(tokenizer: Any, token_id: int) -> int:
         kind |= _LONG_NUMBER
     if not bare:
         kind |= _BLANK
-    if text[:1].isspace() or piece[:1] in ("▁", "Ġ"):
+    if begins_word:
         kind |= _BEGINS_WORD
     if "\n" in text:
         kind |= _ENDS_LINE
