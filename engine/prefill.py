@@ -108,6 +108,8 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
 def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """What a prompt that was read leaves to do in the background: for when its answer is out."""
     report = prefilled.report
+    if report.hits:
+        runtime.chores.add(runtime.store.write_uses, worth=Worth.STORE)
     if prefilled.computed:
         if not runtime.chores.awaits(grow):  # each holds a whole context in memory
             runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
@@ -120,11 +122,9 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
                 Nodes(runtime, chunk.collection or request.collection).add_chore(chunk)
-    if report.hits:
-        if runtime.store.tiers:
-            what = (request.collection, *(chunk.encoded_ids for chunk in request.prompt.chunks))
-            runtime.chores.add(partial(_promote, runtime, replace(request, session=None)), what)
-        runtime.chores.add(runtime.store.write_uses, worth=Worth.STORE)
+    if report.hits and runtime.store.tiers:
+        what = (request.collection, *(chunk.encoded_ids for chunk in request.prompt.chunks))
+        runtime.chores.add(partial(_promote, runtime, replace(request, session=None)), what)
 
 
 def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:

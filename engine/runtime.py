@@ -265,8 +265,10 @@ class Runtime:
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
-        """Measure that when nobody needs the device; given up, until the next answer, when the model is to be closed,
-        where there is no pause, and when something is to be stored."""
+        """Measure that when nobody needs the device.
+
+        Raises Cancelled when the model is to be closed, where there is no pause, and when something is to be stored.
+        """
         ids, claim = self.tokenizing.passage_ids(TEXT), patient()
 
         def given_up() -> bool:
@@ -278,6 +280,7 @@ class Runtime:
                 if choice is not None and choice.is_open:
                     choice.measure(ids, lambda: turn.is_wanted() or given_up())
                 return
+        raise Cancelled("there was no pause in which to measure")
 
     # --- what the end of a process left without KV
 

@@ -106,7 +106,10 @@ def _copied(runtime: Runtime, each: Computed) -> ChunkKV:
 
 
 def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
-    """When nobody needs the device, compute the first node of the path that is not stored, once asked for again."""
+    """When nobody needs the device, compute the first node of the path that is not stored, once asked for again.
+
+    Raises Cancelled where it is given up.
+    """
     path, store = path_of(runtime, prompt, collection), runtime.store
     with runtime.use.turn():
         stored = list(takewhile(lambda place: store.contains(place[0].key), path))
@@ -132,5 +135,5 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
             kv = encoder.encode(node.token_ids, lambda: turn.is_wanted() or given_up())
             return replace(kv, parent=node.parent)
 
-    with suppress(Cancelled, CorruptBlobError, StoreFullError):  # the next time, if there is one
+    with suppress(CorruptBlobError, StoreFullError):  # the next time, if there is one
         Nodes(runtime, chunk.collection or collection).keep_computed(chunk, node.key, made)

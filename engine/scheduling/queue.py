@@ -298,6 +298,8 @@ class _Chore:
 class Chores:
     """Work for later, in one background thread, by its worth; a chore that fails is logged and forgotten.
 
+    One that ends with Cancelled is begun again where it gave way to a worthier one, and else dropped.
+
     When the process ends, the chore under way is finished and those that store are done, for LAST_S; the others are
     dropped. left: told the names of what was to be stored and was not. hurried: whether somebody waits for the end of
     it all, so that what can be done another time is given up.
@@ -380,5 +382,8 @@ class Chores:
                 self._queue.remove(chore)
             try:
                 chore.work()
+            except Cancelled:
+                if not self.hurried and self.gives_up(chore.worth):
+                    self.add(chore.work, chore.name, chore.worth)
             except Exception:
                 log.warning("work in the background failed and was dropped", exc_info=True)

@@ -178,6 +178,29 @@ def test_what_stores_goes_first_and_what_measures_last():
     assert not chores.gives_up(Worth.MEASURE)
 
 
+def test_what_gave_way_to_what_stores_is_done_after_it_and_what_was_cancelled_else_is_dropped():
+    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
+
+    def prepare():
+        begun.set()
+        assert go.wait(60)
+        if chores.gives_up(Worth.PREPARE) or not done:
+            done.append("gave way")
+            raise Cancelled("for what stores")
+        done.append("prepared")
+
+    chores.add(prepare)
+    assert begun.wait(10)
+    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
+    go.set()
+    assert chores.finish(10)
+    assert done == ["gave way", "stored", "prepared"]
+    done.clear()
+    chores.add(prepare)
+    assert chores.finish(10)
+    assert done == ["gave way"]
+
+
 def test_at_the_end_of_a_process_what_stores_is_done_and_the_rest_is_dropped():
     left = []
     chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
