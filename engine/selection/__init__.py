@@ -29,7 +29,7 @@ from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError
 
 # Below this probability a figure or name is read again in full (docs/methods.md).
-SURE = 0.7
+SURE = 0.8
 _TABLE: dict[str, Policy] = {
     # The ends of the scale, and controls.
     "full": Static(every_row, lambda span: False, fixed_ratio=1.0),
