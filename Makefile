@@ -8,7 +8,7 @@
 #   make check    format, lint, types, layers, tests      (without the tests: make check SKIP_TESTS=1)
 #   make bench    small quality and time-to-first-token benches and their report, into bench-results/
 #   make bench-peers   beside transformers, llama.cpp and vLLM, each in an environment of its own   (PEERS=llama.cpp: one)
-#   make bench-speed   the machine's limits, and how near each phase comes to them, into docs/speed.md
+#   make bench-speed   the machine's limits, and how near each phase comes to them, into docs/performance.md
 #   make bench-check  counted work and figures kept, beside what is written down (make test has both too)
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
@@ -69,8 +69,8 @@ ui: $(VENV)/.installed-ui
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# As docs/vllm.md has it: vLLM, which pins a torch and a transformers of its own, then RAGBlend; pip warns of setuptools
-# (decision 142). What vLLM brings for pictures and sound does not fit the CPU's torch, and is not needed.
+# As docs/vllm.md says: vLLM, which pins its own torch and transformers, then RAGBlend. In one call pip finds no versions that
+# satisfy both; in two it only warns about setuptools. vLLM's packages for images and audio do not fit the CPU's torch.
 $(VLLM_VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found" >&2; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -6,7 +6,7 @@
 
 A phase's bound is what it cannot do without: its products at the fastest rate measured here for any shape of a prefill,
 or its bytes at the rate of reading memory, whichever takes longer. Writes `speed.json` beside this file, the tables of
-docs/speed.md and a picture of the profile.
+docs/performance.md and a picture of the profile.
 """
 
 import contextlib
@@ -53,8 +53,9 @@ from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
 
-RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "speed.md", DOCS / "pictures" / "speed.svg"
+RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
+LEAST_SHARE = 0.025  # of a prefill: shorter phases are not shown
 LONG_LAYERS = 4  # of the random model: what grows with the length grows in each of them
 WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
@@ -373,41 +374,53 @@ def random_model(longest: int, home: Path | None) -> Iterator[Engine]:
         yield Engine.open(folder, home=Path(folder) / "home")
 
 
-def table(rows: list[Row]) -> str:
-    lines = []
-    for row in rows:
-        bound = row["bound_ms"]
-        told = ("", "") if bound is None else (f"{bound:,.1f}", f"{bound / row['ms']:.0%}")
-        if row["ms"] >= 0.5:
-            lines.append((row["phase"], f"{row['ms']:,.1f}", *told))
-    return markdown(("phase", "ms", "bound", "reached"), lines).rstrip()
+def table(columns: dict[str, list[Row]]) -> str:
+    """Phases by column, longest first: milliseconds, and in brackets the bound as a share of them."""
+    cells: dict[str, dict[str, str]] = {}
+    for column, rows in columns.items():
+        for row in sorted(rows, key=lambda row: -row["ms"]):
+            share = (row["bound_ms"] or 0) / row["ms"]
+            bound = f" ({share:.0%})" if share >= 0.01 else ""
+            cells.setdefault(row["phase"], {})[column] = f"{row['ms']:,.1f}{bound}"
+    lines = [(phase, *(found.get(column, "") for column in columns)) for phase, found in cells.items()]
+    return markdown(("phase", *columns), lines).rstrip()
+
+
+def long_phases(methods: list[Row]) -> dict[str, list[Row]]:
+    """By method, the phases that take LEAST_SHARE of the whole by any of them."""
+    shown = set[str]()
+    for each in methods:
+        whole_ms = max(row["ms"] for row in each["phases"])
+        shown |= {row["phase"] for row in each["phases"] if row["ms"] >= LEAST_SHARE * whole_ms}
+    return {
+        each["method"]: [row for row in each["phases"] if row["phase"] in shown and row["ms"] >= 0.5]
+        for each in methods
+    }
 
 
 def page(recorded: Row) -> str:
-    """What stands between the marks of docs/speed.md."""
+    """What stands between the marks of docs/performance.md."""
     now, parts = recorded["phases"], list[str]()
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in now["gflops"].items())
     parts.append(
-        f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} in all, by {now['machine']}; medians "
-        f"of {REPEATS}. Memory is read at {now['gbytes_per_s']:.0f} GB/s; products reach, in GFLOP/s: {rates}."
+        f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} tokens in all, on {now['machine']}; "
+        f"medians of {REPEATS}. Memory is read at {now['gbytes_per_s']:.0f} GB/s. Products reach, in GFLOP/s: {rates}."
     )
-    for each in now["methods"]:
-        rows = sorted(each["phases"], key=lambda row: -row["ms"])
-        parts += [f"`{each['method']}`:", table(rows)]
+    parts.append(table(long_phases(now["methods"])))
     times = now["whole_ms"]
     took, least = times["probe-shift"], times["reuse"] + RATIO * times["full"]
     said = ", ".join(f"`{method}` {ms:,.0f}" for method, ms in times.items())
     parts.append(
-        f"Unwatched and in turns, medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
-        f"{took / least:.2f} times what `reuse` and {RATIO:.0%} of `full` take together."
+        f"Without the profiler, in turns, medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
+        f"{took / least:.2f} times as long as `reuse` plus {RATIO:.0%} of `full`."
     )
-    parts += ["What is no prefill:", table(now["others"])]
+    parts += ["Other work:", table({"ms": now["others"]})]
     if grown := recorded.get("long"):
         names = ["tokens", *WAYS, "attention", "shift", "select", "lookup", "rest", "memory", "disk"]
         parts += [
-            f"By length, with a random model of these shapes in {LONG_LAYERS} layers and a window stretched by YaRN: "
-            "milliseconds, those from attention on of `probe-shift`, and bytes a token of the fused KV in memory and "
-            f"of the stored KV on disk. By {grown['machine']}.",
+            f"Longer prompts, by a random model with {LONG_LAYERS} layers of the same shapes, on {grown['machine']}: "
+            "milliseconds (from *attention* to *rest*: parts of `probe-shift`), and bytes per token of the fused KV in "
+            "memory and the stored KV on disk.",
             markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"
@@ -439,7 +452,7 @@ def picture(recorded: Row) -> None:
 
 
 def page_with(recorded: Row) -> str:
-    """docs/speed.md with the tables as recorded."""
+    """docs/performance.md with the tables as recorded."""
     return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(recorded))
 
 

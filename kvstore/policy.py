@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ragblend.kvstore.errors import UsageError
 
-# A retrieval counts half after so many others. Shorter follows changing interests, longer tells rarely used values
-# apart better: docs/decisions.md has the measurements.
+# A retrieval counts half after so many others (decision 5). Shorter follows changing interests, longer tells rarely
+# used values apart better.
 HALF_LIFE_USES = 4096.0
 
 

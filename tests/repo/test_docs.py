@@ -23,7 +23,7 @@ from ragblend.app.cli.main import main
 from ragblend.engine.selection import METHODS
 
 REPO = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 OTHERS = {"demo", "load", "open-webui", "page", "peers", "speed"}  # pictures; the others are the methods'
 

@@ -7,7 +7,7 @@ from browser import Server, Watched, find_chromium
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What drives a browser runs a second time where it failed, and is named in the summary: decision 101."""
+    """What drives a browser runs a second time where it failed, and is named in the summary: decision 38."""
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
             if "browser_path" in getattr(item, "fixturenames", ()):
