@@ -25,29 +25,29 @@ INTRODUCTION = """# Results
 
 <!-- Made by `python -m benchmarks.results` from benchmarks/recorded.json: do not edit. -->
 
-How near each method comes to full prefill, and how much faster its first token comes. Each run names its command; a
-run on your own documents and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
+How close each method comes to full prefill, and how much faster its first token is. Each run names its command, without
+`--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title. A run on your own documents
+and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
 
-The runs of figures and the last five give the command that was typed, but for `--home` and `--output`. The others are
-earlier ones, some put together from several; their commands are written so that they repeat the run, `FILE` and
-`FOLDER` being the questions and the model of the title.
+- *Figures kept*: of the answers whose figures full prefill has right, those in which the method has them too. *Another
+  passage's*: those that give a figure of something else. *KL at figures*: KL over the tokens of these figures. *Read
+  again*: answers for which the prompt was read once in full, because a figure was not sure; `sure=0` switches that off.
+- *KL*: the mean divergence KL(full || method) of the next-token distributions along full prefill's greedy answer, in
+  nats; 0 is full prefill. *95%*: the interval of the column before it.
+- *`probe-shift` leaves*: its KL as a part of that method's at the same ratio, with the paired 95% interval.
+- *Identical*: answers equal to full prefill's word for word. *F1*: against the right answers. *Faster*: the median of
+  full prefill's time to first token divided by the method's.
 
-*Figures kept* counts, of the answers whose figures full prefill has right, those in which the method has them too;
-*another passage's* are those that give a figure of something else instead; *KL at figures* is KL over the tokens of
-these figures. The runs over MuSiQue, RULER and the samples measured a `probe-shift` that did not yet recompute figures
-as a whole; "Whole figures or not" compares the two. *Read again* are answers for which the prompt was read in full once
-more, for a figure that was not sure; `sure=0` is `probe-shift` without that.
-
-KL is the mean divergence KL(full || method) of the next-token distributions along full prefill's own greedy answer, in
-nats: 0 is full prefill. *Identical* are answers that are full prefill's word for word, *likeliest* the places at which
-the likeliest token is. *probe-shift leaves* is its KL as a part of that method's at the same ratio, with the paired 95%
-interval. F1 is against the right answers, *faster* the median of full prefill's time to first token through the
-method's.
+The runs over MuSiQue on three models measured a `probe-shift` that did not yet recompute figures as a whole; "With and
+without whole figures" compares the two.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.15)
 README_METHODS = ("full", "reuse", "cacheblend", "epic", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
+# Recorded in recorded.json, and not shown: in any table, and where figures were counted.
+UNSEEN = {"first_kl", "rouge_l_to_full", "top1"}
+UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match", "f1", "ttft_ms"}
 README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
 
 
@@ -121,8 +121,12 @@ def _cell(row: Row, name: str) -> str:
 
 
 def section(run: Run) -> str:
+    has_figures = any("figures_kept" in row for row in run["rows"])
+    unseen = UNSEEN | UNSEEN_WITH_FIGURES if has_figures else UNSEEN
     count = f"{run['n']} questions. " if run.get("n") else ""
-    return f"## {run['title']}\n\n`{run['command']}`\n\n{count}{run['machine']}. {run['says']}\n\n{table(run['rows'])}"
+    about = f"{count}{run['machine']}. {run['says']}"
+    shown = table(run["rows"], [name for name in COLUMNS if name not in unseen])
+    return f"## {run['title']}\n\n`{run['command']}`\n\n{about}\n\n{shown}"
 
 
 def results_page(runs: list[Run]) -> str:

@@ -33,7 +33,7 @@ class EngineConfig:
     the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
     device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
     tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
-    (None: raw); remote: URL of a store that other machines share, see docs/shared-store.md; url: of the vLLM server
+    (None: raw); remote: URL of a store that other machines share, see docs/vllm.md; url: of the vLLM server
     that has the model (None: it is loaded here).
     """
 

@@ -1,6 +1,6 @@
 """The documents are true: Python runs, commands parse, links lead somewhere, figures are those that were recorded.
 
-In *.md and docs/*.md every block fenced as `python` is run (a file's blocks share one namespace) unless its fence
+In *.md and docs/**/*.md every block fenced as `python` is run (a file's blocks share one namespace) unless its fence
 says `no-run`; every line of a `bash` block that starts with `ragblend` or `make` is checked against the real command.
 """
 
