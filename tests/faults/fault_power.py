@@ -21,7 +21,7 @@ from fault_values import demand, version_read
 
 from ragblend.kvstore.store import KVStore
 
-INDEX = ("cache.db", "cache.db-wal", "ledger.db", "ledger.db-wal")
+INDEX = ("index/cache.db", "index/cache.db-wal", "ledger.db", "ledger.db-wal")
 _REAL = {name: getattr(os, name) for name in ("open", "fsync", "rename", "unlink", "write")}
 
 
@@ -74,7 +74,7 @@ class Disk:
         for name, identity in self._names.get(folder, {}).items():
             if identity is None:
                 self._build(os.path.join(folder, name), to / name)
-            elif not name.startswith(("cache.db", "ledger.db")):
+            elif not name.startswith(("index/cache.db", "ledger.db")):
                 (to / name).write_bytes(self._bytes.get(identity) or self._zeros(folder, name))
                 (to / name).chmod(0o600)
 

@@ -45,7 +45,7 @@ def test_a_value_of_another_format_is_a_counted_miss(root):
         ("values", 0o500),
         ("values", 0o000),
         ("quarantine", 0o500),
-        ("cache.db", 0o400),
+        ("index/cache.db", 0o400),
     ],
 )
 def test_a_folder_without_permission(lab, open_folder, part, mode):
