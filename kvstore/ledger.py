@@ -47,6 +47,8 @@ _PACKED = np.dtype(
         ("priority", "<f8"),
     ]
 )
+_NUMBERS = ("nbytes", "used_at", "frequency", "cost", "computations", "priority")
+_LARGEST = 1e15
 _NO_PARENT = bytes(32)
 _SERIAL = re.compile(rb'\{"serial": ([0-9]+),')
 HEAD_BYTES = 64  # of a saved ledger, in which its serial number is
@@ -71,7 +73,7 @@ class _Saved:
         digests, parents = list(self.entries), self.parents
         table["digest"] = _bytes_of(digests)
         table["parent"] = _bytes_of([parents.get(digest, "") or "00" * 32 for digest in digests])
-        for name in ("nbytes", "used_at", "frequency", "cost", "computations", "priority"):
+        for name in _NUMBERS:
             table[name] = [getattr(entry, name) for entry in self.entries.values()]
         return json.dumps(head).encode() + b"\n" + table.tobytes()
 
@@ -85,11 +87,10 @@ class _Saved:
             known = json.loads(head)
             del known["totals"]
             totals, rows = _totals(packed), np.frombuffer(table, dtype=_PACKED)
+            if not all((np.abs(rows[name]) <= _LARGEST).all() for name in _NUMBERS):
+                raise ValueError("it holds impossible numbers")
             digests, parents = _hex_of(rows["digest"]), _hex_of(rows["parent"])
-            numbers = [
-                rows[name].tolist()
-                for name in ("nbytes", "used_at", "frequency", "cost", "computations", "priority")
-            ]
+            numbers = [rows[name].tolist() for name in _NUMBERS]
             entries = {
                 digest: Entry(digest, nbytes, used_at, 0, frequency, cost, computations, priority)
                 for digest, nbytes, used_at, frequency, cost, computations, priority in zip(

@@ -111,7 +111,9 @@ def refuse(index: Index, digests: Collection[str]) -> None:
 def collect(index: Index, dropped: Collection[str]) -> GcReport:
     """Remove the values of `dropped`, what no row names, temporary files among it, and the quarantine."""
     root = index.root
-    values = remove_files([path for digest in dropped for path in layout.files_of(root, digest)])
+    rows = index.rows()
+    named = {root / rows[digest].filename for digest in dropped}
+    values = remove_files(named.union(*(layout.files_of(root, digest) for digest in dropped)))
     with index.changing():
         for digest in dropped:
             index.delete(digest)
@@ -164,9 +166,7 @@ def open_index(root: Path) -> tuple[Index, str | None]:
     if damaged is None:
         index = Index(root, TIMEOUT_S)
         try:
-            if index.rows() or not any(
-                file.digest and not file.temporary for file in layout.value_files(root)
-            ):
+            if index.rows() or not _has_values(root):
                 return index, None
             damaged = EMPTY
         except CorruptBlobError as error:
@@ -175,7 +175,13 @@ def open_index(root: Path) -> tuple[Index, str | None]:
             index.close()
             raise
         index.close()
+    elif not _has_values(root):  # a process was killed that had just begun the store
+        damaged = EMPTY
     return rebuilt(root, damaged), damaged
+
+
+def _has_values(root: Path) -> bool:
+    return any(file.digest and not file.temporary for file in layout.value_files(root))
 
 
 def rebuilt(root: Path, why: str) -> Index:

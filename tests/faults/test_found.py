@@ -88,7 +88,7 @@ def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
         raise KeyboardInterrupt
 
     budget, held = 3 * VALUE_BYTES, []
-    monkeypatch.setattr("ragblend.kvstore.uses.Change.in_order", killed)
+    monkeypatch.setattr("ragblend.kvstore.ledger.Ledger.victims", killed)
     for number in range(6):
         with KVStore.open(root, budget) as store, contextlib.suppress(KeyboardInterrupt):
             put(store, number)
@@ -118,9 +118,9 @@ def test_a_damaged_index_that_another_process_set_aside(three):
         with KVStore.open(three, BUDGET) as second:
             assert second.stats().quarantined == 1
             put(second, 7)
-            with pytest.raises(StoreError, match="made its damaged index anew"):
+            with pytest.raises(StoreError, match="rebuilt its damaged index"):
                 first.gc()
-            with pytest.raises(StoreError, match="made its damaged index anew"):
+            with pytest.raises(StoreError, match="rebuilt its damaged index"):
                 put(first, 8)
             assert [version_read(second, number, {0}) for number in (0, 1, 2, 7)] == [0] * 4
 
