@@ -216,7 +216,7 @@ class Simulator:
 
     def _begun(self, request: Request, outcome: Outcome) -> float:
         """What is found and must be computed: how long that takes."""
-        sources = match(self.store, self._path(request), SHAPE)
+        sources = match(self.store.open_chunk, self._path(request), SHAPE)
         path = sum(len(source.token_ids) for source in sources)
         fused = 0
         for place, (number, tokens) in enumerate(request.passages) if self.system.fuses else ():

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
@@ -32,9 +32,8 @@ from ragblend.kvstore import store as kvstore_store
 from ragblend.kvstore.blob import Blob, BlobHeader
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import LEDGER_NAME, VALUES_FOLDER, ValueFile
+from ragblend.kvstore.layout import VALUES_FOLDER, ValueFile
 from ragblend.kvstore.nodes import NodeIndex, Scope
-from ragblend.kvstore.sqlite import connect, transaction
 from ragblend.kvstore.store import KVStore
 
 CHUNKS_A_REQUEST, REQUESTS, OPENINGS, TOKENS = 6, 500, 5, 512
@@ -170,7 +169,7 @@ def make_large_home(home: Path, chunks: int) -> None:
                 _make_value_file(home / "kv", number)
             nodes.put_many(SCOPE, [(f"node-{each}", token_ids_of(each), key_of(each)) for each in numbers])
     KVStore.open(home / "kv", NO_LIMIT).close()  # enters them into its index, which is empty
-    _use(home / "kv" / LEDGER_NAME, chunks)
+    _use(home / "kv", chunks)
 
 
 def _make_value_file(root: Path, number: int) -> None:
@@ -187,16 +186,13 @@ def _filename(digest: str, number: int) -> str:
     return f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{number:016x}.kv"
 
 
-def _use(ledger: Path, chunks: int) -> None:
+def _use(root: Path, chunks: int) -> None:
     """Counts as after some life: seeded, each value another one, so that eviction has an order to keep."""
     seeded = random.Random(0)
-    rows = []
-    for number in range(chunks):
-        frequency = seeded.paretovariate(1.0)
-        rows.append((seeded.uniform(0, chunks), frequency, frequency, key_of(number).digest))
-    update = "UPDATE Uses SET used_at = ?, frequency = ?, priority = ?, cost = 1.0, computations = 1 WHERE digest = ?"
-    with closing(connect(ledger)) as sql, transaction(sql):
-        sql.executemany(update, rows)
+    with KVStore.open(root, NO_LIMIT) as store:
+        for _ in range(2 * chunks):
+            number = min(int(seeded.paretovariate(0.2)), chunks) - 1
+            store._ledger.used(key_of(number).digest)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Chunks by their node ids: entered before there is KV, encoded, found in prompts, forgotten with their KV."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,11 +95,11 @@ class Nodes:
         runtime, freed = self._runtime, 0
         while True:
             with runtime.use.turn():
-                store = runtime.store
-                with runtime.nodes.burying(LOOKED_UP, shared=store.remote is not None) as doomed:
-                    if not doomed:
-                        break
-                    freed += store.delete(doomed)
+                store, waiting = runtime.store, runtime.nodes.outbox(LOOKED_UP)
+                if not waiting:
+                    break
+                freed += store.delete(waiting)
+                runtime.nodes.deleted(waiting, also_shared=store.remote is not None)
         self._withdraw()
         return freed
 
@@ -108,7 +107,7 @@ class Nodes:
         """Have the shared store delete what is deleted here, in whichever collection it was."""
         runtime = self._runtime
         with runtime.use.turn():
-            store, owed = runtime.store, runtime.nodes.owed()
+            store, owed = runtime.store, runtime.nodes.outbox(shared=True)
         if store.remote is None or not owed:
             return
         try:
@@ -123,7 +122,7 @@ class Nodes:
             )
         else:
             with runtime.use.turn():
-                runtime.nodes.withdrawn(owed.values())
+                runtime.nodes.deleted(owed)
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
         """Under which key each passage's KV is or will be stored; None where none can be."""
@@ -352,14 +351,14 @@ class Nodes:
         Not in the device's turn: who deletes does not wait for the device behind an encode.
         """
         runtime = self._runtime
-        with runtime.use.turn(), contextlib.ExitStack() as stack:
-            if node_id is not None:
-                holding = runtime.nodes.holding(self._scope, node_id, key)
-                if not stack.enter_context(holding):
-                    return False
+
+        def wanted() -> bool:
+            return node_id is None or runtime.nodes.has(self._scope, node_id, key)
+
+        with runtime.use.turn():
             if isinstance(chunk, Blob):
-                return runtime.store.put_blob(chunk)
-            return runtime.store.put(key, chunk, runtime.codec)
+                return runtime.store.put_blob(chunk, wanted)
+            return runtime.store.put(key, chunk, runtime.codec, wanted=wanted)
 
     @property
     def _scope(self) -> Scope:

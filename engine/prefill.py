@@ -96,7 +96,6 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
             if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
                 cached[key.digest] = len(ids)
                 fused += len(chunk.token_ids or ())  # in each place
-        runtime.store.rest()  # it may wait for long
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
     tokens = len(prompt.token_ids)
@@ -109,7 +108,7 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """What a prompt that was read leaves to do in the background: for when its answer is out."""
     report = prefilled.report
     if report.hits:
-        runtime.chores.add(runtime.store.write_uses, worth=Worth.STORE)
+        runtime.chores.add(runtime.store.save_uses, worth=Worth.STORE)
     if prefilled.computed:
         if not runtime.chores.awaits(grow):  # each holds a whole context in memory
             runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
@@ -151,7 +150,6 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
                 others = [span for span in plan.spans if span.reader is not None and span.reader.is_lost]
                 plan = plan.without([lost.span, *others])  # each would have all begin again
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
-    runtime.store.rest()  # an answer is decoded now, for long
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
     trace = recorder.finish()
@@ -197,7 +195,7 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: Shared
             spans, begin = [held], held.stop
     if policy.follows and not spans:
         path = [node for node, _ in path_of(runtime, prompt, request.collection)]
-        for node, source in zip(path, match(runtime.store, path, runtime.decoder.geometry), strict=False):
+        for node, source in zip(path, match(runtime.store.open_chunk, path, runtime.decoder.geometry), strict=False):
             readers.enter_context(source)
             spans.append(Span(node.start, len(node.token_ids), source, exact=True))
             begin = node.stop

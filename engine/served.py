@@ -273,8 +273,8 @@ class ServedNodes(Nodes):
             )
             return 0
         if node_id is not None:
-            with runtime.use.turn(), runtime.nodes.holding(self._scope, node_id, key) as held:
-                if not held:
+            with runtime.use.turn():
+                if not runtime.nodes.has(self._scope, node_id, key):
                     runtime.store.delete([key])
                     return 0
         return len(passage)

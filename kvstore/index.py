@@ -1,35 +1,64 @@
-"""Index: which file holds the value of a key. diskcache keeps it, and its public interface is used.
+"""Index: for each key the file that holds its KV, the file's size and the node before it; and the saved ledger.
 
-diskcache writes no file here, reads none and removes none: what it is given are files that are there, and what it would
-remove it only names, because inside a transaction it removes before the commit.
+A `diskcache.Cache` in a folder of its own. Each value is a short row of bytes in SQLite, so diskcache writes, reads and
+removes no file. Its triggers count rows and bytes, so that a size is said once. Reads have a connection of their own:
+opening diskcache writes, and a question whose passages are all stored must be answered on a full disk.
 """
 
 import re
 import sqlite3
+import struct
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from diskcache import Cache, Disk
-from diskcache.core import MODE_BINARY, UNKNOWN
+from diskcache.core import MODE_RAW, UNKNOWN
 
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.files import Closing, identity, is_same_file
-from ragblend.kvstore.layout import INDEX_NAME, ValueFile, digest_in
-from ragblend.kvstore.sqlite import SQL_ERRORS, connect, erase_log, index_failed, integrity, is_no_text
+from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, make_private_folder
+from ragblend.kvstore.layout import INDEX_NAME, value_name
+from ragblend.kvstore.sqlite import (
+    SQL_ERRORS,
+    connect,
+    erase_log,
+    index_failed,
+    integrity,
+    is_damage,
+    is_no_text,
+)
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-FOREIGN = ""  # in a list of keys: one that this store did not write, and that was not unpickled
+_ROW = struct.Struct(
+    "<8sQ32s"
+)  # the random part of the file's name, its bytes, the parent's digest (zeros: none)
+_NO_PARENT = bytes(32)
+_LEDGER = "ledger"  # the key of the saved ledger, which is no digest
+_ENTRIES = f"SELECT key, value FROM Cache WHERE key != '{_LEDGER}' ORDER BY rowid"
 
 
-class FileNames(Disk):  # type: ignore[misc]
-    """Keys are digests and values files; what any other row holds is never decoded (CVE-2025-69872)."""
+class Row(NamedTuple):
+    """What the index knows of a value. filename: below the store's folder; parent: digest of the node before it."""
 
-    def __init__(self, directory: str, **settings: object) -> None:
-        super().__init__(directory, **settings)
-        self.unnamed: list[str] = []  # files that no row names any more
+    filename: str
+    nbytes: int
+    parent: str | None = None
+
+
+def _pack(row: Row) -> bytes:
+    suffix = bytes.fromhex(row.filename[-19:-3])
+    return _ROW.pack(suffix, row.nbytes, bytes.fromhex(row.parent) if row.parent else _NO_PARENT)
+
+
+def _unpack(digest: str, packed: bytes) -> Row:
+    suffix, nbytes, parent = _ROW.unpack(packed)
+    return Row(value_name(digest, suffix), nbytes, None if parent == _NO_PARENT else parent.hex())
+
+
+class BytesOnly(Disk):  # type: ignore[misc]
+    """Keys are str and values bytes, kept in the row; nothing is ever unpickled (CVE-2025-69872)."""
 
     def put(self, key: object) -> tuple[str, bool]:
         if type(key) is not str:
@@ -37,57 +66,144 @@ class FileNames(Disk):  # type: ignore[misc]
         return key, True
 
     def get(self, key: object, raw: object) -> str:
-        return key if raw == 1 and type(key) is str and _DIGEST.fullmatch(key) else FOREIGN
+        if raw != 1 or type(key) is not str:
+            raise CorruptBlobError(
+                "the index holds a key that this store did not write; it was not unpickled"
+            )
+        return key
 
-    def store(self, value: object, read: bool, key: object = UNKNOWN) -> tuple[int, int, str, None]:
-        if type(value) is not ValueFile or value.digest != key or read:
-            raise UsageError(f"a value of the KV store is a file of its key's name, not {value!r}")
-        return value.nbytes, MODE_BINARY, value.filename, None
+    def store(self, value: object, read: bool, key: object = UNKNOWN) -> tuple[int, int, None, bytes]:
+        if type(value) is not bytes or read:
+            raise UsageError(f"a value of the index is bytes, not {type(value).__name__}")
+        nbytes = 0 if key == _LEDGER else _ROW.unpack(value)[1]
+        return nbytes, MODE_RAW, None, value
 
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
-        if mode != MODE_BINARY or value is not None or digest_in(filename) is None:
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
+        if mode != MODE_RAW or filename is not None or type(value) is not bytes:
             raise CorruptBlobError(
                 f"the index holds a row of mode {mode!r} that is not ours; it was not unpickled"
             )
-        return str(filename)
-
-    def filename(self, key: object = UNKNOWN, value: object = UNKNOWN) -> NoReturn:
-        raise AssertionError("files have their names before they come here")
-
-    def remove(self, file_path: object) -> None:
-        if digest_in(file_path) is not None:
-            self.unnamed.append(str(file_path))
-
-
-class _Connection:
-    """A thread's connection to the index, closed where the thread ends.
-
-    sqlite3 keeps a connection and its statements in a cycle, and a server's old garbage is not looked for in hours: a
-    thread a request would leave two open files each time.
-    """
-
-    def __init__(self, sql: sqlite3.Connection) -> None:
-        self.sql, self.is_checked = sql, False
-
-    def __del__(self) -> None:
-        with suppress(sqlite3.ProgrammingError):  # the index went first, in another thread
-            self.sql.close()
+        return value
 
 
 class Index(Closing):
-    """Safe for threads; who changes it holds the writer's lock. Raises StoreError for what SQLite or diskcache raise.
+    """Safe for threads; whoever changes it holds the writer's lock.
 
-    CorruptBlobError for an index that holds what diskcache itself cannot read: it must be made anew.
+    Raises StoreError for what SQLite or diskcache raise, and CorruptBlobError for an index that must be rebuilt.
     """
 
     def __init__(self, root: Path, timeout_s: float) -> None:
-        self.root, self.path, self._mine = root, root / INDEX_NAME, threading.local()
+        self.root, self.path, self._timeout_s = root, root / INDEX_NAME, timeout_s
+        self._lock = threading.RLock()
+        self._writer: Any = None
+        make_private_folder(self.path.parent)
+        is_new = not self.path.exists() or not self.path.stat().st_size
+        make_private_file(self.path)
+        if is_new:
+            with self.changing():
+                pass
         with self._named_errors():
-            self._opened: Any = Cache(
-                str(root),
-                timeout=timeout_s,
-                disk=FileNames,
-                disk_min_file_size=0,
+            self._reader = connect(self.path, timeout_s)
+        self._identity = identity(self.path.stat())
+
+    # --- reading
+
+    def get(self, digest: str) -> Row | None:
+        """The row of a value; None if there is none."""
+        found = self._read("SELECT value FROM Cache WHERE key = ? AND raw = 1", digest)
+        if not found:
+            return None
+        (packed,) = found[0]
+        if type(packed) is not bytes or len(packed) != _ROW.size:
+            raise CorruptBlobError(f"the index {self.path} holds a row that this store did not write")
+        return _unpack(digest, packed)
+
+    def rows(self) -> dict[str, Row]:
+        """All of them, in the order they came. CorruptBlobError if one is not ours."""
+        found = {}
+        for key, packed in self._read(_ENTRIES):
+            ours = type(key) is str and type(packed) is bytes
+            if not (ours and _DIGEST.fullmatch(key) and len(packed) == _ROW.size):
+                raise CorruptBlobError(f"the index {self.path} holds rows that this store did not write")
+            found[key] = _unpack(key, packed)
+        return found
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many values there are, and their bytes, as diskcache's triggers count them."""
+        known = dict(self._read("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
+        count, nbytes = int(known["count"]), int(known["size"])
+        return count - bool(self._read(f"SELECT 1 FROM Cache WHERE key = '{_LEDGER}'")), nbytes
+
+    def ledger(self, at_most: int = 2**30) -> bytes:
+        """The saved ledger of uses, or its first bytes; empty before there is one."""
+        found = self._read(
+            "SELECT substr(value, 1, ?) FROM Cache WHERE key = ? AND raw = 1", at_most, _LEDGER
+        )
+        return bytes(found[0][0] or b"") if found else b""
+
+    def integrity(self) -> list[str]:
+        """What SQLite finds wrong with its own file."""
+        with self._named_errors(), closing(connect(self.path)) as sql:
+            return integrity(sql, 20)
+
+    def is_in_place(self) -> bool:
+        """Whether this is still the store's index: another process may have rebuilt it."""
+        return is_same_file(self.path, self._identity)
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock, self._named_errors():
+            return self._reader.execute(query, values).fetchall()
+
+    # --- changing
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """One transaction: all or nothing. Errors raised in the block pass through."""
+        raised: list[BaseException] = []
+        try:
+            with self._named_errors(), self._opened().transact():
+                try:
+                    yield
+                except BaseException as error:
+                    raised.append(error)
+                    raise
+        except StoreError:
+            if raised and not isinstance(raised[0], SQL_ERRORS):
+                raise raised[0] from raised[0].__cause__
+            raise
+        finally:
+            if self._writer is not None:  # a connection is a thread's, and threads come and go
+                self._writer.close()
+
+    def set(self, digest: str, row: Row) -> None:
+        """Enter or replace a value's row."""
+        self._opened().set(digest, _pack(row))
+
+    def delete(self, digest: str) -> bool:
+        """Remove a row; False if there is none."""
+        return bool(self._opened().delete(digest))
+
+    def set_ledger(self, packed: bytes) -> None:
+        """Save the ledger of uses."""
+        self._opened().set(_LEDGER, packed)
+
+    def truncate_log(self) -> None:
+        """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
+        with self._named_errors(), closing(connect(self.path)) as sql:
+            erase_log(sql)
+
+    def close(self) -> None:
+        with self._lock:
+            self._reader.close()
+
+    def _opened(self) -> Any:
+        if self._writer is None:
+            self._writer = Cache(
+                str(self.path.parent),
+                timeout=self._timeout_s,
+                disk=BytesOnly,
+                disk_min_file_size=2**62,
                 cull_limit=0,
                 eviction_policy="none",
                 size_limit=2**62,
@@ -101,114 +217,15 @@ class Index(Closing):
                 sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
                 sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
             )
-            self._check_writable()
-        self._identity = identity(self.path.stat())
-
-    @property
-    def _cache(self) -> Any:
-        """diskcache's; its `_con` is the one private name of it that is used, as it alone names the connection."""
-        sql, mine = self._opened._con, getattr(self._mine, "connection", None)
-        if mine is None or mine.sql is not sql:
-            self._mine.connection = _Connection(sql)
-        return self._opened
+        return self._writer
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except (TypeError, sqlite3.Warning, sqlite3.ProgrammingError) as error:  # of settings that are none
+        except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
             raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
         except SQL_ERRORS as error:
-            if is_no_text(error):
-                raise CorruptBlobError(f"the index {self.path} has an unreadable row: {error}") from error
+            if is_no_text(error) or is_damage(error):
+                raise CorruptBlobError(f"the index {self.path} is damaged: {error}") from error
             raise index_failed(error, self.path) from error
-
-    def _check_writable(self) -> None:
-        """Once for each thread's connection: where a file could not be opened for writing, SQLite opens it for reading.
-
-        Without a word, and for as long as the connection lives; so that one is closed, and the next use makes another.
-        """
-        cache, mine = self._cache, self._mine.connection
-        if not mine.is_checked:
-            try:
-                cache.reset("cull_limit", 0)
-            except SQL_ERRORS:
-                cache.close()
-                raise
-            mine.is_checked = True
-
-    @contextmanager
-    def changing(self) -> Iterator[list[str]]:
-        """All or nothing. When it was all, the list has the files that no row names any more.
-
-        What others raise meanwhile, out of another file, is theirs to name.
-        """
-        unnamed, theirs = list[str](), list[Exception]()
-        try:
-            with self._named_errors():
-                self._check_writable()
-                with self._cache.transact():
-                    self._cache.disk.unnamed = unnamed
-                    try:
-                        yield unnamed
-                    except Exception as error:
-                        theirs.append(error)
-                        raise
-        except StoreError:
-            if theirs:
-                raise theirs[0] from theirs[0].__cause__
-            raise
-
-    def filename(self, digest: str) -> str | None:
-        """The value's file, below `root`; None if there is none. CorruptBlobError for a row that cannot be true."""
-        with self._named_errors():
-            found: str | None = self._cache.get(digest)
-        if found is not None and digest_in(found) != digest:
-            raise CorruptBlobError(f"the index names the file of another key, {found}")
-        return found
-
-    def digests(self) -> list[str]:
-        """All keys, in the order they came, FOREIGN for those of others. CorruptBlobError if one cannot be read."""
-        with self._named_errors():
-            return list(self._cache)
-
-    def set(self, file: ValueFile) -> None:
-        """Let that file be the value of the key that its name says."""
-        with self._named_errors():
-            self._cache.set(file.digest, file)
-
-    def delete(self, digest: str) -> bool:
-        """Remove the key; False if there is no such row. One that damage has made expire goes as well."""
-        with self._named_errors():
-            return bool(self._cache.delete(digest) or self._cache.expire())
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """How many values there are, and their bytes: diskcache counts them as they come and go."""
-        with self._named_errors():
-            return len(self._cache), int(self._cache.reset("size"))
-
-    def recount(self, count: int, nbytes: int) -> None:
-        """Correct the totals, for when they may be damaged."""
-        with self._named_errors():
-            if self.totals != (count, nbytes):
-                self._cache.reset("count", count)
-                self._cache.reset("size", nbytes)
-
-    def is_in_place(self) -> bool:
-        """Whether this is still the store's index: another process may have made it anew."""
-        return is_same_file(self.path, self._identity)
-
-    def integrity(self) -> list[str]:
-        """What SQLite finds wrong with its own file."""
-        with self._named_errors(), closing(connect(self.path)) as sql:
-            return integrity(sql, 20)
-
-    def truncate_log(self) -> None:
-        """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
-        with self._named_errors(), closing(connect(self.path)) as sql:
-            erase_log(sql)
-
-    def close(self) -> None:
-        """Close this thread's connection; those of others end with their threads."""
-        self._opened.close()

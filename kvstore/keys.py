@@ -19,7 +19,7 @@ from ragblend.kvstore.errors import UsageError
 if TYPE_CHECKING:
     from ragblend.kvstore.chunks import Geometry
 
-FORMAT_VERSION = 1  # of keys, blobs and folders alike: one number, so that none of them can drift
+FORMAT_VERSION = 2  # of keys, blobs and folders alike: one number, so that none of them can drift
 _TOKEN = np.dtype("<u4")
 
 

@@ -1,8 +1,7 @@
 """What lies where in a store's folder, and the few moves between those places.
 
 FORMAT        one line: which format everything here has
-cache.db      diskcache's index (and -wal, -shm while it is open)
-ledger.db     how often values were used, and what they cost
+index/        diskcache's: cache.db (and -wal, -shm while it is open), the index of values and the ledger of their uses
 write.lock    held by whoever changes something
 values/ab/    <key digest>-<16 hex>.kv, one file a value; .tmp while it is written
 quarantine/   what was found damaged, the newest few; gc empties it
@@ -22,8 +21,7 @@ from ragblend.kvstore.errors import StoreFormatError
 from ragblend.kvstore.keys import FORMAT_VERSION
 
 log = logging.getLogger(__name__)
-INDEX_NAME = "cache.db"  # diskcache's own choice
-LEDGER_NAME = "ledger.db"
+INDEX_NAME = "index/cache.db"  # the file's name is diskcache's own choice
 LOCK_NAME = "write.lock"
 VALUES_FOLDER = "values"
 QUARANTINE_FOLDER = "quarantine"
@@ -73,14 +71,13 @@ def _format_line(root: Path) -> bytes | None:
 
 
 def prepare(root: Path) -> None:
-    """Make or tighten all that must exist before SQLite opens; it gives its logs the mode of cache.db."""
+    """Make or tighten all that must exist before the index is opened; SQLite gives its logs the mode of cache.db."""
     if not check_format(root):  # first of all: a folder with anything else in it and no FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
         files.write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
     files.make_private_folder(root / VALUES_FOLDER)
     quarantine_of(root)
-    files.make_private_file(root / INDEX_NAME)
-    for path in root.glob(f"{INDEX_NAME}-*"):
+    for path in root.glob(f"{INDEX_NAME}*"):
         with suppress(FileNotFoundError):  # whoever closes the index last at this moment takes its logs away
             if path.exists():
                 files.make_private_file(path)
@@ -94,6 +91,16 @@ def quarantine_of(root: Path) -> Path:
         folder.unlink()
     files.make_private_folder(folder)
     return folder
+
+
+def value_names(root: Path) -> Iterator[str]:
+    """The names of all files below values/, without a look at each: there may be a hundred thousand."""
+    for folder in os.scandir(root / VALUES_FOLDER):
+        if not folder.is_dir(follow_symlinks=False):
+            yield f"{VALUES_FOLDER}/{folder.name}"
+            continue
+        for name in os.listdir(folder):
+            yield f"{VALUES_FOLDER}/{folder.name}/{name}"
 
 
 def value_files(root: Path) -> Iterator[ValueFile]:
@@ -112,7 +119,7 @@ def value_files(root: Path) -> Iterator[ValueFile]:
 def write_value(root: Path, blob: Blob) -> ValueFile:
     """Write a new file, durably. StoreError and its kinds, with no trace of the file left."""
     digest = blob.header.key.digest
-    filename = f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{os.urandom(8).hex()}.kv"
+    filename = value_name(digest, os.urandom(8))
     path = root / filename
     try:
         files.make_private_folder(path.parent)
@@ -127,6 +134,11 @@ def remove_values(root: Path, filenames: Iterable[str]) -> None:
     for filename in filenames:
         with suppress(OSError):
             (root / filename).unlink()
+
+
+def value_name(digest: str, suffix: bytes) -> str:
+    """A value's file, below the root. suffix: 8 random bytes, so that a replaced value has another file."""
+    return f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{suffix.hex()}.kv"
 
 
 def files_of(root: Path, digest: str) -> list[Path]:
@@ -154,13 +166,10 @@ def move_to_quarantine(root: Path, digest: str) -> None:
 def remove_index(root: Path) -> None:
     """Remove a damaged index, its log and its shared memory: kept, it would still have the keys of what is deleted."""
     files.discard_database(root / INDEX_NAME)
-    files.sync_folder(root)
+    files.sync_folder((root / INDEX_NAME).parent)
 
 
-def digest_in(filename: object) -> str | None:
-    """The key digest in a value file's name; None for any name that this store would not have given.
-
-    Rows are not trusted: a planted `../../thesis.txt` must be neither opened nor unlinked.
-    """
-    match = _FILENAME.fullmatch(filename) if isinstance(filename, str) else None
+def digest_in(filename: str) -> str | None:
+    """The key digest in a value file's name; None for any name that this store would not have given."""
+    match = _FILENAME.fullmatch(filename)
     return match[2] if match else None

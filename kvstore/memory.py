@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
+from ragblend.kvstore.counters import Counters, StoreStats
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Entry, Policy, clock_after, ranked, used
-from ragblend.kvstore.uses import Counters, StoreStats, half_life_of
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class MemoryTier:
             self._uses += 1.0
             found = self.peek(key, token_ids)
             if found is not None:
-                entry = used(self._held[key.digest][1], self._uses, half_life_of(self._policy))
+                entry = used(self._held[key.digest][1], self._uses, self._policy.half_life)
                 self._held[key.digest] = found, ranked(entry, self._policy, self._clock)
         self.counters.add(**({"misses": 1} if found is None else {"hits": 1}))
         return found

@@ -5,21 +5,15 @@ deleted rows are overwritten, and the write-ahead log is emptied after every del
 is removed and made anew.
 """
 
-import logging
-import re
 import sqlite3
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile
 
-log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS Nodes (
     collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
@@ -33,8 +27,9 @@ CREATE TABLE IF NOT EXISTS Entered (
     number INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id TEXT NOT NULL, tokenizer TEXT NOT NULL,
     UNIQUE (collection, node_id, tokenizer)
 );
-CREATE TABLE IF NOT EXISTS Doomed (key TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS Owed (number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS Outbox (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, shared INTEGER NOT NULL, UNIQUE (key, shared)
+);
 CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
 CREATE TABLE IF NOT EXISTS Passages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
@@ -44,17 +39,15 @@ CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_i
 CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
 """
 # Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
-# was seen. So do those of owed keys: one that is owed again is another debt.
+# was seen. So do those of the outbox: a key that is to be deleted again has another number.
 _REMEDY = (
     "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 )
 _KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
-_DIGEST = re.compile("[0-9a-f]{64}")
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
-# Of a table of keys, but for those that a node has (again).
-_UNUSED = (
-    "SELECT {0} FROM {1} WHERE NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = {1}.key) ORDER BY key"
-)
+# But for what a node has (again).
+_TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ?
+    AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key) ORDER BY key LIMIT ?"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class Scope:
 class Print(NamedTuple):
     """What is kept of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of them.
 
-    proof: a digest over node id and text; a row that damage has changed proves nothing.
+    proof: a digest over node id and text.
     """
 
     head: int
@@ -88,13 +81,13 @@ class NodeIndex(RebuildableFile):
     def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
         """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
 
-        A node may gain a key (another model, another prefix). If its token ids have changed, its old keys are
-        taken from it, see `doomed`.
+        A node may gain a key (another model, another prefix). If its token ids have changed, its old keys go into the
+        outbox.
         """
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id, token_ids, key in nodes:
-                tokens, where = _pack(node_id, token_ids), _where(scope, node_id)
+                tokens, where = pack_tokens(token_ids), _where(scope, node_id)
                 old = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
                 if old is not None and old[0] != tokens:
                     dropped |= _drop_keys(sql, _NODE, where)
@@ -104,34 +97,31 @@ class NodeIndex(RebuildableFile):
                     sql.execute(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", where)
                 if key is not None:
                     sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
-            _doom(sql, dropped)
+            _to_outbox(sql, dropped)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
         """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
         where = _where(scope, node_id)
         with self.transaction() as sql:
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
-            if found is None or found[0] != _pack(node_id, token_ids):
+            if found is None or found[0] != pack_tokens(token_ids):
                 return False
             sql.execute("INSERT OR IGNORE INTO NodeKeys VALUES (?, ?, ?, ?)", (key.digest, *where))
             return True
 
-    @contextmanager
-    def holding(self, scope: Scope, node_id: str, key: ChunkKey) -> Iterator[bool]:
-        """Whether the node still has the key; it cannot lose it before the block ends, in any process.
-
-        Who stores KV in the block leaves none of a node that was deleted meanwhile.
-        """
+    def has(self, scope: Scope, node_id: str, key: ChunkKey) -> bool:
+        """Whether the node still has the key: if not, its KV is not to be stored."""
         where = (key.digest, *_where(scope, node_id))
-        with self.transaction() as sql:
-            found = sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone()
-            yield found is not None
+        with self.connection() as sql:
+            return (
+                sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone() is not None
+            )
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
-        """The node's token ids; None if it was never encoded here, or its row is damaged."""
+        """The node's token ids; None if it was never encoded here."""
         with self.connection() as sql:
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", _where(scope, node_id)).fetchone()
-        return _unpack(node_id, found[0]) if found else None
+        return unpack_tokens(found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
@@ -160,10 +150,12 @@ class NodeIndex(RebuildableFile):
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
         select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)
         with self.connection() as sql:
-            return set(_chunk_keys(sql.execute(select + " WHERE collection = ?" * len(where), where)))
+            return {
+                ChunkKey(key) for (key,) in sql.execute(select + " WHERE collection = ?" * len(where), where)
+            }
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> None:
-        """Remove nodes, for every tokenizer, and their texts; their keys, where no other node has them, are doomed."""
+        """Remove nodes, for every tokenizer, and their texts; keys that no other node has go into the outbox."""
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
@@ -172,7 +164,7 @@ class NodeIndex(RebuildableFile):
                 for table in ("Nodes", "Entered"):
                     sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
                 _unregister(sql, collection, node_id)
-            _doom(sql, dropped)
+            _to_outbox(sql, dropped)
         self.truncate_log()
 
     def delete_collection(self, collection: str) -> None:
@@ -181,43 +173,28 @@ class NodeIndex(RebuildableFile):
             dropped = _drop_keys(sql, "collection = ?", (collection,))
             for table in ("Nodes", "Entered", "Passages"):
                 sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
-            _doom(sql, dropped)
+            _to_outbox(sql, dropped)
         self.truncate_log()
 
-    def doomed(self) -> tuple[ChunkKey, ...]:
-        """Keys that lost their last node, and whose KV the store has still to delete.
+    def outbox(self, at_most: int = -1, shared: bool = False) -> dict[ChunkKey, int]:
+        """Keys that no node has any more and whose KV is still to be deleted, each with its number.
 
-        They are noted in the transaction that took the node away, until they were `burying`: a kill in between leaves
-        KV that can be turned into text, and the next call finds it.
+        They are noted in the transaction that took the node away: a kill in between leaves KV that can be turned into
+        text, and the next process finds it here. shared: in the shared store.
         """
         with self.connection() as sql:
-            return tuple(_chunk_keys(sql.execute(_UNUSED.format("key", "Doomed"))))
+            rows = sql.execute(_TO_DELETE, (shared, at_most)).fetchall()
+        return {ChunkKey(digest): number for digest, number in rows}
 
-    @contextmanager
-    def burying(self, at_most: int, shared: bool = False) -> Iterator[tuple[ChunkKey, ...]]:
-        """Some of the doomed, for the store to delete in the block: no node gets one before it ends, in any process.
+    def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
+        """That KV is deleted; what is to be deleted anew since then stays in the outbox.
 
-        shared: others may have their KV as well, so they are `owed` from then on.
+        also_shared: it may be in the shared store still, so it is to be deleted there.
         """
         with self.transaction() as sql:
-            rows = sql.execute(_UNUSED.format("key", "Doomed") + " LIMIT ?", (at_most,)).fetchall()
-            yield tuple(_chunk_keys(rows))
-            if shared:
-                sql.executemany("INSERT OR REPLACE INTO Owed VALUES (NULL, ?)", rows)
-            sql.executemany("DELETE FROM Doomed WHERE key = ?", rows)
-        if rows:
-            self.truncate_log()
-
-    def owed(self) -> dict[ChunkKey, int]:
-        """Keys whose KV is deleted here and may be in the shared store still, each with its debt's number."""
-        with self.connection() as sql:
-            rows = sql.execute(_UNUSED.format("key, number", "Owed")).fetchall()
-        return {ChunkKey(digest): number for digest, number in rows if _DIGEST.fullmatch(digest)}
-
-    def withdrawn(self, numbers: Iterable[int]) -> None:
-        """The shared store has what was owed under these numbers no more; what is owed anew since then stays."""
-        with self.transaction() as sql:
-            sql.executemany("DELETE FROM Owed WHERE number = ?", [(number,) for number in numbers])
+            sql.executemany("DELETE FROM Outbox WHERE number = ?", [(number,) for number in done.values()])
+            if also_shared:
+                _to_outbox(sql, (key.digest for key in done), shared=True)
         self.truncate_log()
 
     # --- passages: texts that are looked for in prompts
@@ -269,15 +246,14 @@ class NodeIndex(RebuildableFile):
         return [_text(node_id) for (node_id,) in rows]
 
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
-        """Row id, head, length and whole of what has a larger row id, ascending; without damaged rows."""
+        """Row id, head, length and whole of what has a larger row id, ascending."""
         # The plus keeps SQLite from an index, after which it would have to sort.
         select = "SELECT id, head, length, whole FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
         with self.connection() as sql:
             rows = sql.execute(select, (row_id, collection)).fetchall()
-        sound = (row for row in rows if all(isinstance(number, int) for number in row) and row[2] > 0)
-        return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in sound]
+        return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in rows]
 
-    def claims(self, collection: str, whole: int) -> list[tuple[str, object]]:
+    def claims(self, collection: str, whole: int) -> list[tuple[str, bytes]]:
         """Node id and proof of every text with that hash, by node id."""
         select = "SELECT node_id, proof FROM Passages WHERE collection = ? AND whole = ? ORDER BY node_id"
         with self.connection() as sql:
@@ -319,11 +295,9 @@ def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
     return scope.collection, scope.tokenizer, _bound(node_id)
 
 
-def _text(found: object) -> str:
-    """A row's node id; what damage has made no UTF-8 becomes nobody's, and its proof fails."""
-    with suppress(UnicodeDecodeError):
-        return found.decode("utf-8", "surrogatepass") if isinstance(found, bytes) else ""
-    return ""
+def _text(found: bytes) -> str:
+    """The node id of `_blob`."""
+    return found.decode("utf-8", "surrogatepass")
 
 
 def _signed(key: int) -> int:
@@ -336,25 +310,6 @@ def _drop_keys(sql: sqlite3.Connection, where: str, arguments: tuple[str | bytes
     return dropped
 
 
-def _doom(sql: sqlite3.Connection, keys: set[str]) -> None:
-    sql.executemany("INSERT OR IGNORE INTO Doomed VALUES (?)", [(key,) for key in keys])
-
-
-def _chunk_keys(rows: Iterable[tuple[str]]) -> Iterator[ChunkKey]:
-    # A flipped bit may leave what is no digest: it names no value.
-    return (ChunkKey(digest) for (digest,) in rows if _DIGEST.fullmatch(digest))
-
-
-def _pack(node_id: str, token_ids: Sequence[int]) -> bytes:
-    """Token ids and a checksum: a flipped bit in SQLite's file is no error to SQLite, but another text."""
-    packed = pack_tokens(token_ids)
-    return packed + struct.pack("<I", crc32(packed, crc32(_blob(node_id))))
-
-
-def _unpack(node_id: str, row: object) -> tuple[int, ...] | None:
-    if isinstance(row, bytes) and len(row) % 4 == 0:
-        token_ids = unpack_tokens(row[:-4])
-        if _pack(node_id, token_ids) == row:
-            return token_ids
-    log.warning("the token ids of node %r are damaged; encode it again", node_id)
-    return None
+def _to_outbox(sql: sqlite3.Connection, keys: Iterable[str], shared: bool = False) -> None:
+    insert = "INSERT OR REPLACE INTO Outbox (key, shared) VALUES (?, ?)"
+    sql.executemany(insert, [(key, shared) for key in keys])

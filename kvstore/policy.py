@@ -1,7 +1,7 @@
 """Which values go when there is no room: eviction policies as table rows, all of them pure functions over entries.
 
 An `Entry` is what is known of one value. A use, a computation and a ranking each give a new entry; nothing here
-keeps state. `uses.py` keeps the order of many entries up to date.
+keeps state. `ledger.py` keeps the order of many entries up to date.
 
     used(entry, at)         one more retrieval, whether it was found (a hit) or not
     computed(entry, cost)   it had to be computed: the average cost per token takes this one in
@@ -55,6 +55,11 @@ class Policy:
     name: str
     priority: Callable[[Entry, float], float]
     fades: bool = False
+
+    @property
+    def half_life(self) -> float | None:
+        """Of a retrieval, in uses; None if all count alike."""
+        return HALF_LIFE_USES if self.fades else None
 
 
 def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:

@@ -29,12 +29,12 @@ from ragblend.kvstore.blob import Blob, BlobDamage, BlobHeader, check_header, re
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.codec import Source
+from ragblend.kvstore.counters import Counters
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey
 from ragblend.kvstore.places import SALT_VARIABLE, Place, told
 from ragblend.kvstore.servers import Refused, Server, server_at
-from ragblend.kvstore.uses import Counters
 
 log = logging.getLogger(__name__)
 RATE_S = 300.0  # for which a measured throughput holds

@@ -156,10 +156,10 @@ class Rebuildable:
     remedy: str
 
     def is_other(self, found: dict[str, str]) -> bool:
-        """Whether one of these tables and indexes was made by another statement than the schema's."""
+        """Whether one of the tables and indexes is missing, or was made by another statement than the schema's."""
         with closing(connect(":memory:")) as sql:
             sql.executescript(self.schema)
-            return any(found.get(name, made) != made for name, made in schema_of(sql).items())
+            return any(found.get(name) != made for name, made in schema_of(sql).items())
 
 
 class RebuildableFile(Closing):
@@ -256,11 +256,12 @@ class RebuildableFile(Closing):
             )
         if problems := integrity(sql, 1):
             raise _damage(problems[0])
-        if self._kind.is_other(schema_of(sql)):
+        if found and self._kind.is_other(schema_of(sql)):
             raise _damage("its tables are others")
         write_ahead(sql)
-        sql.executescript(self._kind.schema)
-        sql.execute(f"PRAGMA user_version = {version}")
+        if not found:  # a sound file is only read: the disk may be full
+            sql.executescript(self._kind.schema)
+            sql.execute(f"PRAGMA user_version = {version}")
 
     def _make_anew(self) -> None:
         """Remove the file, unless another process has put a new one in its place."""

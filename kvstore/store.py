@@ -19,24 +19,23 @@ from ragblend.kvstore import upkeep
 from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
+from ragblend.kvstore.counters import Counters, Counts, StoreStats
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
-from ragblend.kvstore.index import FOREIGN, Index
+from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import LEDGER_NAME, files_of, remove_values, value_files, write_value
+from ragblend.kvstore.layout import files_of, remove_values, value_files, write_value
+from ragblend.kvstore.ledger import HEAD_BYTES, Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.places import Place
-from ragblend.kvstore.policy import Entry, policy_named
+from ragblend.kvstore.policy import Entry, Policy, policy_named
 from ragblend.kvstore.remote import Remote
-from ragblend.kvstore.sqlite import DamagedFileError
 from ragblend.kvstore.upkeep import GcReport, Problem
-from ragblend.kvstore.uses import Change, Counters, Counts, Ledger, StoreStats
 
 log = logging.getLogger(__name__)
 Cost = Callable[[int, int], float]
 AT_ONCE = 64  # evictions, where a budget was lowered
-_COUNTS_AT_A_TIME = 64
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
 
 
@@ -76,26 +75,21 @@ class KVStore(Closing):
         budget_bytes bounds the values' bytes on the disk (None: a quarter of what is free there and taken by them): a
         put that goes beyond it evicts what it adds, at least, so that a lowered budget is worked off by puts, some
         values each, or by `gc` at once; tiers: memory above it, the fastest first, for what is used (see `promote`);
-        policy: a row of POLICIES, from now on everybody's who has the store open (None: as it was, at first
-        DEFAULT_POLICY); cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any one unit;
-        remote: URL of a store that others share (see `places.Place`).
+        policy: a row of POLICIES (None: as it was, at first DEFAULT_POLICY), which processes that have the store open
+        take over when they save next; cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any
+        one unit; remote: URL of a store that others share (see `places.Place`).
         Raises StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown
         policy.
         """
         wanted = None if policy is None else policy_named(policy)
-        store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote))
+        store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
         with ExitStack() as opened, _opening(store.root):
             store._lock = opened.enter_context(upkeep.open_folder(store.root))
             with store._lock.hold():
-                store._index, untrusted = upkeep.open_index(store.root)
+                store._index, damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
-                store._ledger = Ledger(store.root / LEDGER_NAME, wanted, store._counted)
-                opened.enter_context(store._ledger)
-                store._counters.add(quarantined=int(untrusted not in upkeep.NO_DAMAGE))
-                try:
-                    store._settle()
-                except CorruptBlobError as error:  # a row that diskcache can neither read nor delete
-                    store._make_anew(str(error))
+                store._counters.add(quarantined=int(damaged not in upkeep.NO_DAMAGE))
+                store._settle()
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4
@@ -104,112 +98,123 @@ class KVStore(Closing):
         return store
 
     def __init__(
-        self, root: Path, tiers: Sequence[MemoryTier], cost: Cost, remote: Place | None = None
+        self,
+        root: Path,
+        tiers: Sequence[MemoryTier],
+        cost: Cost,
+        remote: Place | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.root, self.tiers, self._cost, self._counters = root, tuple(tiers), cost, Counters()
         self.remote = None if remote is None else Remote(remote, self._content, self.contains)
         self._counted = {tier.name: tier.counters for tier in self.tiers} | {self.name: self._counters}
         if self.remote is not None:
             self._counted[self.remote.name] = self.remote.counters
+        self._ledger = Ledger(self._counted, policy)
         self.budget_bytes: int  # what follows is `open`'s to set
         self._lock: WriterLock
         self._index: Index
-        self._ledger: Ledger
-        self._unsettled = self._closed = False
-        self._settled_file = 0  # the ledger's generation
-        self._total_before = 0
+        self._unsynced = self._closed = False
 
     def _settle(self) -> None:
-        """Bring files, index and ledger in line with each other."""
-        try:
-            self._settle_once()
-        except DamagedFileError:  # the ledger, which is a new one now
-            self._settle_once()
+        """Bring files, index and ledger in line with each other. The caller holds the lock."""
+        rows, lost = upkeep.sweep(self._index)
+        self._counters.add(quarantined=lost)
+        is_ranked_anew = self._ledger.load(self._index.ledger(), rows)
+        if orphans := self._ledger.orphans():  # their parent was damaged, say
+            self._remove(self._index, orphans)
+        if is_ranked_anew:
+            self._try_to_save()  # for the others who have the store open
 
-    def _settle_once(self) -> None:
-        stored, refused = upkeep.sweep(self._index, self._ledger.sizes())
-        self._counters.add(quarantined=refused)
-        self._ledger.settle(stored, self._parent_of)
-        self._settled_file = self._ledger.generation
-        self._sweep_unreachable()
-
-    def _parent_of(self, digest: str) -> str | None:
-        """Of a value that the ledger does not know, from its file; None where that cannot be read."""
-        return upkeep.parent_in(self._index, digest)
-
-    def _sweep_unreachable(self) -> None:
-        """Nodes that have lost their parent, as when it was damaged: nobody would find them."""
-        with self._committing() as (change, _):
-            self._remove(change, change.unreachable())
-
-    def _make_anew(self, why: str) -> None:
+    def _rebuild(self, why: str) -> None:
         self._counters.add(quarantined=1)
         self._index.close()
-        self._index = upkeep.made_anew(self.root, why)
+        self._index = upkeep.rebuilt(self.root, why)
         self._settle()
 
     def close(self) -> None:
-        """Write what is pending and let go of the files; closing twice is fine. Open readers go on."""
+        """Save what is pending and close all files; closing twice is fine. Open readers go on."""
         if self._closed:
             return
         if self.remote is not None:
             self.remote.close()
-        self._write_waiting()
+        if self._ledger.has_changed:
+            self._try_to_save()
         self._closed = True
         for tier in self.tiers:
             tier.clear()
-        for each in (self._index, self._ledger, self._lock):
+        for each in (self._index, self._lock):
             each.close()
-
-    def rest(self) -> None:
-        """Let go of what this thread holds open of the index, for who waits next; the next use opens it again."""
-        self._index.close()
 
     # --- changing
 
-    def put(self, key: ChunkKey, chunk: ChunkKV, codec: Codec = RAW, shared: bool = True) -> bool:
+    def put(
+        self,
+        key: ChunkKey,
+        chunk: ChunkKV,
+        codec: Codec = RAW,
+        shared: bool = True,
+        wanted: Callable[[], bool] | None = None,
+    ) -> bool:
         """Store (or replace) a value; it is on disk and in the index when this returns, and shared soon after.
 
-        codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. What the
-        value displaces goes in the same transaction. shared: whether others may have it. False for a node whose parent
-        is not stored. Raises StoreFullError, StoreLockedError, StoreError; nothing has changed then.
+        codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. shared:
+        whether others may have it. wanted: asked when nobody else can delete or put anything. False, and nothing is
+        stored, where it says no, and for a node whose parent is not stored. Raises StoreFullError, StoreLockedError,
+        StoreError; nothing has changed then.
         """
-        stored = self.put_blob(Blob.of(key, chunk, RAW if chunk.parent is not None else codec))
-        if self.remote is not None and shared and chunk.parent is None:
+        blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
+        stored = self.put_blob(blob, wanted)
+        if stored and self.remote is not None and shared and chunk.parent is None:
             self.remote.offer(key)
         return stored
 
-    def put_blob(self, blob: Blob) -> bool:
+    def put_blob(self, blob: Blob, wanted: Callable[[], bool] | None = None) -> bool:
         """The same for one that is packed, which others may have already."""
-        key, tokens = blob.header.key, len(blob.header.token_ids)
+        digest, tokens = blob.header.key.digest, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
         self._check_budget(tokens, blob.nbytes)
         cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
-            if parent is not None and upkeep.name_in(index, parent) is None:
+            if (wanted is not None and not wanted()) or (parent is not None and index.get(parent) is None):
                 return False
             file = write_value(self.root, blob)
             try:
-                with self._committing(_COUNTS_AT_A_TIME) as (change, unnamed):
-                    index.set(file)
-                    change.arrive(key.digest, blob.nbytes, cost, parent)
-                    evicted = self._make_room(change, change.grown_bytes, spare=key.digest)
-                    if parent and change.grown_bytes > 0 and self._total_bytes(change) > self.budget_bytes:
-                        raise StoreFullError(
-                            f"storing {blob.nbytes:,} bytes behind what the store at {self.root} keeps for them takes "
-                            f"more than its budget ({self.budget_bytes:,}). Raise it."
-                        )
-            except BaseException as error:  # KeyboardInterrupt too: no file may stay that no row names
-                if upkeep.name_in(index, key.digest) != file.filename:
+                evicted, unnamed = self._enter(index, digest, Row(file.filename, blob.nbytes, parent))
+            except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
+                if (found := index.get(digest)) is None or found.filename != file.filename:
                     remove_values(self.root, [file.filename])
-                    raise
-                if not isinstance(error, StoreError):
-                    raise
-                log.warning("the value is stored, the ledger of uses is brought in line later: %s", error)
-            self._forget_in_memory([key.digest])  # another value may have lain under this key
-            self._counters.add(evictions=evicted)
+                raise
+            self._forget_in_memory([digest])  # another value may have lain under this key
+            self._ledger.arrive(digest, blob.nbytes, cost, parent)
+            self._was_evicted(evicted)
             remove_values(self.root, unnamed)
+            if self._ledger.is_due:
+                self._try_to_save()
         return True
+
+    def _enter(self, index: Index, digest: str, row: Row) -> tuple[list[Entry], list[str]]:
+        """Enter a row and evict what it displaces, in one transaction; what was evicted, and files without a row."""
+        replaced = index.get(digest)
+        grown_bytes = row.nbytes - (0 if replaced is None else replaced.nbytes)
+        total_bytes = index.totals[1] + grown_bytes
+        spare = {digest, row.parent or digest}
+        with index.changing():
+            index.set(digest, row)
+            evicted, unnamed = self._make_room(index, total_bytes - self.budget_bytes, grown_bytes, spare)
+            total_bytes -= sum(victim.nbytes for victim in evicted)
+            if row.parent and grown_bytes > 0 and total_bytes > self.budget_bytes:
+                self._unsynced = True
+                raise StoreFullError(
+                    f"storing {row.nbytes:,} bytes behind what the store at {self.root} keeps for them takes "
+                    f"more than its budget ({self.budget_bytes:,}). Raise it."
+                )
+        return evicted, unnamed if replaced is None else [replaced.filename, *unnamed]
+
+    def _was_evicted(self, victims: Sequence[Entry]) -> None:
+        self._forget_in_memory([victim.digest for victim in victims])  # where nobody would find them
+        self._ledger.evict(victims)
+        self._counters.add(evictions=len(victims))
 
     def check_room(self, tokens: int, nbytes: int) -> None:
         """Raises StoreFullError where so much has no place, whatever is evicted: for who would compute it first."""
@@ -225,48 +230,34 @@ class KVStore(Closing):
                 f"of the store at {self.root} ({self.budget_bytes:,}). Raise it, or make chunks smaller."
             )
 
-    def _make_room(self, change: Change, needed_bytes: int = 0, spare: str = "") -> int:
-        """Evict what is beyond the budget, the lowest values first, and none that another stands behind: how many.
+    def _make_room(
+        self, index: Index, excess_bytes: int, needed_bytes: int = 0, spare: Collection[str] = ()
+    ) -> tuple[list[Entry], list[str]]:
+        """Delete the rows of what is to be evicted; these, and their files.
 
         At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
-        more, and who puts a value waits for it.
+        more, and whoever puts a value waits for it.
         """
-        excess_bytes, freed_bytes, extra = self._total_bytes(change) - self.budget_bytes, 0, 0
-        evicted = 0
-        while freed_bytes < excess_bytes and extra < AT_ONCE:
-            victims, ghosts = list[Entry](), list[str]()
-            for lowest in change.in_order(spare):
-                if not self._index.delete(lowest.digest):
-                    ghosts.append(lowest.digest)  # the index's part of that change was never committed
-                    continue
-                extra += freed_bytes >= needed_bytes
-                victims.append(lowest)
-                freed_bytes += lowest.nbytes
-                if freed_bytes >= excess_bytes or extra == AT_ONCE:
-                    break
-            self._forget_in_memory([victim.digest for victim in victims])  # where nobody would find them
-            change.evict(victims)
-            change.forget(ghosts)
-            evicted += len(victims)
-            if not victims and not ghosts:  # then there are values that the ledger does not know
-                self._unsettled = True
+        evicted, unnamed = list[Entry](), list[str]()
+        if excess_bytes > 0 and not self._ledger.is_current(index.ledger(HEAD_BYTES)):
+            self._unsynced = True
+        for _ in range(2):
+            if self._unsynced:  # other processes put and evict values as well
+                gone, rows = {victim.digest for victim in evicted}, index.rows()
+                stored = {digest: row for digest, row in rows.items() if digest not in gone}
+                self._ledger.refresh(index.ledger(), stored)
+                self._unsynced = False
+            for victim in self._ledger.victims(excess_bytes, AT_ONCE, needed_bytes, spare):
+                row = index.get(victim.digest)
+                if row is not None and index.delete(victim.digest):
+                    evicted.append(victim)
+                    unnamed.append(row.filename)
+                    excess_bytes -= victim.nbytes
+                    needed_bytes -= victim.nbytes
+            if excess_bytes <= 0 or len(evicted) >= AT_ONCE:
                 break
-        return evicted
-
-    def _total_bytes(self, change: Change) -> int:
-        """All values' bytes: of the files, where diskcache's sum moved otherwise than the ledger's (a damaged row)."""
-        if self._total_before < 0 or self._index.totals[1] != self._total_before + change.grown_bytes:
-            sizes = self._sizes()
-            self._index.recount(len(sizes), sum(sizes.values()))
-            self._total_before = self._index.totals[1] - change.grown_bytes
-        return self._index.totals[1]
-
-    def _sizes(self) -> dict[str, int]:
-        """The bytes of every value by its key, in the order they came."""
-        sizes = {file.filename: file.nbytes for file in value_files(self.root)}
-        index = self._live_index()
-        named = {digest: upkeep.name_in(index, digest) for digest in index.digests() if digest != FOREIGN}
-        return {digest: sizes[name] for digest, name in named.items() if name in sizes}
+            self._unsynced = True
+        return evicted, unnamed
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
         """Remove every byte of these values, and of all that was computed behind them; bytes freed.
@@ -274,12 +265,11 @@ class KVStore(Closing):
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
-            with self._committing() as (change, _):
-                below = list({digest: None for key in keys for digest in change.below(key.digest)})
-                freed = self._remove(change, below)
+            self._ledger.refresh(index.ledger(), index.rows())
+            below = self._ledger.below([key.digest for key in keys])
+            freed = self._remove(index, below)
             self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
-            self._ledger.truncate_log()
             return freed
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
@@ -291,25 +281,19 @@ class KVStore(Closing):
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
-    def _remove(self, change: Change, digests: Sequence[str]) -> int:
+    def _remove(self, index: Index, digests: Sequence[str]) -> int:
         """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
         self._forget_in_memory(digests)
         report = upkeep.remove_files([path for digest in digests for path in files_of(self.root, digest)])
-        for digest in digests:
-            self._index.delete(digest)
-        change.forget(digests)
+        self._ledger.forget(digests)
+        self._save(digests)
         return report.bytes
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the index has this key; the value is not looked at. False where the index cannot be read."""
-        index = self._live_index()
-        try:
-            return upkeep.name_in(index, key.digest) is not None
-        except StoreError as error:
-            log.warning("%s", error)
-            return False
+        return self._row_of(key) is not None
 
     def open_chunk(
         self,
@@ -377,18 +361,27 @@ class KVStore(Closing):
         if not self.contains(key):  # deleted meanwhile
             wanting.delete([key])
 
-    def write_uses(self, at_least: int = 64) -> None:
-        """Write down what was used, for other processes to know, if so much waits; for when nobody does."""
+    def save_uses(self) -> None:
+        """Save what was used, for other processes to know, if so much has changed; for when nobody waits."""
         self._live_index()
-        if self._ledger.waiting >= at_least:
-            self._write_waiting()
+        if self._ledger.is_due:
+            self._try_to_save()
 
-    def _write_waiting(self) -> None:
+    def _try_to_save(self) -> None:
         try:
-            with self._ledger.changing():
-                pass
-        except StoreError as error:  # the next change, or the next time, writes it
-            log.warning("what was used and counted cannot be written: %s", error)
+            self._save()
+        except StoreError as error:  # the next change, or the next time, saves it
+            log.warning("what was used and counted cannot be saved: %s", error)
+
+    def _save(self, deleted: Sequence[str] = ()) -> None:
+        """Save the ledger, and delete rows, in one transaction."""
+        with self._changing() as index:
+            packed, is_saved = self._ledger.merged(index.ledger(), index.rows)
+            with index.changing():
+                for digest in deleted:
+                    index.delete(digest)
+                index.set_ledger(packed)
+            is_saved()
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
         """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
@@ -429,16 +422,21 @@ class KVStore(Closing):
                 return None
         return None
 
-    def _path_of(self, key: ChunkKey) -> Path | None:
-        index = self._live_index()
+    def _row_of(self, key: ChunkKey) -> Row | None:
+        """None where there is none, and where the index cannot be read: the caller goes on without us."""
         try:
-            filename = index.filename(key.digest)
-            return None if filename is None else self.root / filename
+            return self._live_index().get(key.digest)
         except CorruptBlobError as error:
             self._quarantine(key, None, str(error))
         except StoreError as error:
-            log.warning("%s", error)  # a miss: the caller goes on without us
+            if self._closed:
+                raise
+            log.warning("%s", error)
         return None
+
+    def _path_of(self, key: ChunkKey) -> Path | None:
+        row = self._row_of(key)
+        return None if row is None else self.root / row.filename
 
     def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
         """A layer of an open value is damaged: what was counted a hit is a miss."""
@@ -449,9 +447,11 @@ class KVStore(Closing):
         """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
         try:
             with self._changing(_QUARANTINE_WAIT_S) as index:
-                if path is not None and self.root / str(upkeep.name_in(index, key.digest)) != path:
+                row = index.get(key.digest)
+                if path is not None and (row is None or self.root / row.filename != path):
                     return  # evicted or replaced meanwhile
-                upkeep.refuse(index, key.digest)
+                upkeep.refuse(index, [key.digest])
+                self._ledger.forget([key.digest])
         except (StoreError, OSError) as error:
             log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
             return
@@ -462,49 +462,46 @@ class KVStore(Closing):
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys as they are now, oldest first."""
-        return iter([ChunkKey(digest) for digest in self._live_index().digests() if digest != FOREIGN])
+        return map(ChunkKey, self._live_index().rows())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """How many bytes each value takes, as they are now."""
-        return {ChunkKey(digest): nbytes for digest, nbytes in self._sizes().items()}
+        return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().rows().items()}
 
     def check(self) -> list[Problem]:
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._changing() as index:  # for the listing only: it must not see half a put
-            files, digests = list(value_files(self.root)), index.digests()
-        return list(upkeep.check_files(index, files, digests))
+            try:
+                files, rows = list(value_files(self.root)), index.rows()
+            except CorruptBlobError as error:
+                return [Problem("index", None, index.path, str(error))]
+        return list(upkeep.check_files(index, files, rows))
 
     def repair(self) -> list[Problem]:
         """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
         problems = self.check()
         with self._changing() as index:
-            bad = {
-                problem.key.digest
-                for problem in problems
-                if problem.key and problem.kind not in upkeep.HARMLESS
-            }
-            for digest in bad:
-                upkeep.refuse(index, digest)
+            bad = {each.key.digest for each in problems if each.key and each.kind not in upkeep.HARMLESS}
+            upkeep.refuse(index, bad)
             self._counters.add(quarantined=len(bad))
-            damaged = [each.message for each in problems if each.kind in ("index", "foreign-row")]
+            damaged = [each.message for each in problems if each.kind == "index"]
             if damaged:
-                self._make_anew(damaged[0])
+                self._rebuild(damaged[0])
             else:
                 self._settle()
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
         """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
-        wanted = None if keep is None else {key.digest for key in keep}
         with self._changing() as index:
-            dropped = [] if wanted is None else [each for each in index.digests() if each not in wanted]
-            report = upkeep.collect(index, dropped)
-            if wanted is not None:
-                with self._ledger.changing() as change:
-                    change.keep_only(wanted)
-                self._ledger.truncate_log()
-            self._unsettled = True  # the ledger may take for stored what is in quarantine
-            self._sweep_unreachable()
+            rows = index.rows()
+            wanted = rows.keys() if keep is None else {key.digest for key in keep}
+            report = upkeep.collect(index, [digest for digest in rows if digest not in wanted])
+            if keep is not None:
+                self._ledger.keep_only(wanted)
+            self._ledger.refresh(index.ledger(), index.rows())
+            self._remove(index, self._ledger.orphans())
+            index.truncate_log()
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:
@@ -514,12 +511,14 @@ class KVStore(Closing):
     def _evict_some(self) -> GcReport:
         """Of what is beyond the budget, so much that others need not wait long for the lock."""
         with self._changing() as index:
-            before = index.totals[1]
-            with self._committing() as (change, unnamed):
-                evicted = self._make_room(change)
-            self._counters.add(evictions=evicted)
+            excess_bytes = index.totals[1] - self.budget_bytes
+            if excess_bytes <= 0:
+                return GcReport(0, 0)
+            with index.changing():
+                evicted, unnamed = self._make_room(index, excess_bytes)
+            self._was_evicted(evicted)
             remove_values(self.root, unnamed)
-            return GcReport(evicted, before - index.totals[1])
+            return GcReport(len(evicted), sum(victim.nbytes for victim in evicted))
 
     @property
     def room_bytes(self) -> int:
@@ -561,7 +560,7 @@ class KVStore(Closing):
 
         Tiers that only other processes have are there as well.
         """
-        return self._ledger.totals()
+        return self._ledger.totals(self._live_index().ledger())
 
     def _disk_stats(self) -> StoreStats:
         return self._counters.stats(*self._live_index().totals, self.budget_bytes)
@@ -575,38 +574,18 @@ class KVStore(Closing):
                 index = self._live_index()
                 if not (self._lock.is_in_place() and index.is_in_place()):
                     raise StoreError(
-                        f"the KV store at {self.root} was moved or removed, or another process made its damaged index "
-                        "anew. Open it again."
+                        f"the KV store at {self.root} was moved or removed, or another process rebuilt its damaged "
+                        "index. Open it again."
                     )
                 try:
                     yield index
                 except CorruptBlobError as error:
-                    self._make_anew(str(error))
-                    raise StoreError(f"{error}. The index was made anew; try again.") from error
+                    self._rebuild(str(error))
+                    raise StoreError(f"{error}. The index was rebuilt; try again.") from error
         except OSError as error:
             raise StoreError(
                 f"changing the KV store at {self.root} failed: {error}. Check the disk and the folder's permissions."
             ) from error
-
-    @contextmanager
-    def _committing(self, counts_at_least: int = 1) -> Iterator[tuple[Change, list[str]]]:
-        """A transaction of the index, and then of the ledger; the list is of files that no row names any more.
-
-        The index has the last word: a ledger that could not follow is brought in line by the next one.
-        """
-        settle, self._unsettled = self._unsettled, False
-        try:
-            with self._ledger.changing(counts_at_least) as change:
-                if settle or self._ledger.generation != self._settled_file:
-                    change.settle(self._sizes(), None, self._parent_of)
-                    self._settled_file = self._ledger.generation
-                with self._index.changing() as unnamed:
-                    self._total_before = self._index.totals[1]
-                    yield change, unnamed
-                    self._total_bytes(change)
-        except BaseException:
-            self._unsettled = True
-            raise
 
     def _live_index(self) -> Index:
         if self._closed:

@@ -7,7 +7,7 @@ import errno
 import logging
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from ragblend.kvstore import layout, sqlite
 from ragblend.kvstore.blob import BlobDamage, open_verified
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, sync_folder, warn_of_network
-from ragblend.kvstore.index import FOREIGN, Index
+from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.lock import WriterLock
@@ -32,7 +32,7 @@ _DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOP
 class Problem:
     """One thing that is not as the store would have left it.
 
-    kind: index, foreign-row, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach,
+    kind: index, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach,
     orphan-file, temporary-file, foreign-file, open-to-others.
     """
 
@@ -57,22 +57,14 @@ class GcReport:
         return GcReport(self.files + other.files, self.bytes + other.bytes)
 
 
-def check_files(index: Index, files: list[ValueFile], digests: list[str]) -> Iterator[Problem]:
-    """Everything wrong in a snapshot of files and keys; reads every byte of every value."""
+def check_files(index: Index, files: list[ValueFile], rows: Mapping[str, Row]) -> Iterator[Problem]:
+    """Everything wrong in a snapshot of files and rows; reads every byte of every value."""
     for line in index.integrity():
         yield Problem("index", None, index.path, line)
-    by_name, named = {file.filename for file in files}, set()
-    for digest in digests:
-        try:
-            filename = index.filename(digest) if digest != FOREIGN else None
-        except CorruptBlobError as error:
-            yield Problem("foreign-row", ChunkKey(digest), index.path, str(error))
-            continue
-        if digest == FOREIGN:
-            yield Problem("foreign-row", None, index.path, "a row that this store did not write")
-        elif filename is not None:
-            named.add(filename)
-            yield from _check_value(index.root / filename, ChunkKey(digest), filename in by_name)
+    by_name = {file.filename for file in files}
+    for digest, row in rows.items():
+        yield from _check_value(index.root / row.filename, ChunkKey(digest), row.filename in by_name)
+    named = {row.filename for row in rows.values()}
     for file in files:
         yield from _check_file(index.root / file.filename, file, file.filename in named)
 
@@ -106,47 +98,26 @@ def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]
         yield Problem("open-to-others", key, path, f"mode {file.mode:o}, expected 600")
 
 
-def name_in(index: Index, digest: str) -> str | None:
-    """The value's file, below the root; None for none, or a damaged row. StoreError where the index cannot be read:
-
-    what it names is not to be taken for what no row names.
-    """
-    try:
-        return index.filename(digest)
-    except CorruptBlobError as error:
-        log.warning("%s", error)
-        return None
-
-
-def parent_in(index: Index, digest: str) -> str | None:
-    """The node that a value stands behind, as its file says; None for none, or where the file cannot be read."""
-    name = name_in(index, digest)
-    if name is None:
-        return None
-    try:
-        with open_verified(index.root / name, ChunkKey(digest), None, lambda what: None) as reader:
-            return None if reader.header.parent is None else reader.header.parent.digest
-    except (CorruptBlobError, OSError):
-        return None
-
-
-def refuse(index: Index, digest: str) -> None:
-    """Take a key out of use: its files into the quarantine, its row away."""
-    with suppress(OSError):  # then a file is an orphan, and the next open sweeps it
-        layout.move_to_quarantine(index.root, digest)
+def refuse(index: Index, digests: Collection[str]) -> None:
+    """Take values out of use: their files into the quarantine, their rows away."""
+    for digest in digests:
+        with suppress(OSError):  # then a file is an orphan, and the next open sweeps it
+            layout.move_to_quarantine(index.root, digest)
     with index.changing():
-        index.delete(digest)
+        for digest in digests:
+            index.delete(digest)
 
 
 def collect(index: Index, dropped: Collection[str]) -> GcReport:
     """Remove the values of `dropped`, what no row names, temporary files among it, and the quarantine."""
     root = index.root
-    named = {root / name for digest in dropped if (name := name_in(index, digest))}
+    rows = index.rows()
+    named = {root / rows[digest].filename for digest in dropped}
     values = remove_files(named.union(*(layout.files_of(root, digest) for digest in dropped)))
     with index.changing():
         for digest in dropped:
             index.delete(digest)
-    kept = {name_in(index, digest) for digest in index.digests()}
+    kept = {row.filename for row in index.rows().values()}
     orphans = [
         root / file.filename for file in layout.value_files(root) if file.digest and file.filename not in kept
     ]
@@ -189,132 +160,117 @@ def open_folder(root: Path) -> WriterLock:
 
 
 def open_index(root: Path) -> tuple[Index, str | None]:
-    """The index, and why it had to be made anew from the values. StoreError."""
+    """The index, and why it had to be rebuilt from the values. StoreError."""
     layout.prepare(root)
-    untrusted = _why_untrusted(root)
-    try:
-        with ExitStack() as opened:
-            if untrusted is None:
-                index = opened.enter_context(Index(root, TIMEOUT_S))
-                untrusted = _why_of_no_use(index)
-            if untrusted is None:
-                opened.pop_all()
+    damaged = _damage_of(root)
+    if damaged is None:
+        index = Index(root, TIMEOUT_S)
+        try:
+            if index.rows() or not _has_values(root):
                 return index, None
-    except CorruptBlobError as error:
-        untrusted = str(error)
-    return made_anew(root, untrusted), untrusted
+            damaged = EMPTY
+        except CorruptBlobError as error:
+            damaged = str(error)
+        except BaseException:
+            index.close()
+            raise
+        index.close()
+    elif not _has_values(root):  # a process was killed that had just begun the store
+        damaged = EMPTY
+    return rebuilt(root, damaged), damaged
 
 
-def _why_of_no_use(index: Index) -> str | None:
-    digests = index.digests()
-    if FOREIGN in digests:
-        return "it holds rows that this store did not write"
-    if not digests and any(file.digest and not file.temporary for file in layout.value_files(index.root)):
-        return EMPTY
-    return None
+def _has_values(root: Path) -> bool:
+    return any(file.digest and not file.temporary for file in layout.value_files(root))
 
 
-def made_anew(root: Path, why: str) -> Index:
-    """Make an index of the values that are there: of all, or, when killed, of none, and the next open begins again.
+def rebuilt(root: Path, why: str) -> Index:
+    """An index of the values that are there: of all, or, when killed, of none, and the next open begins again.
 
     Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
     delete unlinks the file before the row.
     """
-    log.warning("the KV index at %s is made anew from the values that are there: %s", root, why)
+    log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, why)
     layout.remove_index(root)
     layout.prepare(root)
     index = Index(root, TIMEOUT_S)
     try:
         with index.changing():
             for file in layout.value_files(root):
-                if _is_sound(root, file):
-                    index.set(file)
+                if (row := _row_of(root, file)) is not None and file.digest is not None:
+                    index.set(file.digest, row)
     except BaseException:
         index.close()
         raise
     return index
 
 
-def _is_sound(root: Path, file: ValueFile) -> bool:
+def _row_of(root: Path, file: ValueFile) -> Row | None:
+    """The row of a value by its file's header; None for a file that is not to be used."""
     if file.digest is None or file.temporary:
-        return False
+        return None
     try:
-        open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None).close()
+        with open_verified(root / file.filename, ChunkKey(file.digest), None, lambda what: None) as reader:
+            parent = reader.header.parent
+            return Row(file.filename, file.nbytes, None if parent is None else parent.digest)
     except (CorruptBlobError, FileNotFoundError):
-        return False
+        return None
     except OSError as error:  # what is not entered is swept away
         if error.errno == errno.EIO:
-            return True  # it may be readable the next time: its use will judge it, as it does any other value
+            return Row(file.filename, file.nbytes)  # it may be readable the next time: its use will judge it
         if error.errno not in DAMAGE:
             raise
-        return False
-    return True
+        return None
 
 
-def sweep(index: Index, expected: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Remove leftovers of killed puts; take out of use what has no file, or one that was cut.
-
-    expected: by digest, the bytes at which a file need not be looked into. Returns the bytes of every value, in the
-    order they came, and how many were refused.
-    """
-    files: dict[str, list[ValueFile]] = {}
-    for file in layout.value_files(index.root):
-        if file.digest is not None:
-            files.setdefault(file.digest, []).append(file)
-    stored, refused = {}, 0
-    for digest in index.digests():
-        # Others than the one that is named: of a put that was killed, or of one that a power cut took out of the index.
-        named, several = name_in(index, digest), files.pop(digest, [])
-        found = [file for file in several if file.filename == named]
-        files[digest] = [file for file in several if file.filename != named]
-        if found and _may_be_used(index.root, found[0], expected):
-            stored[digest] = found[0].nbytes
-        else:
-            refuse(index, digest)
-            refused += 1
-    for leftover in (file for several in files.values() for file in several):
-        discard(index.root / leftover.filename)
-    index.recount(len(stored), sum(stored.values()))
-    return stored, refused
-
-
-def _may_be_used(root: Path, file: ValueFile, expected: Mapping[str, int]) -> bool:
-    """Of other than the expected bytes, its header decides: the ledger may not have heard of the newest value."""
-    if file.temporary:
-        return False
-    if expected.get(file.digest or "", file.nbytes) == file.nbytes:
-        return True
-    try:
-        return _is_sound(root, file)
-    except OSError:  # too many open files, or another user's: its use will judge it
-        return True
+def sweep(index: Index) -> tuple[dict[str, Row], int]:
+    """Remove leftovers of killed writers, and rows whose file is gone. Returns the rows, and how many had no file."""
+    rows = index.rows()
+    named, there = {row.filename for row in rows.values()}, set[str]()
+    for filename in layout.value_names(index.root):
+        if filename in named:
+            there.add(filename)
+        elif layout.digest_in(filename) is not None:
+            discard(index.root / filename)
+    lost = [digest for digest, row in rows.items() if row.filename not in there]
+    if lost:
+        refuse(index, lost)
+    return {digest: row for digest, row in rows.items() if row.filename in there}, len(lost)
 
 
 EMPTY = "the values have yet to be entered"
 NO_DAMAGE = {None, EMPTY}
 
 
-def _why_untrusted(root: Path) -> str | None:
-    """What is wrong with the index; None when it is sound, or new and empty like the rest."""
+def _damage_of(root: Path) -> str | None:
+    """What is wrong with the index; None when it is sound, or not there like the rest."""
     path = root / layout.INDEX_NAME
+    if not path.exists() or not path.stat().st_size:
+        return None
     try:
         with closing(sqlite.connect(path, TIMEOUT_S)) as sql:
             sql.text_factory = sqlite.lenient_text
             if problems := sqlite.integrity(sql, 1):
                 return problems[0]
-            found = sqlite.schema_of(sql)
+            others = _made_by_diskcache(sql) ^ _expected()
     except sqlite.SQL_ERRORS as error:
         if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
             raise sqlite.index_failed(error, path) from error  # or another program's
         return str(error)
-    others = found.items() - _expected_schema().items()  # what is missing diskcache makes
     return f"its schema is not diskcache's: {min(others)}" if others else None
 
 
+def _made_by_diskcache(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
+    """Tables, triggers and settings: diskcache makes a setting's name part of a statement."""
+    found = sqlite.schema_of(sql)
+    settings = sql.execute("SELECT key FROM Settings").fetchall() if "Settings" in found else []
+    return frozenset(found.items()) | {(str(name), "setting") for (name,) in settings}
+
+
 @cache
-def _expected_schema() -> dict[str, str]:
-    """What diskcache makes of an empty folder: one flipped bit in a trigger's text is found out by comparison."""
+def _expected() -> frozenset[tuple[str, str]]:
+    """What it makes of an empty folder: one flipped bit in a trigger's text is found by comparison."""
     with TemporaryDirectory(prefix="ragblend-") as folder:
         Index(Path(folder), TIMEOUT_S).close()
         with closing(sqlite.connect(Path(folder, layout.INDEX_NAME))) as sql:
-            return sqlite.schema_of(sql)
+            return _made_by_diskcache(sql)

@@ -161,7 +161,7 @@ def stats_value(kv: "KVStore") -> dict[str, Any]:
 
     A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
     """
-    from ragblend.kvstore.uses import Counts
+    from ragblend.kvstore.counters import Counts
 
     whole, here, counts = kv.stats(), kv.stats_by_tier(), kv.counts_by_tier()
     tiers: dict[str, Any] = {}

@@ -127,7 +127,7 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
             if runtime.loaded_now is None:
                 raise Cancelled("the model was let go")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
-            for source in match(store, [place for place, _ in stored], runtime.decoder.geometry):
+            for source in match(store.open_chunk, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:
                     encoder.go_on(whole(source))
             if encoder.start != node.start:

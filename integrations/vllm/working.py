@@ -168,7 +168,7 @@ class WorkerSide:
         )
         written = time.perf_counter()
         self._note(order, prefilled.report, fused - begun, written - fused)
-        self._runtime.chores.add(self._runtime.store.write_uses)
+        self._runtime.chores.add(self._runtime.store.save_uses)
         # What has a node can be deleted again.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
         arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}

@@ -195,7 +195,7 @@ def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, mon
     monkeypatch.setattr(use, "turn", taken)
     assert engine.forget([f"n{number}" for number in range(5)]) > 0
     assert parts == [2, 2] and turns[:3] == [0, 0, 1]
-    assert [key for key in keys if store.contains(key)] == [keys[last]] and nodes.doomed() == ()
+    assert [key for key in keys if store.contains(key)] == [keys[last]] and nodes.outbox() == {}
     assert engine.prefill(Prompt([Chunk(node_id="again"), Literal("?")]), "reuse").report.hits == 1
     engine.forget(["again"])
     assert store.stats().entries == 0

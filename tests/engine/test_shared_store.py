@@ -250,7 +250,7 @@ def test_what_is_forgotten_is_nowhere(redis, fresh_bench_for):
     here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
     assert remote_of(here).flush() and len(names.names()) == 4
     here.engine.forget(["a", "b", "c"])
-    assert len(names.names()) == 1 and here.engine.runtime.nodes.owed() == {}
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.outbox(shared=True) == {}
 
 
 @pytest.fixture
@@ -273,12 +273,12 @@ def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_i
         assert here.engine.forget(["a", "b", "c"]) > 0
     assert "The KV of 3 deleted passages may be there still" in caplog.text
     assert here.engine.runtime.store.stats().entries == 1  # here they are gone
-    assert len(here.engine.runtime.nodes.owed()) == 3 and len(names.names()) == 4
+    assert len(here.engine.runtime.nodes.outbox(shared=True)) == 3 and len(names.names()) == 4
     back = threading.Event()
     remote_of(here).when_back(back.set)
     line.mend()
     assert back.wait(60) and here.engine.finish_background()
-    assert len(names.names()) == 1 and here.engine.runtime.nodes.owed() == {}
+    assert len(names.names()) == 1 and here.engine.runtime.nodes.outbox(shared=True) == {}
 
 
 def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
@@ -294,7 +294,7 @@ def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
     line.mend()
     again = fresh_bench_for(home=tmp_path / "kept", remote=url)
     again.engine.forget(())
-    assert len(names.names()) == 1 and again.engine.runtime.nodes.owed() == {}
+    assert len(names.names()) == 1 and again.engine.runtime.nodes.outbox(shared=True) == {}
 
 
 def test_while_the_server_is_away_what_is_owed_to_it_alone_is_not_deleted_here_again(
@@ -313,13 +313,13 @@ def test_while_the_server_is_away_what_is_owed_to_it_alone_is_not_deleted_here_a
     for number in range(3):
         engine.enter([make_text(10 + number)], [f"new {number}"])
         engine.forget(())
-    assert deleted == [2] and len(engine.runtime.nodes.owed()) == 2
+    assert deleted == [2] and len(engine.runtime.nodes.outbox(shared=True)) == 2
     assert len(set(called)) == 1
     engine.encode(TEXTS[:1], node_ids=["a again"])
-    assert len(engine.runtime.nodes.owed()) == 1  # a node has it
+    assert len(engine.runtime.nodes.outbox(shared=True)) == 1  # a node has it
     engine.forget(["a again", "c"])
-    assert deleted == [2, 2] and len(engine.runtime.nodes.owed()) == 3
-    assert engine.store.stats().entries == 0 and engine.runtime.nodes.doomed() == ()
+    assert deleted == [2, 2] and len(engine.runtime.nodes.outbox(shared=True)) == 3
+    assert engine.store.stats().entries == 0 and engine.runtime.nodes.outbox() == {}
 
 
 def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, monkeypatch):
@@ -339,7 +339,7 @@ def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, m
         withdraw(keys)
 
     monkeypatch.setattr(engine.store, "withdraw", withdrawing)
-    assert engine.forget(["a"]) > 0 and engine.runtime.nodes.owed() == {}
+    assert engine.forget(["a"]) > 0 and engine.runtime.nodes.outbox(shared=True) == {}
 
 
 def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):

@@ -1,6 +1,6 @@
 """What a store must hold after a sequence of operations, exactly: the oracle of everything that is killed.
 
-Stores are opened with the policy whose order is plain, by last use; tests/kvstore/test_uses.py has the others.
+Stores are opened with the policy whose order is plain, by last use; tests/kvstore/test_ledger.py has the others.
 """
 
 import random

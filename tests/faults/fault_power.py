@@ -21,7 +21,7 @@ from fault_values import demand, version_read
 
 from ragblend.kvstore.store import KVStore
 
-INDEX = ("cache.db", "cache.db-wal", "ledger.db", "ledger.db-wal")
+INDEX = ("index/cache.db", "index/cache.db-wal")
 _REAL = {name: getattr(os, name) for name in ("open", "fsync", "rename", "unlink", "write")}
 
 
@@ -65,6 +65,7 @@ class Disk:
         """The disk after the cut: unsynced bytes are zeros, unsynced names are as they were."""
         shutil.rmtree(to, ignore_errors=True)
         self._build(str(self.root), to)
+        (to / "index").mkdir(exist_ok=True)
         for name in INDEX:
             shutil.copyfile(self.root / name, to / name)
         return to
@@ -74,7 +75,7 @@ class Disk:
         for name, identity in self._names.get(folder, {}).items():
             if identity is None:
                 self._build(os.path.join(folder, name), to / name)
-            elif not name.startswith(("cache.db", "ledger.db")):
+            elif not name.startswith("cache.db"):
                 (to / name).write_bytes(self._bytes.get(identity) or self._zeros(folder, name))
                 (to / name).chmod(0o600)
 

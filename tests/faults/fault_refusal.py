@@ -27,7 +27,7 @@ def use_without_permission(folder: str, mode: int, part: str) -> list[str]:
     try:
         said = _use(root)
     finally:
-        os.chmod(target, 0o600 if part == "cache.db" else 0o700)
+        os.chmod(target, 0o600 if part == "index/cache.db" else 0o700)
     with KVStore.open(root, 1 << 20) as store:
         version_read(store, 0, {0})
         problems = store.check()

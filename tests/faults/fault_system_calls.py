@@ -41,7 +41,7 @@ class Case:
                 put(store, number)
                 self.model.held[number] = 0
         if spoil_index:
-            os.truncate(self.template / "cache.db", 5000)
+            os.truncate(self.template / "index/cache.db", 5000)
 
     def restore(self) -> Model:
         shutil.rmtree(self.root, ignore_errors=True)

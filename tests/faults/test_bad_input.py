@@ -12,6 +12,7 @@ from fault_values import VALUE_BYTES, key_of, put, token_ids, version_read
 
 from ragblend.kvstore import files
 from ragblend.kvstore.errors import StoreError
+from ragblend.kvstore.keys import FORMAT_VERSION
 from ragblend.kvstore.store import KVStore
 
 BUDGET = 1 << 20
@@ -31,7 +32,7 @@ def test_a_value_of_another_format_is_a_counted_miss(root):
         put(store, 1)
         (path,) = (root / "values").glob("*/*")
         data = bytearray(path.read_bytes())
-        struct.pack_into("<I", data, 8, 2)
+        struct.pack_into("<I", data, 8, FORMAT_VERSION + 1)
         path.write_bytes(data)
         assert version_read(store, 1, {None}) is None
         assert (store.stats().misses, store.stats().quarantined) == (1, 1)
@@ -45,7 +46,7 @@ def test_a_value_of_another_format_is_a_counted_miss(root):
         ("values", 0o500),
         ("values", 0o000),
         ("quarantine", 0o500),
-        ("cache.db", 0o400),
+        ("index/cache.db", 0o400),
     ],
 )
 def test_a_folder_without_permission(lab, open_folder, part, mode):

@@ -125,9 +125,9 @@ class Snapshot:
         return len(served) - served.count(None)
 
 
-@pytest.mark.parametrize("name", ["cache.db", "cache.db-wal", "ledger.db", "ledger.db-wal"])
+@pytest.mark.parametrize("name", ["index/cache.db", "index/cache.db-wal"])
 def test_flipped_bits_of_the_index(tmp_path, count, name):
-    """At worst the index is made anew from the values, or the ledger begins again."""
+    """At worst the index is rebuilt from the values, or the ledger begins again."""
     snapshot, seeded = Snapshot(tmp_path), random.Random(name)
     size, flips = (snapshot.kept / name).stat().st_size, count(1500, 40)
     served = sum(
@@ -143,7 +143,7 @@ def test_flipped_bits_under_an_open_store(tmp_path, count):
     for _ in range(count(300, 20)):
         snapshot.restore()
         with KVStore.open(snapshot.root, BUDGET) as store:
-            name = seeded.choice(["cache.db", "cache.db-wal", "ledger.db", "ledger.db-wal"])
+            name = seeded.choice(["index/cache.db", "index/cache.db-wal"])
             size = (snapshot.root / name).stat().st_size
             if size:
                 flip(snapshot.root / name, seeded.randrange(size * 8))

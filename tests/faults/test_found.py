@@ -26,7 +26,7 @@ def three(root):
 
 def test_a_schema_that_is_not_text_is_a_damaged_index(three):
     """SQLite quotes the damaged name in its message; decoding that raised UnicodeDecodeError out of open()."""
-    path = three / "cache.db"
+    path = three / "index/cache.db"
     damaged = path.read_bytes().replace(b"ON Cache(key, raw)", b"ON Cache(k\xd4y, raw)")
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
@@ -88,7 +88,7 @@ def test_a_killed_put_does_not_raise_the_budget(root, monkeypatch):
         raise KeyboardInterrupt
 
     budget, held = 3 * VALUE_BYTES, []
-    monkeypatch.setattr("ragblend.kvstore.uses.Change.in_order", killed)
+    monkeypatch.setattr("ragblend.kvstore.ledger.Ledger.victims", killed)
     for number in range(6):
         with KVStore.open(root, budget) as store, contextlib.suppress(KeyboardInterrupt):
             put(store, number)
@@ -113,21 +113,21 @@ def test_a_store_that_was_moved_while_open(root, tmp_path):
 def test_a_damaged_index_that_another_process_set_aside(three):
     """Its former user went on writing to it, and swept the files that only the new index knew."""
     with KVStore.open(three, BUDGET) as first:
-        data = (three / "cache.db").read_bytes()
-        (three / "cache.db").write_bytes(data.replace(b"CREATE TABLE Cache", b"CREATE TABLE Cachf"))
+        data = (three / "index/cache.db").read_bytes()
+        (three / "index/cache.db").write_bytes(data.replace(b"CREATE TABLE Cache", b"CREATE TABLE Cachf"))
         with KVStore.open(three, BUDGET) as second:
             assert second.stats().quarantined == 1
             put(second, 7)
-            with pytest.raises(StoreError, match="made its damaged index anew"):
+            with pytest.raises(StoreError, match="rebuilt its damaged index"):
                 first.gc()
-            with pytest.raises(StoreError, match="made its damaged index anew"):
+            with pytest.raises(StoreError, match="rebuilt its damaged index"):
                 put(first, 8)
             assert [version_read(second, number, {0}) for number in (0, 1, 2, 7)] == [0] * 4
 
 
 def test_a_value_that_cannot_be_opened_now_is_not_swept_away(three, monkeypatch):
     """While values are entered into a new index, too many open files made them leftovers, which are removed."""
-    (three / "cache.db").write_bytes(b"ruin" * 2000)
+    (three / "index/cache.db").write_bytes(b"ruin" * 2000)
     real = os.open
 
     def refuse(path, *more):
@@ -145,7 +145,7 @@ def test_a_value_that_cannot_be_opened_now_is_not_swept_away(three, monkeypatch)
 
 def test_a_disk_that_fails_once_while_an_index_is_made_anew_loses_no_value(three, monkeypatch):
     """The value whose header could not be read was not entered, and what is not entered was swept away."""
-    (three / "cache.db").write_bytes(b"ruin" * 2000)
+    (three / "index/cache.db").write_bytes(b"ruin" * 2000)
     real, failures = os.preadv, iter([True])
 
     def preadv(*arguments):

@@ -48,7 +48,7 @@ def test_killed_at_every_system_call(traced_lab, tmp_path, count, what):
         stride=count(1, STRIDES[what]),
     )
     print(what, totals)
-    assert totals["killed"] > 2
+    assert totals["killed"] > (0 if what == "open" else 2)  # a sound store is only read
 
 
 @pytest.mark.timeout(1800)

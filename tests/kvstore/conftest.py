@@ -53,13 +53,7 @@ def _execute(path: Path, statement: str, *values: object) -> list[tuple]:
 @pytest.fixture
 def rows(root: Path) -> Callable[..., list[tuple]]:
     """rows(statement, *values): what it gives on the store's index, through a connection of its own."""
-    return partial(_execute, root / "cache.db")
-
-
-@pytest.fixture
-def uses(root: Path) -> Callable[..., list[tuple]]:
-    """The same on the ledger."""
-    return partial(_execute, root / "ledger.db")
+    return partial(_execute, root / "index/cache.db")
 
 
 @pytest.fixture

@@ -645,8 +645,8 @@ def test_a_library_that_is_not_installed_is_named_with_what_installs_it(tmp_path
 
 def test_names_hold_the_format_and_no_more_than_a_digest():
     key = ChunkKey("ab" * 32)
-    assert name_at(Place.of("redis://h/0"), key) == f"ragblend:v1:ab:{key.digest}"
-    assert name_at(Place.of("s3://b/x?namespace=team"), key) == f"team/v1/ab/{key.digest}"
+    assert name_at(Place.of("redis://h/0"), key) == f"ragblend:v2:ab:{key.digest}"
+    assert name_at(Place.of("s3://b/x?namespace=team"), key) == f"team/v2/ab/{key.digest}"
 
 
 def test_closing_twice_is_fine_and_whoever_reads_meanwhile_is_told(redis, open_at, sample):

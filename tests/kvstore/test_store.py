@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import sqlite3
 import stat
 import threading
 import time
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from diskcache import Cache
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV
@@ -191,6 +189,7 @@ def test_only_the_owner_can_read_whatever_the_umask(root, sample):
         os.umask(before)
     names = {path.name for path in modes}
     assert {
+        "index",
         "cache.db",
         "cache.db-wal",
         "cache.db-shm",
@@ -205,7 +204,7 @@ def test_only_the_owner_can_read_whatever_the_umask(root, sample):
 
 def test_a_loose_folder_is_tightened(open_store, sample, root):
     open_store().close()
-    for path in (root, root / "cache.db", root / "values"):
+    for path in (root, root / "index/cache.db", root / "values"):
         path.chmod(0o777)
     open_store()
     assert all(mode & 0o077 == 0 for mode in modes_below(root).values())
@@ -291,15 +290,13 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows
     temporary.write_bytes(b"tmp")
     temporary.chmod(0o600)
     (root / "values" / "notes.txt").touch(0o600)
-    rows("INSERT INTO Cache (key, raw, size, mode, value) VALUES ('k', 1, 1, 4, x'80')")
-
     found = {(problem.kind, problem.key.digest if problem.key else None) for problem in store.check()}
     expected = {(kind, key.digest) for kind, (key, _) in keys.items()}
     expected |= {
         ("orphan-file", keys["bad-layer"][0].digest),
         ("temporary-file", keys["bad-layer"][0].digest),
     }
-    assert found == expected | {("foreign-file", None), ("foreign-row", None)}
+    assert found == expected | {("foreign-file", None)}
     assert all(problem.message and problem.path for problem in store.check())
 
 
@@ -405,7 +402,7 @@ def test_threads_that_ended_keep_no_file_of_the_index_open(store, sample, root):
 # --- opening
 
 
-@pytest.mark.parametrize("line", [b"ragblend kv 2\n", b"ragblend kv 0\n", b"", b"\xff\xfe"])
+@pytest.mark.parametrize("line", [b"ragblend kv 3\n", b"ragblend kv 0\n", b"", b"\xff\xfe"])
 def test_another_format_is_refused_with_what_to_do(open_store, root, sample, line):
     store = open_store()
     store.put(*sample(1))
@@ -440,7 +437,7 @@ def test_an_open_that_cannot_read_the_index_removes_nothing(open_store, sample, 
     with open_store() as store:
         store.put(key, chunk)
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "get", Mock(side_effect=sqlite3.OperationalError("disk I/O error")))
+        patch.setattr(Index, "_read", Mock(side_effect=StoreError("disk I/O error")))
         with pytest.raises(StoreError, match="disk I/O error"):
             open_store()
     assert same(open_store().get(key, chunk.token_ids), chunk)

@@ -3,7 +3,7 @@
 import random
 import struct
 import zlib
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +15,6 @@ from ragblend.kvstore.codec import CODECS
 from ragblend.kvstore.errors import StoreFullError
 from ragblend.kvstore.keys import ChunkKey, node_key
 from ragblend.kvstore.memory import whole
-from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.tree import Node, match
 
@@ -46,7 +45,7 @@ def places(nodes):
 
 def held(store, nodes):
     """How many nodes of the path are found, with the very bits that were put."""
-    sources = match(store, places(nodes), nodes[0][1].geometry)
+    sources = match(store.open_chunk, places(nodes), nodes[0][1].geometry)
     for source in sources:
         source.close()
     return len(sources)
@@ -258,7 +257,7 @@ def test_deletion_takes_what_stands_behind(store, path, held_anywhere):
     put_all(store, nodes)
     put_all(store, other)
     held(store, nodes)
-    store.write_uses(at_least=0)
+    store.save_uses()
     freed = store.delete([nodes[1][0]])
     assert freed == sum(Blob.of(*node).nbytes for node in nodes[1:])
     assert (held(store, nodes[:1]), held(store, other)) == (1, 2)
@@ -305,13 +304,12 @@ def test_a_parent_that_comes_back_finds_its_children(store, path, root):
     assert held(store, nodes) == 3
 
 
-def test_the_tree_is_read_from_the_files_where_the_ledger_is_lost(open_store, path, sample, root):
+def test_the_tree_is_known_where_the_ledger_is_lost(open_store, path, sample, rows):
     nodes = path(1, 2, 3)
     store = open_store()
     put_all(store, nodes)
     store.close()
-    for file in root.glob("ledger.db*"):
-        file.unlink()
+    rows("DELETE FROM Cache WHERE key = 'ledger'")
     store = open_store(budget_bytes=4 * Blob.of(*nodes[1]).nbytes)
     for seed in range(20, 24):
         store.put(*sample(seed))
@@ -320,22 +318,6 @@ def test_the_tree_is_read_from_the_files_where_the_ledger_is_lost(open_store, pa
     store.close()
     store = open_store()
     put_all(store, nodes)
-    (root / "ledger.db").write_bytes(b"no ledger" * 1000)  # under an open store
+    rows("UPDATE Cache SET value = x'00' WHERE key = 'ledger'")  # under an open store
     store.delete([nodes[0][0]])
     assert not any(store.contains(key) for key, _ in nodes)
-
-
-def test_a_home_of_before_has_no_tree_and_gets_one(open_store, path, root):
-    """Its ledger knew of no tree."""
-    nodes = path(1, 2)
-    store = open_store()
-    store.put(*nodes[0])
-    for _ in range(4):
-        store.get(nodes[0][0], nodes[0][1].token_ids)
-    store.close()
-    with closing(connect(root / "ledger.db")) as sql:
-        sql.execute("DROP TABLE Branches")
-    store = open_store()
-    assert round(store.times_asked(nodes[0][0])) == 5
-    assert store.put(*nodes[1])
-    assert held(store, nodes) == 2

@@ -1,0 +1,465 @@
+"""Ledger: access counts, cost and priority of each value, and hit statistics of all processes.
+
+The arithmetic is policy.py's. It lives in memory, is read when the store is opened and saved now and then as one packed
+array beside the index's rows. Saving merges: another process's counts are added, and what either deleted stays deleted.
+A kill loses what was not saved, which is an order of eviction and nothing else. Uses are numbered: no clock is asked,
+so none can jump. What is stored, and how large it is, the index says.
+"""
+
+import heapq
+import json
+import logging
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+
+import numpy as np
+
+from ragblend.kvstore.counters import Counters, Counts
+from ragblend.kvstore.index import Row
+from ragblend.kvstore.policy import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Entry,
+    Policy,
+    clock_after,
+    computed,
+    joined,
+    ranked,
+    used,
+)
+
+log = logging.getLogger(__name__)
+REMEMBERED = 20_000  # values that are gone and whose count goes on; about 5 MB
+SAVED_EVERY = 64  # changes, and more where the ledger is large: all of it is written each time
+SAVED_PART = 32
+_PACKED = np.dtype(
+    [
+        ("digest", "u1", 32),
+        ("parent", "u1", 32),  # zeros: none
+        ("nbytes", "<i8"),  # 0: not stored
+        ("used_at", "<f8"),
+        ("frequency", "<f8"),
+        ("cost", "<f8"),
+        ("computations", "<i8"),
+        ("priority", "<f8"),
+    ]
+)
+_NUMBERS = ("nbytes", "used_at", "frequency", "cost", "computations", "priority")
+_LARGEST = 1e15
+_NO_PARENT = bytes(32)
+_SERIAL = re.compile(rb'\{"serial": ([0-9]+),')
+HEAD_BYTES = 64  # of a saved ledger, in which its serial number is
+
+
+@dataclass
+class _Saved:
+    """What a save holds. serial: of the save; uses: how many there were; clock: the policy's."""
+
+    serial: int = 0
+    policy: str = ""
+    uses: float = 0.0
+    clock: float = 0.0
+    totals: dict[str, Counts] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        head = {"serial": self.serial, "policy": self.policy, "uses": self.uses, "clock": self.clock}
+        head["totals"] = {tier: astuple(counts) for tier, counts in self.totals.items()}
+        table = np.zeros(len(self.entries), dtype=_PACKED)
+        digests, parents = list(self.entries), self.parents
+        table["digest"] = _bytes_of(digests)
+        table["parent"] = _bytes_of([parents.get(digest, "") or "00" * 32 for digest in digests])
+        for name in _NUMBERS:
+            table[name] = [getattr(entry, name) for entry in self.entries.values()]
+        return json.dumps(head).encode() + b"\n" + table.tobytes()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "_Saved":
+        """An empty one for nothing, and for what cannot be read: then uses are counted anew."""
+        if not packed:
+            return cls()
+        try:
+            head, _, table = packed.partition(b"\n")
+            known = json.loads(head)
+            del known["totals"]
+            totals, rows = _totals(packed), np.frombuffer(table, dtype=_PACKED)
+            if not all((np.abs(rows[name]) <= _LARGEST).all() for name in _NUMBERS):
+                raise ValueError("it holds impossible numbers")
+            digests, parents = _hex_of(rows["digest"]), _hex_of(rows["parent"])
+            numbers = [rows[name].tolist() for name in _NUMBERS]
+            entries = {
+                digest: Entry(digest, nbytes, used_at, 0, frequency, cost, computations, priority)
+                for digest, nbytes, used_at, frequency, cost, computations, priority in zip(
+                    digests, *numbers, strict=True
+                )
+            }
+            none = _NO_PARENT.hex()
+            behind = {
+                digest: parent for digest, parent in zip(digests, parents, strict=True) if parent != none
+            }
+            return cls(**known, totals=totals, entries=entries, parents=behind)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("the ledger of uses cannot be read (%s): uses are counted anew", error)
+            return cls()
+
+
+class Ledger:
+    """Safe for threads. policy: what values are evicted by.
+
+    counters: of this process, by the names of its tiers; remembered: how many values that are not stored keep their
+    count.
+    """
+
+    def __init__(
+        self, counters: Mapping[str, Counters], policy: Policy | None = None, remembered: int = REMEMBERED
+    ) -> None:
+        self._counters, self._wanted, self._remembered = counters, policy, remembered
+        self.policy = policy or POLICIES[DEFAULT_POLICY]
+        self._lock = threading.RLock()
+        self._known = _Saved()  # as it was saved last, and what this process did since
+        self._unknown: dict[
+            str, Entry
+        ] = {}  # asked for, and never stored: not saved, as it may have been deleted
+        self._children: dict[str, set[str]] = defaultdict(set)  # stored nodes by their parent
+        self._order: list[
+            tuple[float, float, str]
+        ] = []  # heap of (priority, used_at, digest); some are outdated
+        # Since the last save: retrievals, values that were computed, and values that were deleted.
+        self._uses_since: dict[str, Entry] = {}
+        self._computed, self._deleted = set[str](), set[str]()
+        self._changes = 0
+
+    # --- reading
+
+    def asked(self) -> dict[str, float]:
+        """How often what is not stored was asked for, by digest."""
+        with self._lock:
+            gone = {
+                digest: entry.frequency for digest, entry in self._known.entries.items() if not entry.nbytes
+            }
+            return gone | {digest: entry.frequency for digest, entry in self._unknown.items()}
+
+    def entry(self, digest: str) -> Entry:
+        """All that is known of a value."""
+        with self._lock:
+            return self._known.entries.get(digest) or self._unknown.get(digest) or Entry(digest, 0)
+
+    def totals(self, packed: bytes) -> dict[str, Counts]:
+        """What all processes did on each tier, by its name: what is saved now, and what this one has not saved."""
+        found, own = _totals(packed), {tier: each.unsaved for tier, each in self._counters.items()}
+        return {tier: found.get(tier, Counts()) + own.get(tier, Counts()) for tier in {**own, **found}}
+
+    def below(self, digests: Iterable[str]) -> list[str]:
+        """These values, and every node that was computed behind one of them, stored or only remembered."""
+        with self._lock:
+            children = defaultdict(list)
+            for digest, parent in self._known.parents.items():
+                children[parent].append(digest)
+            found, waiting = dict[str, None](), list(digests)
+            while waiting:
+                digest = waiting.pop()
+                if digest not in found:
+                    found[digest] = None
+                    waiting += children[digest]
+            return list(found)
+
+    def orphans(self) -> list[str]:
+        """Nodes whose parent is not stored, and those behind them: no path leads to them."""
+        with self._lock:
+            entries = self._known.entries
+            lost = [
+                digest
+                for digest, parent in self._known.parents.items()
+                if not (parent in entries and entries[parent].nbytes)
+            ]
+            return [digest for digest in self.below(lost) if digest in entries and entries[digest].nbytes]
+
+    def victims(
+        self, excess_bytes: int, at_most_extra: int, needed_bytes: int = 0, spare: Collection[str] = ()
+    ) -> list[Entry]:
+        """What to evict so that excess_bytes are free, the lowest priority first, and no node before its children.
+
+        At most at_most_extra values beyond those that free needed_bytes; never `spare`.
+        """
+        chosen, freed, extra, taken = dict[str, Entry](), 0, 0, []
+        with self._lock:
+            entries, parents = self._known.entries, self._known.parents
+            while self._order and freed < excess_bytes and extra < at_most_extra:
+                item = heapq.heappop(self._order)
+                digest = item[2]
+                entry = entries.get(digest)
+                if entry is None or not entry.nbytes or (entry.priority, entry.used_at) != item[:2]:
+                    continue  # outdated
+                taken.append(item)
+                if digest in spare or digest in chosen or self._children[digest] - chosen.keys():
+                    continue
+                chosen[digest] = entry
+                extra += freed >= needed_bytes
+                freed += entry.nbytes
+                if parent := parents.get(digest):
+                    self._push(parent)  # it may be next, now that nothing is behind it
+            for item in taken:
+                heapq.heappush(self._order, item)
+        return list(chosen.values())
+
+    # --- changing, in memory
+
+    def used(self, digest: str) -> None:
+        """Count a retrieval, found or not."""
+        with self._lock:
+            half_life, known = self.policy.half_life, self._known
+            known.uses += 1.0
+            since = used(self._uses_since.pop(digest, Entry(digest, 0)), known.uses, half_life)
+            if digest in known.entries:
+                self._write(used(known.entries[digest], known.uses, half_life))
+                self._uses_since[digest] = since
+            else:
+                entry = used(self._unknown.pop(digest, Entry(digest, 0)), known.uses, half_life)
+                self._unknown[digest] = entry
+                while len(self._unknown) > self._remembered:
+                    del self._unknown[next(iter(self._unknown))]
+            self._changes += 1
+
+    def arrive(self, digest: str, nbytes: int, cost: float, parent: str | None = None) -> None:
+        """A value was computed, at `cost` a token, and stored; one that nobody has asked for counts as used once.
+
+        Else all that one ingests would be evicted before anything that was asked for once, however long ago.
+        """
+        with self._lock:
+            found = self._known.entries.get(digest)
+            if found is None:
+                asked = self._unknown.pop(digest, Entry(digest, 0))
+                found = asked if self.policy.fades else Entry(digest, 0)
+            entry = computed(found._replace(nbytes=nbytes), cost)
+            self._enter(entry if entry.frequency else self._used_once(entry), parent)
+            self._computed.add(digest)
+            self._deleted.discard(digest)
+            self._changes += 1
+
+    def evict(self, victims: Collection[Entry]) -> None:
+        """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
+        with self._lock:
+            for victim in victims:
+                self._remove(victim.digest)
+                if self.policy.fades:
+                    self._write(victim._replace(nbytes=0))
+                else:
+                    self._forget(victim.digest)
+            self._known.clock = clock_after(self._known.clock, victims)
+            self._changes += len(victims)
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """These were deleted: nothing of them stays, their counts included."""
+        with self._lock:
+            for digest in digests:
+                self._remove(digest)
+                self._forget(digest)
+                self._unknown.pop(digest, None)
+                self._uses_since.pop(digest, None)
+                self._computed.discard(digest)
+                self._deleted.add(digest)
+                self._changes += 1
+
+    def keep_only(self, wanted: Collection[str]) -> None:
+        """Forget every other value."""
+        with self._lock:
+            self.forget([digest for digest in (*self._known.entries, *self._unknown) if digest not in wanted])
+
+    # --- in line with the index
+
+    def load(self, packed: bytes, rows: Mapping[str, Row]) -> bool:
+        """Begin with what was saved, in line with what is stored; whether they are ranked by another policy now."""
+        with self._lock:
+            self._known = _Saved.unpack(packed)
+            before = self._known.policy
+            self.policy = self._wanted or POLICIES.get(before, self.policy)
+            if self.policy.name != before:
+                self._rank_anew()
+            self._sync(rows)
+            return bool(before) and self.policy.name != before
+
+    def is_current(self, head: bytes) -> bool:
+        """Whether no other process has saved since; head: of what is saved now."""
+        return not head or _serial(head) == self._known.serial
+
+    def refresh(self, packed: bytes, rows: Mapping[str, Row]) -> None:
+        """Take over what other processes did: what is saved now, and what is stored."""
+        with self._lock:
+            if not self.is_current(packed):
+                self._merge(_Saved.unpack(packed), rows)
+            else:
+                self._sync(rows)
+
+    def _sync(self, rows: Mapping[str, Row]) -> None:
+        entries = self._known.entries
+        for digest in [digest for digest, entry in entries.items() if entry.nbytes and digest not in rows]:
+            self._forget(digest)  # what was deleted may not become a memory of it
+        for digest, row in rows.items():
+            entry = entries.get(digest)
+            if entry is None or not entry.nbytes:
+                asked = self._unknown.pop(digest, None) if self.policy.fades else None
+                entry = entry or asked or self._used_once(Entry(digest, 0))
+            if entry.nbytes != row.nbytes:
+                entry = ranked(entry._replace(nbytes=row.nbytes), self.policy, self._known.clock)
+            entries[digest] = entry
+            if row.parent is not None:
+                self._known.parents[digest] = row.parent
+        self._children.clear()
+        for digest, parent in self._known.parents.items():
+            if digest in rows:
+                self._children[parent].add(digest)
+        self._sort()
+
+    # --- saving
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether anything is not saved."""
+        return self._changes > 0 or any(each.unsaved != Counts() for each in self._counters.values())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so much has changed that it is worth a save."""
+        return self._changes >= max(SAVED_EVERY, len(self._known.entries) // SAVED_PART)
+
+    def merged(
+        self, packed: bytes, rows: Callable[[], Mapping[str, Row]]
+    ) -> tuple[bytes, Callable[[], None]]:
+        """What to save, given what is saved now, and what to call once it is saved.
+
+        rows: reads what is stored, which is asked where another process saved meanwhile.
+        """
+        with self._lock:
+            if not self.is_current(packed):
+                self._merge(_Saved.unpack(packed), rows())
+            self._trim()
+            counted = {tier: each.unsaved for tier, each in self._counters.items()}
+            known, totals = self._known, dict(self._known.totals)
+            for tier, counts in counted.items():
+                if counts != Counts():
+                    totals[tier] = totals.get(tier, Counts()) + counts
+            serial = known.serial + 1
+            saved = _Saved(
+                serial, self.policy.name, known.uses, known.clock, totals, known.entries, known.parents
+            )
+            changes, done = self._changes, dict(self._uses_since)
+
+            def is_saved() -> None:
+                with self._lock:
+                    known.serial, known.totals = serial, totals
+                    for tier, counts in counted.items():
+                        self._counters[tier].saved(counts)
+                    self._uses_since = {k: v for k, v in self._uses_since.items() if done.get(k) is not v}
+                    self._computed.clear()
+                    self._deleted.clear()
+                    self._changes -= changes
+
+            return saved.pack(), is_saved
+
+    def _merge(self, theirs: _Saved, rows: Mapping[str, Row]) -> None:
+        """Take over what others saved, and add what was done here since the last save."""
+        mine, half_life = self._known, self.policy.half_life
+        self.policy = POLICIES.get(theirs.policy, self.policy)
+        for digest in self._unknown.keys() & theirs.entries.keys():
+            self._uses_since[digest] = self._unknown.pop(digest)
+        for digest in self._deleted:
+            theirs.entries.pop(digest, None)
+            theirs.parents.pop(digest, None)
+        for digest, since in self._uses_since.items():
+            if digest in theirs.entries:
+                entry = joined(theirs.entries[digest], since, half_life)
+                theirs.entries[digest] = ranked(entry, self.policy, theirs.clock)
+        for digest in self._computed:
+            if digest in mine.entries:
+                theirs.entries[digest] = mine.entries[digest]
+                if digest in mine.parents:
+                    theirs.parents[digest] = mine.parents[digest]
+        for digest, entry in mine.entries.items():
+            if not entry.nbytes and digest in theirs.entries and digest not in rows:  # evicted here
+                theirs.entries[digest] = theirs.entries[digest]._replace(nbytes=0)
+        theirs.uses, theirs.clock = max(mine.uses, theirs.uses), max(mine.clock, theirs.clock)
+        self._known = theirs
+        self._sync(rows)
+
+    def _trim(self) -> None:
+        """Of what is not stored the longest unused are forgotten."""
+        gone = [entry for entry in self._known.entries.values() if not entry.nbytes]
+        if len(gone) > self._remembered:
+            gone.sort(key=lambda entry: (entry.used_at, entry.digest))
+            for entry in gone[: len(gone) - self._remembered]:
+                self._forget(entry.digest)
+
+    # --- inside
+
+    def _rank_anew(self) -> None:
+        """By another policy than the one they were ranked by, in the order of use."""
+        known = self._known
+        known.clock = 0.0
+        if not self.policy.fades:
+            for digest in [digest for digest, entry in known.entries.items() if not entry.nbytes]:
+                self._forget(digest)
+        for entry in sorted(known.entries.values(), key=lambda entry: (entry.used_at, entry.digest)):
+            known.entries[entry.digest] = ranked(entry, self.policy, known.clock)
+            known.uses = max(known.uses, entry.used_at)
+
+    def _used_once(self, entry: Entry) -> Entry:
+        self._known.uses += 1.0
+        return entry._replace(used_at=self._known.uses, frequency=1.0)
+
+    def _enter(self, entry: Entry, parent: str | None) -> None:
+        if parent is not None:
+            self._known.parents[entry.digest] = parent
+            self._children[parent].add(entry.digest)
+        self._write(entry)
+
+    def _write(self, entry: Entry) -> None:
+        self._known.entries[entry.digest] = ranked(entry, self.policy, self._known.clock)
+        self._push(entry.digest)
+
+    def _push(self, digest: str) -> None:
+        entry = self._known.entries.get(digest)
+        if entry is not None and entry.nbytes:
+            heapq.heappush(self._order, (entry.priority, entry.used_at, digest))
+        if len(self._order) > 2 * len(self._known.entries) + SAVED_EVERY:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Without what is outdated."""
+        stored = (entry for entry in self._known.entries.values() if entry.nbytes)
+        self._order = [(entry.priority, entry.used_at, entry.digest) for entry in stored]
+        heapq.heapify(self._order)
+
+    def _remove(self, digest: str) -> None:
+        """It is stored no more."""
+        if parent := self._known.parents.get(digest):
+            self._children[parent].discard(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._known.entries.pop(digest, None)
+        self._known.parents.pop(digest, None)
+
+
+def _serial(packed: bytes) -> int:
+    found = _SERIAL.match(packed)
+    return int(found[1]) if found else -1
+
+
+def _totals(packed: bytes) -> dict[str, Counts]:
+    try:
+        totals = json.loads(packed.partition(b"\n")[0])["totals"]
+        return {tier: Counts(*counts) for tier, counts in totals.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _bytes_of(digests: list[str]) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex("".join(digests)), dtype="u1").reshape(-1, 32)
+
+
+def _hex_of(digests: np.ndarray) -> list[str]:
+    text = digests.tobytes().hex()
+    return [text[start : start + 64] for start in range(0, len(text), 64)]
