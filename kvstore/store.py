@@ -89,7 +89,10 @@ class KVStore(Closing):
                 store._index, damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
                 store._counters.add(quarantined=int(damaged not in upkeep.NO_DAMAGE))
-                store._settle()
+                try:
+                    store._settle()
+                except CorruptBlobError as error:
+                    store._rebuild(str(error))
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4

@@ -166,7 +166,7 @@ def open_index(root: Path) -> tuple[Index, str | None]:
     if damaged is None:
         index = Index(root, TIMEOUT_S)
         try:
-            if index.rows() or not _has_values(root):
+            if index.totals[0] or not _has_values(root):
                 return index, None
             damaged = EMPTY
         except CorruptBlobError as error:

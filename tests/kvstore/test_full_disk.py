@@ -139,6 +139,25 @@ def test_a_commit_that_fails_keeps_the_budget_and_the_order(sample, same, root, 
     store.close()
 
 
+def test_a_full_disk_can_be_read(open_store, sample, same, monkeypatch):
+    """Opening the index wrote to it, so a question failed whose passages were all stored."""
+    key, chunk = sample(1)
+    with open_store() as store:
+        store.put(key, chunk)
+
+    def full(*args, **more):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("ragblend.kvstore.index.Cache", full)
+    with open_store() as store:
+        assert same(store.get(key, chunk.token_ids), chunk)
+        with pytest.raises(StoreFullError):
+            store.put(*sample(2))
+        assert same(store.get(key, chunk.token_ids), chunk)
+
+
 def test_the_lock_is_taken_on_a_full_disk_too(store, sample, monkeypatch):
     store.put(*sample(1))
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, errno.ENOSPC))
