@@ -23,6 +23,7 @@ from ragblend.kvstore.layout import INDEX_NAME, value_name
 from ragblend.kvstore.sqlite import (
     SQL_ERRORS,
     connect,
+    connect_to_read,
     erase_log,
     index_failed,
     integrity,
@@ -103,7 +104,7 @@ class Index(Closing):
             with self.changing():
                 pass
         with self._named_errors():
-            self._reader = connect(self.path, timeout_s)
+            self._reader, self._is_for_once = connect_to_read(self.path, timeout_s)
         self._identity = identity(self.path.stat())
 
     # --- reading
@@ -153,6 +154,9 @@ class Index(Closing):
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, self._named_errors():
+            if self._is_for_once:
+                self._reader.close()
+                self._reader, self._is_for_once = connect_to_read(self.path, self._timeout_s)
             return self._reader.execute(query, values).fetchall()
 
     # --- changing

@@ -17,6 +17,7 @@ from ragblend.kvstore.files import Closing, discard_database, make_private_file,
 log = logging.getLogger(__name__)
 BUSY_SECONDS = 30.0
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+NO_SHARED_MEMORY = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # The last, because SQLite quotes the damaged text of a schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
@@ -30,6 +31,27 @@ class DamagedFileError(StoreError):
 def connect(path: Path | str, timeout_s: float = BUSY_SECONDS) -> sqlite3.Connection:
     """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
     return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+
+
+def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite3.Connection, bool]:
+    """A connection, and whether it must be opened anew for the next use.
+
+    A database with a write-ahead log needs a file of shared memory, for which a full disk has no room. Where the log
+    is empty, the database's file is read as it is then, which is right until somebody writes.
+    """
+    sql = connect(path, timeout_s)
+    try:
+        sql.execute("PRAGMA schema_version").fetchone()
+    except sqlite3.OperationalError as error:
+        log_file = Path(f"{path}-wal")
+        if error_code(error) not in NO_SHARED_MEMORY or (log_file.exists() and log_file.stat().st_size):
+            return sql, False
+        sql.close()
+        uri = f"{path.absolute().as_uri()}?immutable=1"
+        return sqlite3.connect(uri, timeout_s, isolation_level=None, check_same_thread=False, uri=True), True
+    except sqlite3.DatabaseError:
+        pass  # a damaged file, as its first use will say
+    return sql, False
 
 
 def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
@@ -173,7 +195,7 @@ class RebuildableFile(Closing):
         self.path, self._kind = path, kind
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
-        self._inode, self._closed = 0, False
+        self._inode, self._closed, self._is_for_once = 0, False, False
         self.generation = 0  # another number says that it is another file
         with self.connection():
             pass
@@ -223,7 +245,7 @@ class RebuildableFile(Closing):
     def _connected(self) -> sqlite3.Connection:
         if self._closed:
             raise StoreError(f"the {self._kind.what} {self.path} has been closed; open it again")
-        if self._sql is not None and _inode(self.path) == self._inode:
+        if self._sql is not None and not self._is_for_once and _inode(self.path) == self._inode:
             return self._sql
         try:
             return self._open()
@@ -238,7 +260,8 @@ class RebuildableFile(Closing):
         if not self._inode and not self.path.parent.exists():  # one that was removed meanwhile stays away
             make_private_folder(self.path.parent)
         make_private_file(self.path)
-        self._inode, sql = _inode(self.path), connect(self.path)
+        self._inode = _inode(self.path)
+        sql, self._is_for_once = connect_to_read(self.path)
         try:
             self._prepare(sql)
         except BaseException:
@@ -258,7 +281,8 @@ class RebuildableFile(Closing):
             raise _damage(problems[0])
         if found and self._kind.is_other(schema_of(sql)):
             raise _damage("its tables are others")
-        write_ahead(sql)
+        if not self._is_for_once:
+            write_ahead(sql)
         if not found:  # a sound file is only read: the disk may be full
             sql.executescript(self._kind.schema)
             sql.execute(f"PRAGMA user_version = {version}")

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from ragblend.kvstore import layout, sqlite
 from ragblend.kvstore.blob import BlobDamage, open_verified
-from ragblend.kvstore.errors import CorruptBlobError, StoreError
+from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
 from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, sync_folder, warn_of_network
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
@@ -248,7 +248,7 @@ def _damage_of(root: Path) -> str | None:
     if not path.exists() or not path.stat().st_size:
         return None
     try:
-        with closing(sqlite.connect(path, TIMEOUT_S)) as sql:
+        with closing(sqlite.connect_to_read(path, TIMEOUT_S)[0]) as sql:
             sql.text_factory = sqlite.lenient_text
             if problems := sqlite.integrity(sql, 1):
                 return problems[0]
@@ -257,6 +257,8 @@ def _damage_of(root: Path) -> str | None:
         if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
             raise sqlite.index_failed(error, path) from error  # or another program's
         return str(error)
+    except (StoreFullError, OSError):  # no room to make one to compare with
+        return None
     return f"its schema is not diskcache's: {min(others)}" if others else None
 
 

@@ -3,14 +3,17 @@
 import contextlib
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 from fault_values import demand, key_of, put, token_ids, value, version_read
 
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.errors import StoreFullError
+from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore
 
+SCOPE = Scope("papers", "aa" * 32)
 LARGE = Geometry(layers=4, kv_heads=8, key_size=512, value_size=512, dtype="float32")  # 2.6 MB a value
 
 
@@ -124,3 +127,22 @@ def test_small_values_until_the_index_has_no_room(disk):
         put(store, 6000)
         store.delete([key_of(0)])
         assert store.check() == []
+
+
+def test_a_store_on_a_full_disk_opens_and_is_read(disk, tmp_path, monkeypatch):
+    """Nothing of it was open: an index that is opened for reading takes no room, not even for shared memory."""
+    with KVStore.open(disk / "kv", 1 << 30) as store, NodeIndex.open(disk / "nodes.sqlite") as nodes:
+        for number in range(3):
+            put(store, number)
+            nodes.put_many(SCOPE, [(str(number), token_ids(number), key_of(number))])
+    with contextlib.suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    with KVStore.open(disk / "kv", 1 << 30) as store, NodeIndex.open(disk / "nodes.sqlite") as nodes:
+        assert [version_read(store, number, {0}) for number in range(3)] == [0, 0, 0]
+        assert nodes.get(SCOPE, "1") == tuple(token_ids(1))
+        (disk / "fill").unlink()
+        put(store, 3)
+        nodes.put_many(SCOPE, [("3", token_ids(3), key_of(3))])
+        assert version_read(store, 3, {0}) == 0 and nodes.get(SCOPE, "3") is not None
