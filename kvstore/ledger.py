@@ -23,7 +23,7 @@ from ragblend.kvstore.policy import (
     DEFAULT_POLICY,
     POLICIES,
     Entry,
-    Policy,
+    EvictionPolicy,
     clock_after,
     computed,
     joined,
@@ -115,7 +115,10 @@ class Ledger:
     """
 
     def __init__(
-        self, counters: Mapping[str, Counters], policy: Policy | None = None, remembered: int = REMEMBERED
+        self,
+        counters: Mapping[str, Counters],
+        policy: EvictionPolicy | None = None,
+        remembered: int = REMEMBERED,
     ) -> None:
         self._counters, self._wanted, self._remembered = counters, policy, remembered
         self.policy = policy or POLICIES[DEFAULT_POLICY]

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class EvictionPolicy:
     """One row of the table.
 
     priority(entry, clock): the lowest goes first; clock is the tier's.
@@ -93,7 +93,7 @@ def computed(entry: Entry, cost: float) -> Entry:
     return entry._replace(cost=entry.cost + (cost - entry.cost) / count, computations=count)
 
 
-def ranked(entry: Entry, policy: Policy, clock: float) -> Entry:
+def ranked(entry: Entry, policy: EvictionPolicy, clock: float) -> Entry:
     """The entry with its priority under that policy, in a tier whose clock stands at `clock`."""
     return entry._replace(priority=policy.priority(entry, clock))
 
@@ -108,21 +108,23 @@ def _tokens(entry: Entry) -> int:
     return max(entry.tokens or entry.nbytes, 1)
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, EvictionPolicy] = {
     policy.name: policy
     for policy in (
-        Policy("lru", lambda entry, clock: entry.used_at),
+        EvictionPolicy("lru", lambda entry, clock: entry.used_at),
         # Cost 1 a document: Cherkasova's GDSF(1), made for the share of documents found.
-        Policy("gdsf", lambda entry, clock: clock + entry.frequency / _tokens(entry)),
+        EvictionPolicy("gdsf", lambda entry, clock: clock + entry.frequency / _tokens(entry)),
         # Cost / Size is the mean over computations of T(cached, new)/new: per token already, so no division here.
         # Before anything was measured all tokens cost the same.
-        Policy("pgdsf", lambda entry, clock: clock + entry.frequency * (entry.cost or 1.0), fades=True),
+        EvictionPolicy(
+            "pgdsf", lambda entry, clock: clock + entry.frequency * (entry.cost or 1.0), fades=True
+        ),
     )
 }
 DEFAULT_POLICY = "pgdsf"
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str) -> EvictionPolicy:
     """The row of that name. Raises UsageError."""
     if name not in POLICIES:
         raise UsageError(f"the eviction policy {name!r} is unknown; there are {', '.join(POLICIES)}")

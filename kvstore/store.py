@@ -29,7 +29,7 @@ from ragblend.kvstore.ledger import HEAD_BYTES, Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.places import Place
-from ragblend.kvstore.policy import Entry, Policy, policy_named
+from ragblend.kvstore.policy import Entry, EvictionPolicy, policy_named
 from ragblend.kvstore.remote import Remote
 from ragblend.kvstore.upkeep import GcReport, Problem
 
@@ -106,7 +106,7 @@ class KVStore(Closing):
         tiers: Sequence[MemoryTier],
         cost: Cost,
         remote: Place | None = None,
-        policy: Policy | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.root, self.tiers, self._cost, self._counters = root, tuple(tiers), cost, Counters()
         self.remote = None if remote is None else Remote(remote, self._content, self.contains)

@@ -179,7 +179,9 @@ def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample,
     """Its priorities were on another scale: what had a high one would have stayed for ever."""
     size = Blob.of(*sample(0)).nbytes
     with monkeypatch.context() as patch:
-        patch.setitem(POLICIES, "once", ledger.Policy("once", lambda entry, clock: 1e9 - entry.frequency))
+        patch.setitem(
+            POLICIES, "once", ledger.EvictionPolicy("once", lambda entry, clock: 1e9 - entry.frequency)
+        )
         with KVStore.open(root, 3 * size, policy="once") as store:
             for seed in range(3):
                 store.put(*sample(seed))
