@@ -298,7 +298,7 @@ class ChunkReader(Source):
         if first:
             self._damaged(what)
         return BlobDamage(
-            "bad-layer", f"reading KV from {self._path}: {what}. It is out of use; encode the chunk anew."
+            "bad-layer", f"reading KV from {self._path}: {what}. It is out of use; encode the chunk again."
         )
 
 

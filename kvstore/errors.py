@@ -37,7 +37,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that nobody knows; empty where nothing is near it."""
+    """The end of a message about an unknown name: a similar known one, if there is any."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -46,7 +46,7 @@ class RagBlendError(Exception): ...
 
 
 def without_frames(error: Error) -> Error:
-    """The error, for another thread. One that was raised on purpose says all that there is to know, and lets go of the
+    """The error, for another thread. One that was raised on purpose says all that there is to know, and drops the
     frames that it came through: these hold a request's context for as long as it lives, which in a cycle is until
     garbage is looked for.
     """

@@ -88,7 +88,7 @@ class BytesOnly(Disk):  # type: ignore[misc]
 
 
 class Index(Closing):
-    """Safe for threads; whoever changes it holds the writer's lock.
+    """Safe for threads; a caller that changes it holds the writer lock.
 
     Raises StoreError for what SQLite or diskcache raise, and CorruptBlobError for an index that must be rebuilt.
     """

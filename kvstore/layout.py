@@ -2,7 +2,7 @@
 
 FORMAT        one line: which format everything here has
 index/        diskcache's: cache.db (and -wal, -shm while it is open), the index of values and the ledger of their uses
-write.lock    held by whoever changes something
+write.lock    the writer lock
 values/ab/    <key digest>-<16 hex>.kv, one file a value; .tmp while it is written
 quarantine/   what was found damaged, the newest few; gc empties it
 """
@@ -58,7 +58,7 @@ def check_format(root: Path) -> bool:
         raise StoreFormatError(
             f"opening the KV store at {root}: expected {_FORMAT_LINE.decode().strip()!r}, "
             f"found {line.decode('utf-8', 'replace').strip()!r}. Another version made it, or it is no store. "
-            "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which builds KV anew."
+            "If it is RAGBlend's, remove that folder and run `ragblend store repair`, which builds KV again."
         )
     return True
 
@@ -78,13 +78,13 @@ def prepare(root: Path) -> None:
     files.make_private_folder(root / VALUES_FOLDER)
     quarantine_of(root)
     for path in root.glob(f"{INDEX_NAME}*"):
-        with suppress(FileNotFoundError):  # whoever closes the index last at this moment takes its logs away
+        with suppress(FileNotFoundError):  # the last process to close the index removes its logs
             if path.exists():
                 files.make_private_file(path)
 
 
 def quarantine_of(root: Path) -> Path:
-    """The folder; made anew in the place of a link, behind which are somebody else's files."""
+    """The quarantine folder; a link in its place, which may point to the user's files, is replaced."""
     folder = root / QUARANTINE_FOLDER
     if folder.is_symlink():
         log.warning("the quarantine of the KV store at %s was a link; a folder is in its place now", root)

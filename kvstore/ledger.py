@@ -32,7 +32,7 @@ from ragblend.kvstore.policy import (
 )
 
 log = logging.getLogger(__name__)
-REMEMBERED = 20_000  # values that are gone and whose count goes on; about 5 MB
+REMEMBERED = 20_000  # evicted values whose count is kept; about 5 MB
 SAVED_EVERY = 64  # changes, and more where the ledger is large: all of it is written each time
 SAVED_PART = 32
 _PACKED = np.dtype(
@@ -79,7 +79,7 @@ class _Saved:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "_Saved":
-        """An empty one for nothing, and for what cannot be read: then uses are counted anew."""
+        """An empty one for nothing, and for what cannot be read: then uses are counted from zero."""
         if not packed:
             return cls()
         try:
@@ -103,7 +103,7 @@ class _Saved:
             }
             return cls(**known, totals=totals, entries=entries, parents=behind)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("the ledger of uses cannot be read (%s): uses are counted anew", error)
+            log.warning("the ledger of uses cannot be read (%s): uses are counted from zero", error)
             return cls()
 
 
@@ -228,7 +228,7 @@ class Ledger:
             self._changes += 1
 
     def arrive(self, digest: str, nbytes: int, cost: float, parent: str | None = None) -> None:
-        """A value was computed, at `cost` a token, and stored; one that nobody has asked for counts as used once.
+        """A value was computed, at `cost` a token, and stored; one that was never asked for counts as used once.
 
         Else all that one ingests would be evicted before anything that was asked for once, however long ago.
         """

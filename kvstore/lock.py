@@ -1,8 +1,8 @@
-"""One writer at a time, over threads and processes: a lock file that says who holds it, and that ends with its holder.
+"""Writer lock: one writer at a time over threads and processes, by a lock file that names its holder.
 
 Readers never take it. Whoever holds the store's knows that a temporary file, or a file without a row, is left over
 from a crash, and not another process's put that has yet to commit. Chroma's files are silently corrupted by two
-writing processes, so whoever changes the library holds the home's.
+writing processes, so every change of the library holds the home's lock.
 """
 
 import fcntl
@@ -134,7 +134,7 @@ def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """Who wrote the lock file last and has not let go; None when nobody has."""
+    """The process that holds the lock, as its file says; None when there is none."""
     try:
         fd = open_file(path)
         try:

@@ -21,7 +21,7 @@ from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Entry, EvictionPol
 
 @dataclass(eq=False)
 class HeldChunk(Source):
-    """A value whose tensors lie in memory anyway: keys, values L each, (H, T, D), which nobody may change."""
+    """A value whose tensors lie in memory anyway: keys, values L each, (H, T, D), which are never changed."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -51,7 +51,7 @@ class HeldChunk(Source):
 class PackedChunk(Source):
     """A value of a tier in memory, as its codec packed it; it stays whole when it is evicted meanwhile.
 
-    layers: L tensors (layer bytes,) uint8, which nobody may change. Packed are fewer bytes to hold, and to send to a
+    layers: L tensors (layer bytes,) uint8, which are never changed. Packed are fewer bytes to hold, and to send to a
     device; from pinned memory, sending is only given to the current stream.
     """
 
@@ -169,7 +169,7 @@ class MemoryTier:
         return True
 
     def _evict(self, spare: str) -> int:
-        """Drop the lowest until the budget is kept; how many. A tier holds hundreds, so they are sorted anew."""
+        """Drop the lowest until the budget is kept; how many. A tier holds hundreds, so sorting them each time is cheap."""
         entries = [entry for _, entry in self._held.values()]
         excess, victims = sum(entry.nbytes for entry in entries) - self.budget_bytes, []
         for entry in sorted(entries, key=lambda entry: (entry.priority, entry.used_at)) if excess > 0 else ():

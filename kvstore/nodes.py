@@ -2,7 +2,7 @@
 
 Token ids can be decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600,
 deleted rows are overwritten, and the write-ahead log is emptied after every delete. It is rebuildable: a damaged file
-is removed and made anew.
+is deleted and rebuilt.
 """
 
 import sqlite3
@@ -187,7 +187,7 @@ class NodeIndex(RebuildableFile):
         return {ChunkKey(digest): number for digest, number in rows}
 
     def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
-        """That KV is deleted; what is to be deleted anew since then stays in the outbox.
+        """That KV is deleted; what is to be deleted again since then stays in the outbox.
 
         also_shared: it may be in the shared store still, so it is to be deleted there.
         """

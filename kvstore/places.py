@@ -21,7 +21,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 class Place:
     """Where a shared store is.
 
-    timeout_s: what it may cost a prompt at most; retry_s: how long it is left alone when it did not answer; ttl_s:
+    timeout_s: what it may cost a prompt at most; retry_s: for how long it is not asked after it did not answer; ttl_s:
     how long it keeps a value; namespace: what its names begin with.
     """
 
@@ -78,7 +78,7 @@ class Place:
         return f"{self.scheme}://{self.where}{self.path}"
 
 
-def told(error: BaseException) -> str:
+def safe_message(error: BaseException) -> str:
     """What an error says, in a line that holds no secret of the environment."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     for secret in filter(None, map(os.environ.get, SECRETS)):

@@ -5,7 +5,7 @@ keeps state. `ledger.py` keeps the order of many entries up to date.
 
     used(entry, at)         one more retrieval, whether it was found (a hit) or not
     computed(entry, cost)   it had to be computed: the average cost per token takes this one in
-    ranked(entry, policy)   its priority in a tier; the lowest goes first
+    ranked(entry, policy)   its priority in a tier; the lowest is evicted first
 
 Sources: RAGCache (arXiv 2404.12457) section 5.1 and Algorithm 1 for PGDSF; Cherkasova, "Improving WWW proxies
 performance with Greedy-Dual-Size-Frequency" (HP Labs 1998) for GDSF; Cormode et al., "Forward decay" (ICDE 2009) for
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 class EvictionPolicy:
     """One row of the table.
 
-    priority(entry, clock): the lowest goes first; clock is the tier's.
+    priority(entry, clock): the lowest is evicted first; clock is the tier's.
     fades: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored (RAGCache's
     frequency within a time window); else they are counted from when the value came in, all alike.
     """

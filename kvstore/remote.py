@@ -2,7 +2,7 @@
 
 The same self-checking blobs under their keys' names, read by layer. It is a cache that may lie, be slow, be full or be
 gone: what comes from it is checked as any blob is, what one prompt waits for it has a limit, and once it did not answer
-it is left alone for a while, then tried in the background. Values go there behind a `put`, from the disk's file, and
+it is not asked for a while, and then tried in the background. Values go there behind a `put`, from the disk's file, and
 what is deleted here is deleted there. One thread runs an event loop for all that crosses the network.
 """
 
@@ -33,7 +33,7 @@ from ragblend.kvstore.counters import Counters
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey
-from ragblend.kvstore.places import SALT_VARIABLE, Place, told
+from ragblend.kvstore.places import SALT_VARIABLE, Place, safe_message
 from ragblend.kvstore.servers import Refused, Server, server_at
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ PEEKING, READING = 0.1, 0.85
 PEEK_S = 0.5  # however long the time-out is
 IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
 WAITING = 1024  # values that are still to be written there; only their names are held
-WRITE_S = 30.0  # for one value, for which nobody waits
+WRITE_S = 30.0  # for one value, in the background
 DELETED_AT_ONCE = 100
 FLUSH_S = 30.0  # when the store is closed
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
 @dataclass(frozen=True)
 class RemoteStats:
     """What this process asked of a shared store. where: without its options; state: untried, available, or why it is
-    left alone; waiting: values still to be written; dropped: that were not; refused: that the server did not take.
+    not asked; waiting: values still to be written; dropped: that were not; refused: that the server did not take.
     """
 
     where: str
@@ -133,7 +133,7 @@ class Remote(Closing):
 
     @property
     def is_available(self) -> bool:
-        """Whether it is worth asking: False while it is left alone."""
+        """Whether it is asked: False for a while after it did not answer."""
         return not (self._away or self._closed)
 
     @property
@@ -205,12 +205,12 @@ class Remote(Closing):
         return asyncio.run_coroutine_threadsafe(self._read(name, start, nbytes, deadline), self._loop)
 
     def spoiled(self, key: ChunkKey, why: str) -> None:
-        """A value is not what it should be. It stays there until it is written anew."""
+        """A value is not what it should be. It stays there until it is written again."""
         self.counters.add(quarantined=1)
         log.warning("KV of chunk %s at %s is not used: %s", key.digest[:12], self.place, why)
 
     def _ask(self, work: Callable[[Server], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Raises RemoteError: at once while it is left alone, else after the limit at most; Refused."""
+        """Raises RemoteError: at once while it is not asked, else after the limit at most; Refused."""
         if not self.is_available:
             raise self._error(self._state)
         self._run()
@@ -264,19 +264,19 @@ class Remote(Closing):
 
     def _answered(self) -> None:
         with self._changed:
-            if not self._away:  # else this began before it was left alone
+            if not self._away:  # else this began before it failed
                 self._state = "available"
 
     def _failed(self, error: Exception, limit_s: float) -> RemoteError:
         """In the loop: leave it alone, and try it again later."""
         is_late = isinstance(error, TimeoutError)
-        why = f"no answer within {limit_s:.3g} s" if is_late else told(error)
+        why = f"no answer within {limit_s:.3g} s" if is_late else safe_message(error)
         with self._changed:
             was_away, self._away, self._state = self._away, True, why
             self._tally["errors"] += not was_away
             self._changed.notify_all()
         if not was_away:
-            said = "the shared store at %s is left alone for %.0f s: %s"
+            said = "the shared store at %s is not asked for %.0f s: %s"
             log.warning(said, self.place, self.place.retry_s, why)
             self._try_later()
         return self._error(why)
@@ -285,7 +285,7 @@ class Remote(Closing):
         self._loop.call_later(self.place.retry_s, lambda: self._loop.create_task(self._try_again()))
 
     async def _try_again(self) -> None:
-        """Nobody waits for this, so a server that is still away costs nobody anything."""
+        """In the background, so a server that is still down delays no request."""
         try:
             async with asyncio.timeout(self.place.timeout_s):
                 await self._server.check()
@@ -421,7 +421,7 @@ class Remote(Closing):
                 self._runner.start()
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until all is written that waits; False where it takes longer, or the server is left alone."""
+        """Wait until all is written that waits; False where it takes longer, or the server is not asked."""
 
         def over() -> bool:
             return self._writing is None and not (self._waiting and self.is_available)
@@ -430,7 +430,7 @@ class Remote(Closing):
             return self._changed.wait_for(over, timeout_s) and not self._waiting
 
     def close(self) -> None:
-        """Write what waits, for a while, and let go; closing twice is fine. Open readers raise RemoteError."""
+        """Write what waits, for a while, and close; closing twice is fine. Open readers raise RemoteError."""
         atexit.unregister(self.close)
         if self.is_available:
             self.flush()

@@ -1,7 +1,7 @@
 """What a shared store can be: Redis or Valkey, S3's kind of object storage, a folder that several machines mount.
 
 Credentials come from the environment. What is asked of a server is a few coroutines over names and bytes; what the
-bytes are, and when a server is left alone, is `remote.py`'s.
+bytes are, and when a server is not asked, is `remote.py`'s.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class _Redis:
     def _head(self, length: Any, content: Any) -> Head | None:
         for answer in (length, content):
             if isinstance(answer, self._error) and "WRONGTYPE" in str(answer):
-                return b"", 0  # somebody else's, and no value
+                return b"", 0  # not a value of ours
             if isinstance(answer, Exception):
                 raise answer
         if not (isinstance(length, int) and isinstance(content, bytes)):

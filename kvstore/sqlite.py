@@ -34,10 +34,10 @@ def connect(path: Path | str, timeout_s: float = BUSY_SECONDS) -> sqlite3.Connec
 
 
 def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite3.Connection, bool]:
-    """A connection, and whether it must be opened anew for the next use.
+    """A connection, and whether it must be opened again for the next use.
 
     A database with a write-ahead log needs a file of shared memory, for which a full disk has no room. Where the log
-    is empty, the database's file is read as it is then, which is right until somebody writes.
+    is empty, the database's file is read as it is then, which is right until another process writes.
     """
     sql = connect(path, timeout_s)
     try:
@@ -55,7 +55,7 @@ def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite
 
 
 def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
-    """Journal ahead, and overwrite what is deleted; whoever else opens the file at that moment is waited for.
+    """Journal ahead, and overwrite what is deleted; a process that opens the file at that moment is waited for.
 
     SQLite itself does not wait there: it asks for the lock out of a read, where two could wait for each other.
     """
@@ -114,7 +114,7 @@ def erase_log(sql: sqlite3.Connection) -> bool:
 
 
 def erase(sql: sqlite3.Connection, folder: Path, *before: str) -> bool:
-    """Write the file anew, without what was deleted; False while others use it for long, or without room for a copy.
+    """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
 
     SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it once
     moved rows about. The copy of the file that this needs is made in `folder`. before: statements that are run first.
@@ -187,7 +187,7 @@ class Rebuildable:
 class RebuildableFile(Closing):
     """One connection to such a file for the threads of this process, which take turns.
 
-    A damaged file is removed and made anew, not set aside: its bytes are text, and deletion is complete. Another
+    A damaged file is deleted and rebuilt, not set aside: its bytes are text, and deletion is complete. Another
     process may do so too, and is followed. Raises StoreError and its kinds, StoreFormatError for another version.
     """
 
@@ -207,7 +207,7 @@ class RebuildableFile(Closing):
             try:
                 sql = self._connected()
             except OSError as error:
-                said = f"opening the {self._kind.what} {self.path} failed: {error}. Check who owns it."
+                said = f"opening the {self._kind.what} {self.path} failed: {error}. Check its owner and permissions."
                 raise StoreError(said) from error
             except SQL_ERRORS as error:
                 raise index_failed(error, self.path) from error
@@ -217,7 +217,7 @@ class RebuildableFile(Closing):
                 if not is_damage(error):
                     raise index_failed(error, self.path) from error
                 self._make_anew()
-                raise DamagedFileError(f"using {self.path}: it was damaged and is made anew.") from error
+                raise DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.") from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -292,9 +292,7 @@ class RebuildableFile(Closing):
         self._disconnect()
         if _inode(self.path) != self._inode:
             return
-        log.warning(
-            "the %s %s is damaged; it is made anew: %s", self._kind.what, self.path, self._kind.remedy
-        )
+        log.warning("the %s %s is damaged and is rebuilt: %s", self._kind.what, self.path, self._kind.remedy)
         discard_database(self.path)
 
     def _disconnect(self) -> None:

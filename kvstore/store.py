@@ -73,7 +73,7 @@ class KVStore(Closing):
         """Open the store at `root`, made if absent (0700, files 0600).
 
         budget_bytes bounds the values' bytes on the disk (None: a quarter of what is free there and taken by them): a
-        put that goes beyond it evicts what it adds, at least, so that a lowered budget is worked off by puts, some
+        put that goes beyond it evicts what it adds, at least, so that a lowered budget is reached by puts, some
         values each, or by `gc` at once; tiers: memory above it, the fastest first, for what is used (see `promote`);
         policy: a row of POLICIES (None: as it was, at first DEFAULT_POLICY), which processes that have the store open
         take over when they save next; cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any
@@ -127,7 +127,7 @@ class KVStore(Closing):
         if orphans := self._ledger.orphans():  # their parent was damaged, say
             self._remove(self._index, orphans)
         if is_ranked_anew:
-            self._try_to_save()  # for the others who have the store open
+            self._try_to_save()  # for other processes that have the store open
 
     def _rebuild(self, why: str) -> None:
         self._counters.add(quarantined=1)
@@ -162,7 +162,7 @@ class KVStore(Closing):
         """Store (or replace) a value; it is on disk and in the index when this returns, and shared soon after.
 
         codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. shared:
-        whether others may have it. wanted: asked when nobody else can delete or put anything. False, and nothing is
+        whether others may have it. wanted: asked while no other writer can delete or put anything. False, and nothing is
         stored, where it says no, and for a node whose parent is not stored. Raises StoreFullError, StoreLockedError,
         StoreError; nothing has changed then.
         """
@@ -215,12 +215,12 @@ class KVStore(Closing):
         return evicted, unnamed if replaced is None else [replaced.filename, *unnamed]
 
     def _was_evicted(self, victims: Sequence[Entry]) -> None:
-        self._forget_in_memory([victim.digest for victim in victims])  # where nobody would find them
+        self._forget_in_memory([victim.digest for victim in victims])  # the index has no row for them
         self._ledger.evict(victims)
         self._counters.add(evictions=len(victims))
 
     def check_room(self, tokens: int, nbytes: int) -> None:
-        """Raises StoreFullError where so much has no place, whatever is evicted: for who would compute it first."""
+        """Raises StoreFullError where there is no room whatever is evicted, so that nothing is computed in vain."""
         self._check_budget(tokens, nbytes)
         disk = shutil.disk_usage(self.root)
         if disk.total and disk.free < nbytes:  # some file systems do not say
@@ -239,7 +239,7 @@ class KVStore(Closing):
         """Delete the rows of what is to be evicted; these, and their files.
 
         At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
-        more, and whoever puts a value waits for it.
+        more, and the caller of put waits for it.
         """
         evicted, unnamed = list[Entry](), list[str]()
         if excess_bytes > 0 and not self._ledger.is_current(index.ledger(HEAD_BYTES)):
@@ -321,7 +321,7 @@ class KVStore(Closing):
         return reader
 
     def _content(self, key: ChunkKey) -> bytes | None:
-        """A value's file as it is, for others, who check what they read."""
+        """A value's file as it is, for other machines, which check what they read."""
         path = self._path_of(key)
         if path is not None:
             with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
@@ -348,7 +348,7 @@ class KVStore(Closing):
         start: int | None = None,
         parent: ChunkKey | None = None,
     ) -> None:
-        """Bring a value that was used one tier up, if there is one; for when nobody waits. See `open_chunk`."""
+        """Copy a value that was used to the next faster tier, if there is one; for the background. See `open_chunk`."""
         wanting: MemoryTier | None = None
         source: Source | None = None
         for tier in self.tiers:  # the fastest first
@@ -365,7 +365,7 @@ class KVStore(Closing):
             wanting.delete([key])
 
     def save_uses(self) -> None:
-        """Save what was used, for other processes to know, if so much has changed; for when nobody waits."""
+        """Save what was used, for other processes, if enough has changed; for the background."""
         self._live_index()
         if self._ledger.is_due:
             self._try_to_save()
@@ -406,7 +406,7 @@ class KVStore(Closing):
         start: int | None,
         parent: ChunkKey | None,
     ) -> ChunkReader | None:
-        """spoiled: told of a layer that is damaged."""
+        """spoiled: called with a layer that is damaged."""
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
@@ -426,7 +426,7 @@ class KVStore(Closing):
         return None
 
     def _row_of(self, key: ChunkKey) -> Row | None:
-        """None where there is none, and where the index cannot be read: the caller goes on without us."""
+        """None where there is none, and where the index cannot be read: the caller computes the chunk."""
         try:
             return self._live_index().get(key.digest)
         except CorruptBlobError as error:
@@ -459,7 +459,7 @@ class KVStore(Closing):
             log.warning("damaged KV of chunk %s stays until it is read again: %s", key.digest[:12], error)
             return
         self._counters.add(quarantined=1)
-        log.warning("KV of chunk %s is in quarantine and will be encoded anew: %s", key.digest[:12], why)
+        log.warning("KV of chunk %s is in quarantine and will be encoded again: %s", key.digest[:12], why)
 
     # --- looking after
 

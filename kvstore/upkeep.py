@@ -148,7 +148,7 @@ def remove_files(paths: Collection[Path]) -> GcReport:
     return GcReport(files, nbytes)
 
 
-# --- opening: format, folders, an index that can be trusted, leftovers of whoever was killed here
+# --- opening: format, folders, an index that can be trusted, leftovers of killed processes
 
 
 def open_folder(root: Path) -> WriterLock:

@@ -24,7 +24,7 @@ from ragblend.kvstore.errors import CorruptBlobError, RemoteError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import value_files
 from ragblend.kvstore.memory import whole
-from ragblend.kvstore.places import Place, told
+from ragblend.kvstore.places import Place, safe_message
 from ragblend.kvstore.remote import Remote, Wanted, name_at
 from ragblend.kvstore.servers import _Redis
 from ragblend.kvstore.store import KVStore
@@ -576,7 +576,7 @@ def test_a_password_comes_from_the_environment_and_is_told_nobody(
         with pytest.raises(RemoteError) as refused:
             store.withdraw([sample(1)[0]])
     told = caplog.text + str(refused.value) + repr(refused.value.__cause__) + str(store.remote.stats())
-    assert "left alone" in told and "secret" not in told and store.remote.stats().errors == 1
+    assert "is not asked" in told and "secret" not in told and store.remote.stats().errors == 1
 
 
 def test_tls_is_verified_against_the_authorities_of_the_environment(
@@ -666,9 +666,9 @@ def test_closing_twice_is_fine_and_whoever_reads_meanwhile_is_told(redis, open_a
 
 def test_what_is_told_of_an_error_holds_no_secret_of_the_environment(monkeypatch):
     monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
-    said = told(ValueError("could not log in as hunter2\nwith hunter2"))
+    said = safe_message(ValueError("could not log in as hunter2\nwith hunter2"))
     assert said == "ValueError: could not log in as ***"
-    assert told(TimeoutError()) == "TimeoutError"
+    assert safe_message(TimeoutError()) == "TimeoutError"
 
 
 class Deleting(BadServer):
