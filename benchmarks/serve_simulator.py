@@ -25,7 +25,8 @@ from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import StoreFullError
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key, node_key
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key, node_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.tree import Node, match
 

@@ -37,7 +37,8 @@ from ragblend.engine.scheduling.queue import Asking, Cancel, Chores, DeviceQueue
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, UsageError
 from ragblend.kvstore.files import replace_durably
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore

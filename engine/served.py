@@ -45,7 +45,8 @@ from ragblend.engine.scheduling.speculation import Speculation
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, pack_tokens
+from ragblend.kvstore.fingerprint import ModelFingerprint
+from ragblend.kvstore.keys import ChunkKey, pack_tokens
 from ragblend.kvstore.memory import MemoryTier
 
 INTRODUCTION_S = 30.0  # of silence while a server is asked what it is: a token, which may stand behind others

@@ -169,7 +169,7 @@ class MemoryTier:
         return True
 
     def _evict(self, spare: str) -> int:
-        """Drop the lowest until the budget is kept; how many. A tier holds hundreds, so sorting them each time is cheap."""
+        """Drop the lowest until the budget is kept; how many. A tier holds hundreds: sorting them is cheap."""
         entries = [entry for _, entry in self._held.values()]
         excess, victims = sum(entry.nbytes for entry in entries) - self.budget_bytes, []
         for entry in sorted(entries, key=lambda entry: (entry.priority, entry.used_at)) if excess > 0 else ():

@@ -162,9 +162,9 @@ class KVStore(Closing):
         """Store (or replace) a value; it is on disk and in the index when this returns, and shared soon after.
 
         codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. shared:
-        whether others may have it. wanted: asked while no other writer can delete or put anything. False, and nothing is
-        stored, where it says no, and for a node whose parent is not stored. Raises StoreFullError, StoreLockedError,
-        StoreError; nothing has changed then.
+        whether others may have it. wanted: asked while no other writer can delete or put anything. False, and nothing
+        is stored, where it says no, and for a node whose parent is not stored. Raises StoreFullError,
+        StoreLockedError, StoreError; nothing has changed then.
         """
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
         stored = self.put_blob(blob, wanted)

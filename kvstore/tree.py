@@ -5,7 +5,8 @@ behind a path of other nodes behind a prefix. Its key is a digest of that path, 
 other, whose header names its parent: what was encoded alone has none, what was fused is in no file. On the first level
 a node is the chunk's own KV, stored once, because a chunk right behind its encoding prefix is exact.
 
-What has nodes below it is not evicted, a deleted node is deleted with all below it, and a node whose parent is gone is deleted at the next open.
+A node with nodes below it is not evicted, a node is deleted with all below it, and one whose parent is gone is deleted
+when the store is opened next.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from ragblend.kvstore.errors import (
     TokenizerMissingError,
     UnsupportedModelError,
 )
-from ragblend.kvstore.keys import ModelFingerprint
+from ragblend.kvstore.fingerprint import ModelFingerprint
 
 MOST_BITS = 10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
 

@@ -20,7 +20,7 @@ from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import Cancelled, CorruptBlobError, StoreFullError
-from ragblend.kvstore.keys import node_key
+from ragblend.kvstore.fingerprint import node_key
 from ragblend.kvstore.memory import whole
 from ragblend.kvstore.tree import Node, match
 

@@ -8,7 +8,8 @@ import torch
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV, Geometry
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.store import KVStore
 
 SHAPE = Geometry(layers=2, kv_heads=2, key_size=4, value_size=6, dtype="bfloat16")

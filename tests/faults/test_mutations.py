@@ -10,7 +10,7 @@ import pytest
 from fault_mutations import MUTATIONS, broken
 from fault_values import MODEL, OracleError, demand, key_of, put, same, token_ids, value, version_read
 
-from ragblend.kvstore.keys import chunk_key
+from ragblend.kvstore.fingerprint import chunk_key
 from ragblend.kvstore.store import KVStore
 
 

@@ -11,7 +11,8 @@ import torch
 from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
 
 from ragblend.kvstore.chunks import ChunkKV, Geometry
-from ragblend.kvstore.keys import ChunkKey, ModelFingerprint, chunk_key
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.sqlite import connect
 from ragblend.kvstore.store import KVStore
 

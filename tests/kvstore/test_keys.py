@@ -6,10 +6,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ragblend.kvstore import keys
+from ragblend.kvstore import fingerprint
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UsageError
-from ragblend.kvstore.keys import ModelFingerprint, chunk_key, pack_tokens, unpack_tokens
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
+from ragblend.kvstore.keys import pack_tokens, unpack_tokens
 
 GEOMETRY = Geometry(3, 2, 4, 6, "bfloat16")
 MODEL = ModelFingerprint("ab", "cd", GEOMETRY, '{"rope_theta":10000.0}')
@@ -45,7 +46,7 @@ def test_every_field_changes_the_key():
 
 def test_format_version_changes_the_key(monkeypatch):
     before = chunk_key(MODEL, (1,), "", (2,))
-    monkeypatch.setattr(keys, "FORMAT_VERSION", keys.FORMAT_VERSION + 1)
+    monkeypatch.setattr(fingerprint, "FORMAT_VERSION", fingerprint.FORMAT_VERSION + 1)
     assert chunk_key(MODEL, (1,), "", (2,)) != before
     assert ModelFingerprint("ab", "cd", GEOMETRY, MODEL.rope).digest != MODEL.digest
 

@@ -13,7 +13,8 @@ import torch
 from ragblend.kvstore.blob import Blob, open_verified
 from ragblend.kvstore.codec import CODECS
 from ragblend.kvstore.errors import StoreFullError
-from ragblend.kvstore.keys import ChunkKey, node_key
+from ragblend.kvstore.fingerprint import node_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import whole
 from ragblend.kvstore.store import KVStore
 from ragblend.kvstore.tree import Node, match
