@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import make_prompt, make_text, watch_lock
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS
@@ -172,27 +172,25 @@ def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, 
 def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, monkeypatch):
     """Who asks a question waits for one part: one document's passages, each in a change of its own, took seconds."""
     engine, parts, turns = fresh.engine, [], []
-    nodes, store, use = engine.runtime.nodes, engine.store, engine.runtime.use
+    nodes, store, delete = engine.runtime.nodes, engine.store, engine.store.delete
     keys = engine.encode(TEXTS, node_ids=[f"n{number}" for number in range(5)]).keys
     last = max(range(5), key=lambda number: keys[number].digest)  # deleted in order of the keys
     ids = engine.tokenize(Prompt([Chunk(TEXTS[last])])).chunks[0].token_ids
     kept = store.get(keys[last], ids)
-    delete, turn = store.delete, use.turn
 
     def deleted(some):
         parts.append(len(some))
         return delete(some)
 
-    def taken(*given):
+    def locked():
         turns.append(len(parts))
         if parts == [2] and turns.count(1) == 1:
             nodes.put_many(engine.runtime.scope("default"), [("again", ids, keys[last])])
             store.put(keys[last], kept)
-        return turn(*given)
 
-    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
     monkeypatch.setattr(store, "delete", deleted)
-    monkeypatch.setattr(use, "turn", taken)
+    watch_lock(monkeypatch, engine.runtime, locked)
     assert engine.forget([f"n{number}" for number in range(5)]) > 0
     assert parts == [2, 2] and turns[:3] == [0, 0, 1]
     assert [key for key in keys if store.contains(key)] == [keys[last]] and nodes.doomed() == ()

@@ -6,14 +6,15 @@ import shutil
 import threading
 
 import pytest
-from benches import make_prompt, make_text
+from benches import make_prompt, make_text, watch_lock
 from waiting import until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -68,19 +69,14 @@ def test_of_equal_passages_one_is_counted_and_what_can_have_none_is_left_out(fre
 def test_whoever_asks_waits_for_some_of_the_nodes_that_are_looked_up(fresh, monkeypatch):
     """Not for all: there may be 100,000."""
     engine, looked_up = entered(fresh), []
-    get, use = engine.runtime.nodes.get, engine.runtime.use
-    turn = use.turn
-
-    def taken(*given):
-        looked_up.append(0)
-        return turn(*given)
+    get = engine.runtime.nodes.get
 
     def got(*given):
         looked_up[-1] += 1
         return get(*given)
 
-    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
-    monkeypatch.setattr(use, "turn", taken)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
+    watch_lock(monkeypatch, engine.runtime, lambda: looked_up.append(0))
     monkeypatch.setattr(engine.runtime.nodes, "get", got)
     assert engine.missing(NODES).node_ids == tuple(NODES)
     assert max(looked_up) == 2 and sum(looked_up) == len(NODES)
@@ -94,7 +90,7 @@ def test_who_leaves_waits_for_no_pause(fresh):
 
     def encode() -> None:
         with pytest.raises(Cancelled):
-            list(engine.encode_nodes(NODES[1:], lambda: True))
+            list(engine.encode_nodes(NODES[1:], CallbackCancel(lambda: True)))
         stopped.set()
 
     with engine.runtime.queue.turn():
@@ -130,7 +126,7 @@ def test_a_node_that_is_deleted_while_it_is_encoded_gets_no_kv(fresh):
             asked.append(engine.forget(NODES[:1]))
         return False
 
-    first, second = engine.encode_nodes(NODES[:2], delete)
+    first, second = engine.encode_nodes(NODES[:2], CallbackCancel(delete))
     assert first == 0 < second
     assert asked and engine.store.stats().entries == 1
     engine.forget(NODES)
@@ -189,12 +185,12 @@ def test_where_the_store_is_full_a_line_says_so_and_nothing_is_computed_for_it(
 def test_encoding_is_left_between_two_layers(fresh):
     engine, layers = entered(fresh), []
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         layers.append(1)
         return len(layers) > 2
 
     with pytest.raises(Cancelled):
-        list(engine.encode_nodes(NODES, leave))
+        list(engine.encode_nodes(NODES, CallbackCancel(is_cancelled)))
     assert engine.store.stats().entries == 0
     assert len(list(engine.encode_nodes(NODES))) == 6, "and gone on with"
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
@@ -209,14 +205,14 @@ def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
         seen.append(computing.wait(60))
         return put(*kv)
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         asked.append(1)
         if len(asked) > 1 + layers:  # the second chunk's: each is asked once, and once a layer
             computing.set()
         return False
 
     monkeypatch.setattr(engine.store, "put", waiting)
-    assert len(list(engine.encode_nodes(NODES[:2], leave))) == 2
+    assert len(list(engine.encode_nodes(NODES[:2], CallbackCancel(is_cancelled)))) == 2
     assert seen == [True, True] and len(asked) == 2 * (1 + layers) and engine.store.stats().entries == 2
 
 
@@ -225,12 +221,12 @@ def test_what_was_computed_before_it_was_left_is_kept(fresh, stop_at):
     engine, layers = entered(fresh), fresh.engine.runtime.fingerprint.geometry.layers
     left, said = [], []
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         left.append(1)
         return len(left) > (stop_at - 1) * (1 + layers)
 
     with pytest.raises(Cancelled):
-        said.extend(engine.encode_nodes(NODES, leave))
+        said.extend(engine.encode_nodes(NODES, CallbackCancel(is_cancelled)))
     assert len(said) == engine.store.stats().entries == stop_at - 1
 
 
@@ -260,7 +256,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
         engine.prefill(make_prompt([make_text(9)], suffix=" Who?"))
         answered.set()
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
         if not asking_now:
             asking_now.append(threading.Thread(target=ask))
@@ -269,7 +265,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
                 answered.wait(0.01)
         return False
 
-    encoding = engine.encode_nodes(NODES, leave)
+    encoding = engine.encode_nodes(NODES, CallbackCancel(is_cancelled))
     next(encoding)  # of node-0, which is stored already under another prefix or not
     if not asking_now:
         next(encoding)
@@ -320,7 +316,7 @@ def test_what_is_closed_behind_an_answer_stays_closed(fresh):
     def show(_):
         if not closing.ident:
             closing.start()
-            until(lambda: engine.runtime.queue.wanted)
+            until(lambda: engine.runtime.queue.has_waiting)
 
     asked = make_prompt(TEXTS)
     with engine.stream(asked, max_new_tokens=6, session=session) as stream:
@@ -353,10 +349,10 @@ def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):
 def test_where_somebody_is_always_there_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
     engine, asked, done = fresh.engine, make_prompt(TEXTS[:1]), threading.Event()
-    begun, encode, encoded = threading.Event(), Nodes.encode_later, []
+    begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_later, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
-    monkeypatch.setattr(Nodes, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
-    engine.runtime.chores.add(lambda: begun.wait(60))  # until all have asked
+    monkeypatch.setattr(LocalNodeEncoder, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
+    engine.runtime.background.add(lambda: begun.wait(60))  # until all have asked
 
     def answer() -> None:
         with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:

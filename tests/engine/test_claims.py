@@ -1,13 +1,11 @@
 """What the queue is told of a request: what is loaded for it, and what it must compute."""
 
-import math
-
 import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.prefill import Request, claim_of
 from ragblend.engine.prompts.session import Session
+from ragblend.engine.request import Request, claim_of
 from ragblend.engine.selection import policy_named
 
 TEXTS = [make_text(seed, words=30) for seed in range(3)]
@@ -16,7 +14,7 @@ TEXTS = [make_text(seed, words=30) for seed in range(3)]
 def claim(bench, prompt, method, session=None):
     """Of that prompt at a ratio of a quarter."""
     request = Request(bench.engine.tokenize(prompt), policy_named(method), 0.25, "default", session=session)
-    return claim_of(bench.engine.runtime, request, "", math.inf)
+    return claim_of(bench.engine.runtime, request)
 
 
 @pytest.fixture

@@ -232,13 +232,13 @@ def test_eight_threads_get_their_own_answers(stored, serves):
     assert together == [alone] * 3
 
 
-def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serves, monkeypatch):
+def test_requests_that_yield_the_device_between_all_layers_answer_the_same(stored, serves, monkeypatch):
     """Each has its own cache, plan and probes: nothing of one is another's, wherever they are interleaved."""
     monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", SHORT_S)
     prompts = [make_prompt([TEXTS[(n + i) % 6] for i in range(4)], suffix=f" Which {n}?") for n in range(6)]
     methods = ["probe-shift", "full", "reuse", "cacheblend", "a3", "prophet"]
     engine, handed = stored.engine, []
-    monkeypatch.setattr(DeviceQueue, "give_way", counted(DeviceQueue.give_way, handed))
+    monkeypatch.setattr(DeviceQueue, "yield_device", counted(DeviceQueue.yield_device, handed))
 
     def ask(number):
         options = {"method": methods[number], "ratio": 0.5, "temperature": 0.7, "seed": number}
@@ -255,13 +255,13 @@ def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serve
 SHORT_S = 1e-9
 
 
-def counted(give_way, handed):
+def counted(yield_device, handed):
     """Notes after how long the device was given away, whenever others waited for it."""
 
     def noting(self, ticket, cancel, after_s):
-        if self.wanted:
+        if self.has_waiting:
             handed.append(after_s)
-        give_way(self, ticket, cancel, after_s)
+        yield_device(self, ticket, cancel, after_s)
 
     return noting
 

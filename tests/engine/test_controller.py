@@ -177,7 +177,7 @@ def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     before = engine.prefill(prompt, ratio="auto").report
-    assert before.decision.predicted_ttft_ms is None and before.ratio == 0.15
+    assert before.decision.predicted_ttft_ms is None and before.decision.ratio == 0.15
     seen = []
     measured = engine.profile(lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] == len(seen)

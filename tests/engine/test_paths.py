@@ -200,7 +200,7 @@ def test_on_a_busy_device_few_contexts_wait_to_be_entered(fresh):
     prompts = [chat(fresh, texts) for texts in (TEXTS[:2], TEXTS[1:3], TEXTS[2:4], TEXTS[3:5], TEXTS[4:6])]
     held = [engine.prefill(prompts[0], method="exact")]
     engine.finish_background()
-    with engine.runtime.use.turn():  # what is entered waits for it
+    with engine.runtime.store_lock:  # what is entered waits for it
         for prompt in prompts[1:]:
             held.append(engine.prefill(prompt, method="exact"))
     assert all(each.computed for each in held)

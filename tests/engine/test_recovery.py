@@ -158,7 +158,7 @@ def test_others_answers_and_chores_hold_up_no_second_try(asked, monkeypatch):
         waits.set()
         go.wait(60)
 
-    engine.runtime.chores.add(chore)
+    engine.runtime.background.add(chore)
     assert waits.wait(60)
     break_layer(monkeypatch, 1, RuntimeError)
     found: list[object] = []

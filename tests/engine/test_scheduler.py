@@ -1,4 +1,4 @@
-"""The queue before the device, and chores in the background."""
+"""The queue for the device, and background tasks."""
 
 import threading
 import time
@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 from waiting import until
 
+from ragblend.engine.scheduling.background import BackgroundTasks, Priority
 from ragblend.engine.scheduling.order import Claim
-from ragblend.engine.scheduling.queue import Chores, DeviceQueue, Worth
+from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.kvstore.errors import Cancelled
 
 
@@ -109,129 +110,129 @@ def test_an_error_gives_the_device_back():
     assert not queue.inside
 
 
-def test_chores_run_in_order_and_survive_a_failing_one(caplog):
-    chores, done = Chores(), []
-    chores.add(lambda: done.append(1))
-    chores.add(lambda: 1 / 0)
-    chores.add(lambda: done.append(2))
-    assert chores.finish(10)
+def test_tasks_run_in_order_and_survive_a_failing_one(caplog):
+    tasks, done = BackgroundTasks(), []
+    tasks.add(lambda: done.append(1))
+    tasks.add(lambda: 1 / 0)
+    tasks.add(lambda: done.append(2))
+    assert tasks.finish(10)
     assert done == [1, 2]
     assert "failed" in caplog.text
 
 
 def test_what_waits_is_not_added_again_and_there_is_a_most_of_it(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduling.queue.MOST_WAITING", 3)
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
+    monkeypatch.setattr("ragblend.engine.scheduling.background.MAX_WAITING", 3)
+    tasks, done, begun, go = BackgroundTasks(), [], threading.Event(), threading.Event()
+    tasks.add(lambda: (begun.set(), go.wait(60)))
     assert begun.wait(10)
     for number in (1, 2, 1, 2, 3, 4):
-        chores.add(partial(done.append, number), ("passage", number))
-    chores.add(done.clear)  # nobody would bring it again
-    chores.add(done.clear)
-    chores.add(partial(done.append, "last"))
+        tasks.add(partial(done.append, number), ("passage", number))
+    tasks.add(done.clear)  # nobody would bring it again
+    tasks.add(done.clear)
+    tasks.add(partial(done.append, "last"))
     go.set()
-    assert chores.finish(10)
+    assert tasks.finish(10)
     assert done == ["last"]
 
 
 def test_work_for_which_no_thread_starts_waits_for_the_next(monkeypatch, caplog):
     """Where processes may have no more threads it counted as begun for ever, and whoever ended it waited for ever."""
-    chores, done, start = Chores(), [], threading.Thread.start
+    tasks, done, start = BackgroundTasks(), [], threading.Thread.start
 
     def fails(thread):
-        if thread.name == "ragblend-chores":
+        if thread.name == "ragblend-background":
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 1), "one")
+        tasks.add(partial(done.append, 1), "one")
         assert "can't start new thread" in caplog.text
-        assert not chores.finish(10), "something is left to do"
-    chores.add(partial(done.append, 1), "one")  # the same waits already
-    assert chores.finish(10)
+        assert not tasks.finish(10), "something is left to do"
+    tasks.add(partial(done.append, 1), "one")  # the same waits already
+    assert tasks.finish(10)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 2))
-    assert chores.finish(10)
+        tasks.add(partial(done.append, 2))
+    assert tasks.finish(10)
     assert done == [1, 2]
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 3))
-        chores.add(partial(done.append, 4), worth=Worth.STORE)
-        chores.end()
-    assert chores.finish(10)
+        tasks.add(partial(done.append, 3))
+        tasks.add(partial(done.append, 4), priority=Priority.STORE)
+        tasks.end()
+    assert tasks.finish(10)
     assert done == [1, 2, 4]
 
 
 def test_what_stores_goes_first_and_what_measures_last():
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
+    tasks, done, begun, go = BackgroundTasks(), [], threading.Event(), threading.Event()
+    tasks.add(lambda: (begun.set(), go.wait(60)))
     assert begun.wait(10)
-    for worth in (Worth.MEASURE, Worth.PREPARE, Worth.STORE):
+    for priority in (Priority.MEASURE, Priority.PREPARE, Priority.STORE):
         for number in (1, 2):
-            chores.add(partial(done.append, (worth, number)), worth=worth)
-    assert not chores.gives_up(Worth.STORE) and chores.gives_up(Worth.PREPARE)
+            tasks.add(partial(done.append, (priority, number)), priority=priority)
+    assert not tasks.should_stop(Priority.STORE) and tasks.should_stop(Priority.PREPARE)
     go.set()
-    assert chores.finish(10)
-    assert done == [(worth, number) for worth in sorted(Worth) for number in (1, 2)]
-    assert not chores.gives_up(Worth.MEASURE)
+    assert tasks.finish(10)
+    assert done == [(priority, number) for priority in sorted(Priority) for number in (1, 2)]
+    assert not tasks.should_stop(Priority.MEASURE)
 
 
 def test_what_gave_way_to_what_stores_is_done_after_it_and_what_was_cancelled_else_is_dropped():
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
+    tasks, done, begun, go = BackgroundTasks(), [], threading.Event(), threading.Event()
 
     def prepare():
         begun.set()
         assert go.wait(60)
-        if chores.gives_up(Worth.PREPARE) or not done:
+        if tasks.should_stop(Priority.PREPARE) or not done:
             done.append("gave way")
             raise Cancelled("for what stores")
         done.append("prepared")
 
-    chores.add(prepare)
+    tasks.add(prepare)
     assert begun.wait(10)
-    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
+    tasks.add(partial(done.append, "stored"), priority=Priority.STORE)
     go.set()
-    assert chores.finish(10)
+    assert tasks.finish(10)
     assert done == ["gave way", "stored", "prepared"]
     done.clear()
-    chores.add(prepare)
-    assert chores.finish(10)
+    tasks.add(prepare)
+    assert tasks.finish(10)
     assert done == ["gave way"]
 
 
 def test_at_the_end_of_a_process_what_stores_is_done_and_the_rest_is_dropped():
     left = []
-    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
+    tasks, done, begun, go = BackgroundTasks(left.append), [], threading.Event(), threading.Event()
+    tasks.add(lambda: (begun.set(), go.wait(60)))
     assert begun.wait(10)
-    chores.add(partial(done.append, "prepared"))
-    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
+    tasks.add(partial(done.append, "prepared"))
+    tasks.add(partial(done.append, "stored"), priority=Priority.STORE)
     go.set()
-    chores.end()
+    tasks.end()
     assert done == ["stored"] and left == []
 
 
 def test_what_was_not_stored_in_the_time_that_there_is_is_told(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduling.queue.LAST_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.scheduling.background.EXIT_S", 0.0)
     left = []
-    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
+    tasks, done, begun, go = BackgroundTasks(left.append), [], threading.Event(), threading.Event()
+    tasks.add(lambda: (begun.set(), go.wait(60)))
     assert begun.wait(10)
-    chores.add(partial(done.append, 1), "one", Worth.STORE)
+    tasks.add(partial(done.append, 1), "one", Priority.STORE)
     go.set()
-    chores.end()
+    tasks.end()
     assert (done, left) == ([], [["one"]])
 
 
 def test_finish_says_when_it_takes_too_long():
-    chores, go = Chores(), threading.Event()
-    chores.add(go.wait)
-    assert not chores.finish(0.05)
+    tasks, go = BackgroundTasks(), threading.Event()
+    tasks.add(go.wait)
+    assert not tasks.finish(0.05)
     go.set()
-    assert chores.finish(10)
-    assert chores.finish(0)
+    assert tasks.finish(10)
+    assert tasks.finish(0)
 
 
 def test_work_in_the_background_lets_everybody_pass():
@@ -239,17 +240,17 @@ def test_work_in_the_background_lets_everybody_pass():
 
     def takes(name, background):
         with queue.turn(background=background):
-            order.append((name, queue.wanted))
+            order.append((name, queue.has_waiting))
 
     threads = []
     with queue.turn():
-        assert not queue.wanted
+        assert not queue.has_waiting
         for name, background in (("behind", True), ("first", False), ("second", False)):
             threads.append(threading.Thread(target=takes, args=(name, background)))
             threads[-1].start()
             wanted = len(threads)  # one in the background is not in the queue
             until(lambda n=wanted: queue.inside == n)
-        assert queue.wanted
+        assert queue.has_waiting
     for thread in threads:
         thread.join(10)
     assert order == [("first", True), ("second", False), ("behind", False)]

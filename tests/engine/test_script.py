@@ -33,10 +33,10 @@ def test_a_script_of_three_questions_reuses_from_its_second_run_on(smollm2_home,
 
 
 def test_what_the_end_of_a_process_cut_is_stored_first_in_the_next(tmp_path, with_smollm2, monkeypatch):
-    """LAST_S is 0: nothing is stored at the end."""
+    """EXIT_S is 0: nothing is stored at the end."""
     home = with_smollm2(tmp_path)
     script = SCRIPT.replace(
-        "import json, sys", "import json, sys, ragblend.engine.scheduling.queue as s; s.LAST_S = 0.0"
+        "import json, sys", "import json, sys, ragblend.engine.scheduling.background as s; s.EXIT_S = 0.0"
     )
     script = script.replace("for question in range(3)", "for question in range(1)")
     run = [sys.executable, "-c", script, home]

@@ -225,7 +225,7 @@ def test_the_controller_leaves_there_what_is_computed_sooner(redis, fresh_bench_
         rate = remote_of(here).bytes_per_s
         load_ms = nbytes / rate * 1e3
         for row_ms, hits in ((load_ms / 1e5, 1), (load_ms, 4)):
-            engine.runtime.keep_profile(timed(row_ms))
+            engine.runtime.save_profile(timed(row_ms))
             report = engine.prefill(PROMPT).report
             assert report.hits == hits, (row_ms, load_ms)
             assert report.decision.predicted_ttft_ms is not None
@@ -328,7 +328,7 @@ def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, m
     withdraw = engine.store.withdraw
 
     def question() -> None:
-        with engine.runtime.use.turn():
+        with engine.runtime.store_lock:
             passed.set()
 
     def withdrawing(keys) -> None:
@@ -348,7 +348,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):
     engine = here.engine
     engine.enter(TEXTS[:2], ["a", "b"])
     held = threading.Event()
-    engine.runtime.chores.add(lambda: held.wait(60))
+    engine.runtime.background.add(lambda: held.wait(60))
     prompt = engine.tokenize(
         Prompt(
             [

@@ -1,6 +1,4 @@
-"""An engine whose model a vLLM has, against a server that says what a vLLM says; a real one is asked in
-`tests/integrations/vllm`.
-"""
+"""The client of a vLLM server, against a fake server; the other tests of this folder need vLLM, these do not."""
 
 import logging
 import math
@@ -10,15 +8,16 @@ import traceback
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import vllm_fake
 from benches import make_prompt, make_text
 from waiting import until
 
-from ragblend.engine.completions import Completions
-from ragblend.engine.engine import Engine
+from ragblend.engine.engine import Engine, loaded_here
 from ragblend.engine.model.gate import TEXT
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
-from ragblend.engine.served import ServedNodes
+from ragblend.integrations.vllm.client import ServerNodeEncoder
+from ragblend.integrations.vllm.completions import Completions
 from ragblend.kvstore.errors import (
     Cancelled,
     ModelServerError,
@@ -31,11 +30,16 @@ TEXTS = [make_text(seed) for seed in range(3)]
 ASKED = make_prompt(TEXTS)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
 @pytest.fixture
-def opened(model_folder, llama, tmp_path):
-    """An engine, and the server that has its model."""
-    folder = model_folder("llama")
-    with vllm_fake.serve(folder, llama.engine.runtime.tokenizing.literal_ids) as server:
+def opened(folder, tmp_path):
+    """The client, and the server that has its model."""
+    literal_ids = Engine.open(str(folder), tmp_path / "home").runtime.tokenizing.literal_ids
+    with vllm_fake.serve(folder, literal_ids) as server:
         engine = Engine.open(str(folder), tmp_path / "home", backend="vllm", url=f"{server.url}/v1/")
         yield engine, server
         engine.close()
@@ -67,7 +71,7 @@ def test_no_memory_is_taken_for_kv_that_is_read_elsewhere(opened, monkeypatch):
     """Asking a device what is free makes a context there, of some hundred MB that vLLM has counted as its own."""
     engine, _ = opened
     monkeypatch.setattr(
-        "ragblend.engine.runtime.memory_tiers", lambda *args: pytest.fail("the device was asked")
+        "ragblend.engine.model.device.free_bytes", lambda *args: pytest.fail("the device was asked")
     )
     assert engine.runtime.store.tiers == ()
 
@@ -162,12 +166,12 @@ def test_who_closes_waits_for_no_server(opened, monkeypatch):
     engine.finish_background()
     begun, post = threading.Event(), engine.runtime.server.post
 
-    def silent(path, body, leave, *more):
+    def silent(path, body, cancel, *more):
         if "encode" not in body["kv_transfer_params"]:
-            return post(path, body, leave, *more)
+            return post(path, body, cancel, *more)
         begun.set()
-        until(leave)
-        raise Cancelled("it was left")
+        until(cancel.is_set)
+        raise Cancelled("it was cancelled")
 
     monkeypatch.setattr(engine.runtime.server, "post", silent)
     engine.generate(make_prompt(TEXTS[1:2]))
@@ -270,10 +274,10 @@ def after(engine, server):
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
 
 
-def test_a_server_that_is_not_there(model_folder, tmp_path):
+def test_a_server_that_is_not_there(folder, tmp_path):
     with vllm_fake.serve(".", lambda text: []) as server:
         url = server.url
-    engine = Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+    engine = Engine.open(str(folder), tmp_path, backend="vllm", url=url)
     for ask in (lambda: engine.generate(ASKED), lambda: engine.stream(ASKED), lambda: engine.gate):
         with pytest.raises(ModelServerError, match="Is vLLM running there"):
             ask()
@@ -443,7 +447,7 @@ def test_a_busy_server_that_is_asked_what_it_is_keeps_nobody(opened):
 def test_a_server_that_does_not_say_what_it_is_is_given_up(opened, monkeypatch):
     engine, server = opened
     server.silent = True
-    monkeypatch.setattr("ragblend.engine.served.INTRODUCTION_S", 0.2)
+    monkeypatch.setattr("ragblend.integrations.vllm.server.INTRODUCTION_S", 0.2)
     with pytest.raises(ModelServerError, match="no answer from the server"):
         engine.generate(ASKED)
     server.silent = False
@@ -453,7 +457,7 @@ def test_a_server_that_does_not_say_what_it_is_is_given_up(opened, monkeypatch):
 def test_a_passage_that_waits_for_a_silent_server_is_given_up_by_closing(opened):
     engine, server = opened
     server.silent = True
-    ServedNodes(engine.runtime, "default").add_chore(engine.tokenize(ASKED).chunks[0])
+    ServerNodeEncoder(engine.runtime, "default").queue_encoding(engine.tokenize(ASKED).chunks[0])
     assert server.asking.wait(60)
     engine.close()
     assert server.left.wait(60)
@@ -485,12 +489,12 @@ def test_what_is_no_vllm(opened, monkeypatch):
 @pytest.mark.parametrize(
     "url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://", "http://a:port", "http://me:secret@a", ""]
 )
-def test_a_url_that_is_none(model_folder, tmp_path, url):
+def test_a_url_that_is_none(folder, tmp_path, url):
     if url:
         with pytest.raises(UsageError, match=r"^(?!.*secret).*looks like http"):
-            Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+            Engine.open(str(folder), tmp_path, backend="vllm", url=url)
     with pytest.raises(UsageError, match="'tgi' is unknown"):
-        Engine.open(str(model_folder("llama")), tmp_path, backend="tgi", url=url)
+        Engine.open(str(folder), tmp_path, backend="tgi", url=url)
 
 
 def test_a_cancelled_answer_ends_at_the_server_too(opened):
@@ -503,20 +507,24 @@ def test_a_cancelled_answer_ends_at_the_server_too(opened):
         engine.generate(ASKED, deadline=0.0)
 
 
-def test_what_a_server_has_not_is_refused_by_name(opened):
+def test_what_a_server_cannot_do_is_refused_by_name(opened):
     engine, server = opened
-    read = engine.prefill(ASKED)
-    for name, refused in {
-        "answering": lambda: engine.decode(read),
-        "comparing": lambda: engine.continue_logits(read, [7]),
-        "measuring": engine.profile,
-    }.items():
-        with pytest.raises(UnsupportedModelError, match=name):
-            refused()
+    engine.prefill(ASKED)
+    with pytest.raises(UnsupportedModelError, match="comparing logits cannot be had from vLLM at"):
+        loaded_here(engine, "comparing logits")
     for options in ({"keep_tokens": 9}, {"repetition_penalty": 1.1}):
         with pytest.raises(UsageError, match=f"{next(iter(options))} cannot be had"):
             engine.generate(ASKED, **options)
     assert len(server.asked) == 1 and engine.known_profile is None and not engine.measures_answers
+
+
+def test_the_last_of_staged_prompts_is_answered(opened):
+    engine, server = opened
+    stages = [make_prompt(TEXTS[:1]), ASKED]
+    assert engine.stream_staged(iter(stages)).result.token_ids == (7, 8, 9)
+    assert [body["prompt"] for body in server.asked] == [list(engine.tokenize(ASKED).token_ids)]
+    with pytest.raises(UsageError, match="no prompt came"):
+        list(engine.stream_staged([]))
 
 
 def test_engines_of_one_server_share_what_they_know(opened):
