@@ -1,8 +1,8 @@
 """Requests under load in made-up time: the product's queue, store, knowledge tree and eviction, and no model.
 
 `RequestOrder` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a
-prompt then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that of
-`engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
+prompt then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that
+of `engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
 """
 
 import tempfile
