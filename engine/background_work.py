@@ -24,11 +24,12 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
     report, background = prefilled.report, runtime.background
     if report.hits:
         background.add(runtime.store.write_uses, priority=Priority.STORE)
-    if prefilled.computed:
-        if not background.has_waiting(store_computed):  # each holds a whole context in memory
-            background.add(partial(store_computed, runtime, request.collection, prefilled.computed))
-    elif request.policy.follows and not background.has_waiting(compute_next_node):
-        background.add(partial(compute_next_node, runtime, request.prompt, request.collection))
+    if prefilled.computed:  # one such task waits at a time: each holds a whole context in memory
+        store = partial(store_computed, runtime, request.collection, prefilled.computed)
+        background.add(store, store_computed)
+    elif request.policy.follows:
+        compute = partial(compute_next_node, runtime, request.prompt, request.collection)
+        background.add(compute, compute_next_node)
     queue_storing_arrived(runtime, request, prefilled)
     for collection, node_ids in runtime.take_unstored().items():
         LocalNodeEncoder(runtime, collection).queue_unstored(node_ids)
@@ -43,16 +44,17 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
 
 def queue_storing_arrived(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     """Store here what came from the shared store, unless such values wait in memory already."""
-    if prefilled.arrived and not runtime.background.has_waiting(_store_arrived):
+    if prefilled.arrived:
         work = partial(_store_arrived, runtime, request, prefilled.arrived)
-        runtime.background.add(work, priority=Priority.STORE)
+        runtime.background.add(work, _store_arrived, Priority.STORE)
 
 
 def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey, Blob]) -> None:
     try:
         for chunk, _, key in keys_of(runtime, request):
             if key in arrived:
-                Nodes(runtime, request.collection_of(chunk)).keep_blob(chunk, arrived[key])
+                blob = arrived[key]
+                Nodes(runtime, request.collection_of(chunk)).keep_for(chunk, key, lambda: blob)  # noqa: B023
     except StoreFullError as error:
         log.warning("KV from the shared store is not stored here: %s", error)
 

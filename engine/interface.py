@@ -6,10 +6,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, EngineConfig
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.nodes import Progress
@@ -24,9 +23,6 @@ from ragblend.kvstore.store import KVStore
 
 class EngineInterface(Protocol):
     """Encodes chunks, and answers prompts made of them. Safe for threads."""
-
-    config: EngineConfig
-    home: Path
 
     @property
     def model_name(self) -> str: ...
@@ -44,8 +40,6 @@ class EngineInterface(Protocol):
     def context_window(self) -> int: ...
     @property
     def store(self) -> KVStore: ...
-    @property
-    def kv_codec(self) -> str: ...
     @property
     def gate(self) -> GateVerdict: ...
     @property

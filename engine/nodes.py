@@ -147,17 +147,12 @@ class Nodes:
         names = tuple(node_id for _, node_id in found)
         return Missing(names, sum(sizes.values()), nbytes, room_bytes, left_out)
 
-    def keep_computed(self, chunk: Chunk, key: ChunkKey, make: Callable[[], ChunkKV]) -> bool:
-        """Store a node of the knowledge tree for that chunk. It is deleted together with the chunk's node.
+    def keep_for(self, chunk: Chunk, key: ChunkKey, make: Callable[[], ChunkKV | Blob]) -> bool:
+        """Store KV of a chunk, or of a tree node that ends with it; it is deleted together with the chunk's node.
 
         make: called if the chunk's node is still there. False if that, or what the chunk follows, was deleted.
         """
         return self._claim_named(chunk, key) and self.keep(key, make(), chunk.node_id)
-
-    def keep_blob(self, chunk: Chunk, blob: Blob) -> bool:
-        """Store a chunk's value from the shared store. False if the chunk's node was deleted meanwhile."""
-        key = blob.header.key
-        return self._claim_named(chunk, key) and self.keep(key, blob, chunk.node_id)
 
     def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
         """Whether the chunk's KV is still wanted; a node that was first named in a prompt is entered."""

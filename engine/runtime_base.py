@@ -181,14 +181,16 @@ class RuntimeBase(ABC):
     def _note_unstored(self, names: Sequence[Hashable]) -> None:
         """Log passages, (collection, node id, token ids), that have no KV; save their ids for the next process."""
         unstored: dict[str, list[str]] = {}
-        for name in names:
-            match name:
-                case (str(collection), str(node_id), _):
-                    unstored.setdefault(collection, []).append(node_id)
+        passages = [name for name in names if isinstance(name, tuple)]
+        if not passages:
+            return
+        for collection, node_id, _ in passages:
+            if node_id is not None:  # a framework's passage may have none
+                unstored.setdefault(collection, []).append(node_id)
         log.warning(
             "%d passages that were asked for have no KV yet: the process ends. Those of a library are encoded first "
             "the next time; `ragblend ingest`, or `engine.finish_background()` at the end, encodes all.",
-            len(names),
+            len(passages),
         )
         if unstored and "fingerprint" in vars(self):
             with suppress(OSError):  # they are encoded when they are asked for again

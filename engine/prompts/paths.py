@@ -81,7 +81,7 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
         if runtime.codec is not RAW or runtime.background.stopping or is_root_elsewhere or not is_wanted:
             return
         try:
-            if not Nodes(runtime, salt).keep_computed(each.chunk, node.key, partial(_copied, runtime, each)):
+            if not Nodes(runtime, salt).keep_for(each.chunk, node.key, partial(_copied, runtime, each)):
                 return
         except StoreFullError:
             return
@@ -128,4 +128,4 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
-        Nodes(runtime, chunk.collection or collection).keep_computed(chunk, node.key, compute)
+        Nodes(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 from ragblend.kvstore.errors import Cancelled
@@ -80,11 +79,6 @@ class BackgroundTasks:
         """Remove the waiting tasks whose names match."""
         with self._changed:
             self._tasks = [task for task in self._tasks if not matches(task.name)]
-
-    def has_waiting(self, function: Callable[..., None]) -> bool:
-        """Whether a `partial` of that function waits."""
-        with self._changed:
-            return any(isinstance(task.work, partial) and task.work.func is function for task in self._tasks)
 
     def should_stop(self, priority: Priority) -> bool:
         """Whether a running task of that priority should stop, for a more important one or for `close`."""

@@ -132,7 +132,7 @@ def test_an_empty_node_is_known(fresh):
     assert fresh.engine.prefill(prompt).report.hits == 1
 
 
-def test_forget_frees_what_nobody_shares(fresh):
+def test_forget_frees_kv_that_no_other_node_shares(fresh):
     engine = fresh.engine
     engine.encode([TEXTS[0], TEXTS[0], TEXTS[1]], node_ids=["a", "b", "c"])
     assert engine.store.stats().entries == 2
@@ -156,7 +156,7 @@ def test_a_node_whose_text_changed_gives_up_its_old_kv(fresh):
 
 
 @pytest.mark.parametrize("how", ["forget", "encode"])
-def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, how):
+def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""
     engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
@@ -169,7 +169,7 @@ def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, 
     assert engine.store.stats().entries == 0 and engine.forget([]) == 0
 
 
-def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, monkeypatch):
+def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(fresh, monkeypatch):
     """Who asks a question waits for one part: one document's passages, each in a change of its own, took seconds."""
     engine, parts, turns = fresh.engine, [], []
     nodes, store, delete = engine.runtime.nodes, engine.store, engine.store.delete
@@ -199,7 +199,7 @@ def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, mon
     assert store.stats().entries == 0
 
 
-def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_path):
+def test_forgetting_a_node_keeps_that_of_other_collections(fresh_bench_for, tmp_path):
     one, two = (
         fresh_bench_for("llama", home=tmp_path / "h", collection=name).engine for name in ("one", "two")
     )

@@ -24,7 +24,7 @@ def fresh(fresh_bench_for):
     return bench
 
 
-def test_what_is_computed_again_counts_as_much_as_it_costs(fresh):
+def test_recomputed_tokens_count_as_much_as_they_cost(fresh):
     prompt = make_prompt(TEXTS)
     tokens = len(fresh.engine.tokenize(prompt).token_ids)
     assert claim(fresh, prompt, "probe-shift").new_tokens == tokens
@@ -37,7 +37,7 @@ def test_what_is_computed_again_counts_as_much_as_it_costs(fresh):
     assert sum(found["probe-shift"].cached.values()) == stored
 
 
-def test_a_chunk_in_several_places_and_a_part_of_one_count_as_often_and_as_much_as_they_are_read(fresh):
+def test_repeated_and_partial_chunks_count_as_they_are_computed(fresh):
     fresh.engine.encode(TEXTS[:1])
     whole = fresh.engine.tokenize(make_prompt(TEXTS[:1])).chunks[0].token_ids
     for chunks, stored in (
@@ -50,7 +50,7 @@ def test_a_chunk_in_several_places_and_a_part_of_one_count_as_often_and_as_much_
         assert sum(found.cached.values()) == len(whole), "it is loaded once"
 
 
-def test_what_a_session_holds_is_not_counted_twice(fresh):
+def test_tokens_of_a_session_are_counted_once(fresh):
     fresh.engine.encode(TEXTS)
     prompt, session = make_prompt(TEXTS), Session()
     with fresh.engine.stream(prompt, session=session, max_new_tokens=2) as stream:

@@ -1,4 +1,4 @@
-"""Whose turn it is, by the pure `RequestOrder` alone: a clock that is a number, no threads and no device."""
+"""The order of requests, by `RequestOrder` alone: time is a number, there are no threads and no device."""
 
 import math
 import random
@@ -27,27 +27,25 @@ def begun(order, count=100, now=0.0):
     return found
 
 
-def test_nothing_known_is_first_come_first_served():
+@pytest.mark.parametrize(
+    ("requests", "served"),
+    [
+        ([(0, 100)] * 5, [0, 1, 2, 3, 4]),  # nothing is known: first come, first served
+        ([(0, 900), (450, 450), (800, 100)], [2, 1, 0]),  # more cached, less to compute
+        (
+            [(2000, 400), (500, 160)],
+            [1, 0],
+        ),  # by cached length over computed length the longest would be first
+    ],
+)
+def test_the_least_to_compute_goes_first(requests, served):
     order = RequestOrder()
-    tickets = [order.add(asks()) for _ in range(50)]
-    assert begun(order) == tickets
-
-
-def test_more_cached_for_less_to_compute_goes_first():
-    order = RequestOrder()
-    none, half, most = (order.add(asks(cached, new)) for cached, new in ((0, 900), (450, 450), (800, 100)))
-    assert begun(order) == [most, half, none]
-
-
-def test_of_what_is_all_stored_the_least_to_compute_goes_first():
-    """By cached length over computed length the longest would."""
-    order = RequestOrder()
-    long, short = order.add(asks(2000, 400)), order.add(asks(500, 160))
-    assert begun(order) == [short, long]
+    tickets = [order.add(asks(cached, new)) for cached, new in requests]
+    assert [tickets.index(ticket) for ticket in begun(order)] == served
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, WINDOW])
-def test_nobody_is_passed_by_more_than_the_window(window):
+def test_at_most_a_window_of_requests_overtakes_one(window):
     order = RequestOrder(window=window)
     unlucky = order.add(asks(0, 5000))
     served = []
@@ -58,7 +56,7 @@ def test_nobody_is_passed_by_more_than_the_window(window):
     assert len(served) == window + 1
 
 
-def test_requests_that_share_chunks_go_together():
+def test_requests_with_common_chunks_follow_each_other():
     order = RequestOrder()
     chunks = [{"a": 100}, {"b": 100}, {"a": 100}, {"b": 100}, {"a": 100}]
     names = [
@@ -68,7 +66,7 @@ def test_requests_that_share_chunks_go_together():
     assert names == ["a", "a", "a", "b", "b"]
 
 
-def test_one_is_read_at_a_time_and_others_follow_when_it_has_its_first_token():
+def test_one_prompt_is_read_at_a_time_and_the_next_after_its_first_token():
     order = RequestOrder(most_begun=2)
     first, second, third = (order.add(asks()) for _ in range(3))
     assert order.begin(0) is first and order.begin(0) is None
@@ -80,7 +78,7 @@ def test_one_is_read_at_a_time_and_others_follow_when_it_has_its_first_token():
     assert order.begin(0) is third
 
 
-def test_what_does_not_fit_waits_and_small_ones_pass_it_up_to_the_window():
+def test_a_request_that_does_not_fit_waits_and_small_ones_overtake_it():
     order = RequestOrder(budget_bytes=100, window=3, most_begun=50)
 
     def answers(nbytes):
@@ -98,13 +96,13 @@ def test_what_does_not_fit_waits_and_small_ones_pass_it_up_to_the_window():
     assert order.begin(0) is large
 
 
-def test_what_is_larger_than_all_memory_is_served_alone():
+def test_a_request_larger_than_all_memory_is_served_alone():
     order = RequestOrder(budget_bytes=100)
     huge = order.add(asks(nbytes=1000))
     assert order.begin(0) is huge
 
 
-def test_a_client_who_asks_much_does_not_keep_others_waiting():
+def test_clients_share_the_device_fairly():
     order, served = RequestOrder(lead_s=1.0), []
     for _ in range(30):
         order.add(asks(1000, 1, client="many"))
@@ -118,7 +116,7 @@ def test_a_client_who_asks_much_does_not_keep_others_waiting():
     assert served[:3] == ["many"] * 3 and sorted(served[3:6]) == ["one 0", "one 1", "one 2"]
 
 
-def test_who_was_away_has_no_time_saved_up():
+def test_a_client_without_requests_saves_up_no_time():
     order = RequestOrder(lead_s=0.0)
     for _ in range(10):
         ticket = order.add(asks(client="steady"))
@@ -138,7 +136,7 @@ def test_who_was_away_has_no_time_saved_up():
     assert len(set(first) & set(back)) == len(set(first) & set(steady)) == 2
 
 
-def test_past_its_deadline_nothing_is_begun():
+def test_a_request_does_not_begin_after_its_deadline():
     order = RequestOrder()
     late, timely = order.add(asks(1000, 1, deadline=5.0)), order.add(asks(deadline=20.0))
     assert order.begin(10.0) is timely
@@ -146,7 +144,7 @@ def test_past_its_deadline_nothing_is_begun():
     assert order.begin(10.0) is None and order.waiting == [late]
 
 
-def test_who_must_be_alone_waits_for_all_and_is_passed_by_nobody():
+def test_a_request_served_alone_waits_for_all_and_is_not_overtaken():
     order = RequestOrder()
     first = order.add(asks())
     assert order.begin(0) is first
