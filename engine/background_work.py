@@ -53,8 +53,8 @@ def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey
     try:
         for chunk, _, key in keys_of(runtime, request):
             if key in arrived:
-                blob = arrived[key]
-                Nodes(runtime, request.collection_of(chunk)).keep_for(chunk, key, lambda: blob)  # noqa: B023
+                nodes = Nodes(runtime, request.collection_of(chunk))
+                nodes.keep_for(chunk, key, partial(arrived.__getitem__, key))
     except StoreFullError as error:
         log.warning("KV from the shared store is not stored here: %s", error)
 
